@@ -41,7 +41,7 @@ class Batch:
         if not most:
             return [self]
         count, unit = self.share.count, self.share.ghost_batch_size or 1
-        found = (
+        parts = (
             [self]
             if count <= most
             else [
@@ -54,8 +54,8 @@ class Batch:
             ]
         )
         largest = -(-self.share.size // (unit * ranks)) * unit if ranks else 0
-        again = replace(found[0], share=replace(found[0].share, borrowed=True))
-        return found + [again] * (-(-largest // most) - len(found))
+        again = replace(parts[0], share=replace(parts[0].share, borrowed=True))
+        return parts + [again] * (-(-largest // most) - len(parts))
 
 
 class Order(Protocol):
@@ -82,12 +82,12 @@ class Shuffled:
 
     def at(self, positions: Tensor) -> Tensor:
         size = len(self.split)
-        found = positions % size
+        samples = positions % size
         for number, key in enumerate(self.keys):
             of_pass = positions // size == number
             if key is not None and of_pass.any():
-                found[of_pass] = shuffled(found[of_pass], size, key)
-        return found
+                samples[of_pass] = shuffled(samples[of_pass], size, key)
+        return samples
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
         return self.split.fetch(parts, (self.origin(step) for step in steps))
@@ -162,8 +162,8 @@ class _Batches:
             own, part = self.mine(step), self._computed(step)
             count, is_borrowed = part.stop - part.start, own != part
             if lengths:  # of the whole global batch, which all ranks pad alike
-                everyones = order.at(torch.arange(start, stop))
-                tree = lengths.padded(tree, everyones[part.start - start : part.stop - start], everyones)
+                global_indices = order.at(torch.arange(start, stop))
+                tree = lengths.padded(tree, global_indices[part.start - start : part.stop - start], global_indices)
             share = BatchShare(part.start - start, count, stop - start, is_borrowed, self.ghost_batch_size)
             yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
 
@@ -186,10 +186,10 @@ class _Batches:
     def _computed(self, step: int) -> slice:
         """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first
         sample, or group."""
-        mine = self.mine(step)
-        if mine.start < mine.stop:
-            return mine
-        return slice(mine.start, min(mine.start + (self.ghost_batch_size or 1), self.samples_until(step + 1)))
+        own = self.mine(step)
+        if own.start < own.stop:
+            return own
+        return slice(own.start, min(own.start + (self.ghost_batch_size or 1), self.samples_until(step + 1)))
 
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
         """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
@@ -273,5 +273,5 @@ class EvaluationBatches(_Batches):
         """For each global batch: its samples (n,) int64, and where this rank's own begin and end among them."""
         for step in range(len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
-            mine = self.mine(step)
-            yield self.order.at(torch.arange(start, stop)), (mine.start - start, mine.stop - start)
+            own = self.mine(step)
+            yield self.order.at(torch.arange(start, stop)), (own.start - start, own.stop - start)

@@ -67,9 +67,9 @@ class BlockOrder:
         if self.key is not None:
             places = self._mixed(places, streams)
         where = np.where(streams % 2 == 0, self._cuts[streams] + places, self._cuts[streams + 1] - 1 - places)
-        found = np.searchsorted(self._ends, where, side="right")
-        firsts = (np.cumsum(self.lengths) - self.lengths)[self._blocks[found]]
-        return torch.from_numpy(firsts + where - self._starts[found])
+        indices = np.searchsorted(self._ends, where, side="right")
+        firsts = (np.cumsum(self.lengths) - self.lengths)[self._blocks[indices]]
+        return torch.from_numpy(firsts + where - self._starts[indices])
 
     def streams_at(self, positions: Tensor) -> np.ndarray:
         """(n,) int64: the stream of each of these positions."""
@@ -140,8 +140,8 @@ class BlockOrder:
         """The places, shuffled within the window of each."""
         windows = places // self.window
         each = int(windows.max()) + 1
-        found, of = np.unique(streams * each + windows, return_inverse=True)
-        keys = [key_of(Use.BLOCK_WINDOW, self.key or 0, *divmod(int(one), each)) for one in found]
+        distinct, of = np.unique(streams * each + windows, return_inverse=True)
+        keys = [key_of(Use.BLOCK_WINDOW, self.key or 0, *divmod(int(one), each)) for one in distinct]
         starts = windows * self.window
         sizes = np.minimum(self.window, self._cuts[streams + 1] - self._cuts[streams] - starts)
         return starts + shuffled(torch.from_numpy(places - starts), sizes, np.array(keys, np.uint64)[of]).numpy()

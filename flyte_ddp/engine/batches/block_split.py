@@ -195,11 +195,11 @@ class BlockRows:
         order = np.argsort(blocks, kind="stable")
         sorted_blocks, places = blocks[order], (samples - (split.ends - split.block_lengths)[blocks])[order]
         starts = [0, *(np.flatnonzero(np.diff(sorted_blocks)) + 1).tolist()]
-        found = np.empty((len(samples), kind_of(row).itemsize), np.uint8)
+        buffer = np.empty((len(samples), kind_of(row).itemsize), np.uint8)
         for start, stop in zip(starts, [*starts[1:], len(samples)], strict=True):
             opened = self._open(int(sorted_blocks[start]))
-            opened.take(places[start:stop], axis=0, out=found[start:stop], mode="clip")  # "raise" would copy
-        rows = found.view(row.dtype).reshape(len(samples), *row.shape[1:])
+            opened.take(places[start:stop], axis=0, out=buffer[start:stop], mode="clip")  # "raise" would copy
+        rows = buffer.view(row.dtype).reshape(len(samples), *row.shape[1:])
         return tree_of(rows, np.argsort(order))
 
     def drop(self, block: int) -> None:

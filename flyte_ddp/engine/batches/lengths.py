@@ -25,15 +25,15 @@ class Lengths:
     def __init__(self, each: Any, count: int, fetch: Callable[[Tensor], Any]):
         """each: (count,) whole numbers. fetch(indices (n,)): their tensors, padded or not. Raises InputError."""
         try:
-            given = np.asarray(each)
+            values = np.asarray(each)
         except ValueError:  # of lists of different lengths
-            given = np.asarray(None)
-        if given.shape != (count,) or given.dtype.kind not in "iu" or given.min() < 1:
+            values = np.asarray(None)
+        if values.shape != (count,) or values.dtype.kind not in "iu" or values.min() < 1:
             raise InputError(
-                f"lengths must be {count} whole numbers of at least 1, one for each sample, got shape {given.shape} of "
-                f"{given.dtype.name}"
+                f"lengths must be {count} whole numbers of at least 1, one for each sample, got shape {values.shape} "
+                f"of {values.dtype.name}"
             )
-        self.each = torch.from_numpy(given.astype(np.int64))
+        self.each = torch.from_numpy(values.astype(np.int64))
         ends = [int(self.each.argmin()), int(self.each.argmax())]
         shapes = [[leaf.shape[1:2] for leaf in pytree.tree_leaves(fetch(torch.tensor([index])))] for index in ends]
         shortest, longest = ((int(self.each[index]),) for index in ends)
@@ -54,9 +54,9 @@ class Lengths:
         part.each = self.each[indices]
         return part
 
-    def padded(self, tree: Any, own: Tensor, everyones: Tensor) -> Any:
+    def padded(self, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
         """A rank's samples, of these indices (n,), with zeros up to the longest of the global batch's indices (N,)."""
-        longest, most = (int(self.each[indices].max()) for indices in (everyones, own))
+        longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)
         fitted = []
         for leaf, is_padded in zip(leaves, self.is_padded, strict=True):
@@ -68,10 +68,10 @@ class Lengths:
         return pytree.tree_unflatten(fitted, structure)
 
 
-def padded(split: Any, tree: Any, own: Tensor, everyones: Tensor) -> Any:
+def padded(split: Any, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
     """See Lengths.padded; the tree as it is if the split has no lengths."""
     lengths = lengths_of(split)
-    return lengths.padded(tree, own, everyones) if lengths else tree
+    return lengths.padded(tree, own, global_indices) if lengths else tree
 
 
 def lengths_of(split: Any) -> Lengths | None:
@@ -96,11 +96,11 @@ class SimilarLengths:
         self._order.check_room()
 
     def at(self, positions: Tensor) -> Tensor:
-        found, windows = torch.empty_like(positions), positions // self._width
+        samples, windows = torch.empty_like(positions), positions // self._width
         for number in windows.unique().tolist():
             here = windows == number
-            found[here] = self._sorted(number)[positions[here] - number * self._width]
-        return found
+            samples[here] = self._sorted(number)[positions[here] - number * self._width]
+        return samples
 
     def _sort(self, number: int) -> Tensor:
         first = number * self._width

@@ -16,13 +16,13 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
     again until it does not (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
     """
     sizes, keys = np.atleast_1d(np.asarray(size, np.uint64)), np.atleast_1d(np.asarray(key, np.uint64))
-    found = _permuted(positions.numpy().astype(np.uint64), sizes, keys)
-    outside = np.flatnonzero(found >= sizes)
+    samples = _permuted(positions.numpy().astype(np.uint64), sizes, keys)
+    outside = np.flatnonzero(samples >= sizes)
     while len(outside):
         of_sizes, of_keys = (of if len(of) == 1 else of[outside] for of in (sizes, keys))
-        found[outside] = _permuted(found[outside], of_sizes, of_keys)
-        outside = outside[found[outside] >= of_sizes]
-    return torch.from_numpy(found.astype(np.int64))
+        samples[outside] = _permuted(samples[outside], of_sizes, of_keys)
+        outside = outside[samples[outside] >= of_sizes]
+    return torch.from_numpy(samples.astype(np.int64))
 
 
 def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:

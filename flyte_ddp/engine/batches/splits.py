@@ -64,8 +64,8 @@ class Resident:
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
         for part in parts:
-            mine = self._to_device(part)
-            leaves = [leaf[mine] if isinstance(leaf, Tensor) else self._read(leaf, part) for leaf in self._leaves]
+            indices = self._to_device(part)
+            leaves = [leaf[indices] if isinstance(leaf, Tensor) else self._read(leaf, part) for leaf in self._leaves]
             yield pytree.tree_unflatten(leaves, self._structure)
 
     def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:

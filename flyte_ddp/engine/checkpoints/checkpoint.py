@@ -80,16 +80,16 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError("is damaged, or of an older version: its content does not match its checksum")
     content = _content(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise OtherTrainingError(f"has format {found}, this version reads {FORMAT}")
+        saved_format = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise OtherTrainingError(f"has format {saved_format}, this version reads {FORMAT}")
     if not all(isinstance(content.get(part), dict) for part in ("identity", "state")):
         raise CheckpointError("has no identity or no state")
-    for (*_, name), found, expected in differences(content["identity"], identity):
-        raise OtherTrainingError(f"belongs to another training: its {name} was {found!r}, now it is {expected!r}")
+    for (*_, name), saved, expected in differences(content["identity"], identity):
+        raise OtherTrainingError(f"belongs to another training: its {name} was {saved!r}, now it is {expected!r}")
     return content
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Where an identity differs from ours, or from as much as is given of it: ("code",) or ("settings", "seed"), and
     both values."""
 
@@ -99,8 +99,10 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
         rest: dict[tuple[str, ...], Any] = {(name,): value for name, value in identity.items() if name != "settings"}
         return {**rest, **{("settings", name): value for name, value in named}}
 
-    found = parts(theirs)
-    yield from ((path, found.get(path), value) for path, value in parts(ours).items() if found.get(path) != value)
+    saved_parts = parts(saved)
+    yield from (
+        (path, saved_parts.get(path), value) for path, value in parts(ours).items() if saved_parts.get(path) != value
+    )
 
 
 def refuse(
@@ -140,8 +142,8 @@ def restore(state: TrainingState, saved: dict[str, Any]) -> None:
     except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this rank's device, not for what it was given
         raise
     except Exception as error:  # of many types, as the content may have any form
-        told = " ".join(str(error).split())
-        raise CheckpointError(f"does not fit this training: {type(error).__name__}: {told}") from None
+        message = " ".join(str(error).split())
+        raise CheckpointError(f"does not fit this training: {type(error).__name__}: {message}") from None
 
 
 def check_readable(state: dict[str, Any]) -> None:
@@ -199,8 +201,8 @@ def _load(file: Path | IO[bytes], mmap: bool = False) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except UnpicklingError as error:  # torch advises to trust the file
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        kind = f" ({found[1]})" if found else ""
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        kind = f" ({match[1]})" if match else ""
         raise CheckpointError(
             f"cannot be read: it has something else than tensors and plain values in it{kind}"
         ) from None

@@ -28,19 +28,19 @@ def fetched(
     """The content of the checkpoint with this manifest, of whose files those that have rows of this rank are on its
     disk while the block runs, verified; raises CheckpointError on all ranks if one of theirs is damaged or missing. A
     collective."""
-    told = [uuid.uuid4().hex]
-    distributed.broadcast_object_list(told)
-    folder = Path(tempfile.gettempdir(), f"checkpoint-{told[0]}")  # of this job's ranks on this host, and no others
+    names = [uuid.uuid4().hex]
+    distributed.broadcast_object_list(names)
+    folder = Path(tempfile.gettempdir(), f"checkpoint-{names[0]}")  # of this job's ranks on this host, and no others
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = open_shards(folder, manifest)
     leaves = pytree.tree_flatten_with_path(content["state"])[0]
-    mine = [layout.mine(path, leaf) for path, leaf in leaves if isinstance(leaf, StoredTensor)]
-    needed = list(dict.fromkeys(file for tensor in mine for file, _, _ in tensor.parts()))
+    tensors = [layout.mine(path, leaf) for path, leaf in leaves if isinstance(leaf, StoredTensor)]
+    needed = list(dict.fromkeys(file for tensor in tensors for file, _, _ in tensor.parts()))
     first = len(needed) * environment.local_rank // environment.world.local_size
     shared_out = needed[first:] + needed[:first]  # each of a host's ranks begins with others
-    found = (_fetch(file, content["shards"][file], manifest["url"], storage) for file in shared_out)
+    outcomes = (_fetch(file, content["shards"][file], manifest["url"], storage) for file in shared_out)
     problems: list[Any] = [None] * environment.world.size
-    distributed.all_gather_object(problems, next(filter(None, found), ""))
+    distributed.all_gather_object(problems, next(filter(None, outcomes), ""))
     try:
         for problem in filter(None, problems):
             raise CheckpointError(problem)

@@ -36,7 +36,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     storage, from which each host gets those that it needs.
     """
     path, content = Path(job.checkpoint_path), None
-    told: list[Any] = [None]
+    messages: list[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
             content = read_checkpoint(path, job.identity)
@@ -45,13 +45,13 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
             manifest = read_manifest(path)
             outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
             manifest = manifest if manifest and "url" in manifest else None
-            told = [(checksum(path), outline, manifest, job.options)]
+            messages = [(checksum(path), outline, manifest, job.options)]
         except CheckpointError as error:
             refuse(error, job.options, link.emit, output=path.parent if job.is_output else None)
-    distributed.broadcast_object_list(told)
-    if told[0] is None:
+    distributed.broadcast_object_list(messages)
+    if messages[0] is None:
         return None
-    expected, outline, manifest, options = told[0]  # options of rank 0, which knows whether it is resume_from's
+    expected, outline, manifest, options = messages[0]  # options of rank 0, which knows whether it is resume_from's
     precision: str = outline.get("precision", state.precision)
     if precision != state.precision:  # "auto" elsewhere: what has been trained in one goes on in it
         return precision
@@ -95,9 +95,9 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
     seen: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(seen, content is not None)
     position, count = sum(seen[: distributed.get_rank()]), sum(seen)
-    mine = sorted(content.get("shards", {}).items())[position::count] if content else []
+    assigned = sorted(content.get("shards", {}).items())[position::count] if content else []
     problems: list[Any] = [None] * len(seen)
-    distributed.all_gather_object(problems, next(filter(None, (problem_of(*shard) for shard in mine)), ""))
+    distributed.all_gather_object(problems, next(filter(None, (problem_of(*shard) for shard in assigned)), ""))
     for problem in filter(None, problems):
         raise CheckpointError(problem)
     return seen

@@ -45,9 +45,9 @@ class SharedFolder:
 
     def __init__(self, path: Path, environment: Environment):
         """A collective. path: of the manifest; rank 0's counts. Raises InputError if others do not see its folder."""
-        told: list[Any] = [path, uuid.uuid4().hex[:8]]
-        distributed.broadcast_object_list(told)
-        self._path, self._start = told
+        values: list[Any] = [path, uuid.uuid4().hex[:8]]
+        distributed.broadcast_object_list(values)
+        self._path, self._start = values
         self._older: list[Path] = []
         if cut().parts > environment.world.local_size:
             self._check(environment)
@@ -98,11 +98,11 @@ class Stored:
         self._start, self._taken = uuid.uuid4().hex[:8], set[str]()
 
     def begin(self, position: str) -> Path:
-        told = [next(name for name in (f"{self._start}-{n}" for n in itertools.count()) if name not in self._taken)]
-        distributed.broadcast_object_list(told)
+        names = [next(name for name in (f"{self._start}-{n}" for n in itertools.count()) if name not in self._taken)]
+        distributed.broadcast_object_list(names)
         shards = shards_beside(self._path)
         shutil.rmtree(shards, ignore_errors=True)  # of one that could not be written
-        return shards / told[0]
+        return shards / names[0]
 
     def keep(self, file: Path) -> None:
         self._storage.put(file)
@@ -136,12 +136,12 @@ class ShardWriter:
         entries = {name: self._entry(tensor) for name, tensor in tensors.items()}
         manifest = {"folder": folder.name, "tensors": entries, "content": description}
         own = {name: self._own(tensor) for name, tensor in tensors.items()}
-        mine = {name: tensor for name, tensor in own.items() if tensor is not None}
+        local = {name: tensor for name, tensor in own.items() if tensor is not None}
         file = folder / _file_of(self._cut.part)
         if device.type == "cpu":
-            problem = _write(file, mine)
+            problem = _write(file, local)
             return lambda: self._finish(manifest, file, problem)
-        copied = {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
+        copied = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
         return lambda: self._finish(manifest, file, _write(file, copied))
 
     def _entry(self, tensor: Tensor | Shard) -> dict[str, Any]:
@@ -164,18 +164,18 @@ class ShardWriter:
 
     def _finish(self, manifest: dict[str, Any], file: Path, problem: str) -> None:
         digest, problem = ("", problem) if problem else self._kept(file)
-        told: list[Any] | None = None if self._cut.part else [None] * self._cut.parts
+        outcomes: list[Any] | None = None if self._cut.part else [None] * self._cut.parts
         try:
-            distributed.gather_object((digest, problem), told, group=self._group)
+            distributed.gather_object((digest, problem), outcomes, group=self._group)
         except RuntimeError as error:  # a rank is gone, of which training hears by itself
             raise OSError(errno.EPIPE, f"not all ranks wrote their shards: {str(error).splitlines()[0]}") from None
-        if told is None:
+        if outcomes is None:
             return
-        if problems := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(told) if problem]:
+        if problems := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem]:
             self._destination.discard(file.parent)
             raise OSError(errno.EIO, problems[0])
         self._destination.commit(
-            {**manifest, "files": {_file_of(part): digest for part, (digest, _) in enumerate(told)}}
+            {**manifest, "files": {_file_of(part): digest for part, (digest, _) in enumerate(outcomes)}}
         )
 
     def _kept(self, file: Path) -> tuple[str, str]:

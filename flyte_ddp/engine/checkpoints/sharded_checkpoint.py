@@ -59,15 +59,15 @@ class StoredTensor:
     def read(self) -> Tensor:
         from safetensors import safe_open  # an optional library
 
-        found = torch.empty(self.shape, dtype=self.dtype)
+        tensor = torch.empty(self.shape, dtype=self.dtype)
         for path, begin, end in self.parts():
             with safe_open(path, "pt") as file:
                 if not self.shape:
-                    return found.copy_(self._joined(file.get_tensor(self.name)))
+                    return tensor.copy_(self._joined(file.get_tensor(self.name)))
                 rows = slice(max(begin, self.first), min(end, self.first + len(self)))
                 part = self._joined(file.get_slice(self.name)[rows.start - begin : rows.stop - begin])
-                found[rows.start - self.first : rows.stop - self.first] = part
-        return found
+                tensor[rows.start - self.first : rows.stop - self.first] = part
+        return tensor
 
     def _joined(self, part: Tensor) -> Tensor:
         """Complex numbers from pairs of real ones."""

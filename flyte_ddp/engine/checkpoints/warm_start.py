@@ -50,17 +50,17 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
     """
     inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
     own, patterns = model.state_dict(), patterns_of(leave_out)
-    given = with_base(with_tied(inside, own), model, path, "init")
+    weights = with_base(with_tied(inside, own), model, path, "init")
     named = [pattern for pattern in patterns if pattern != MISMATCHING]
-    left_out = matching("init_leave_out", named, sorted({*own, *given}))
-    unfit = [name for name in misfits(given, own) if name not in left_out]
+    left_out = matching("init_leave_out", named, sorted({*own, *weights}))
+    unfit = [name for name in misfits(weights, own) if name not in left_out]
     if unfit and MISMATCHING not in patterns:
         raise InputError(
-            f"init must fit the network, got {path} with {describe_misfits(unfit, given, own)}: to leave such tensors "
-            f'out, set init_leave_out to their names, as "{unfit[0].rpartition(".")[0] or unfit[0]}", or to '
+            f"init must fit the network, got {path} with {describe_misfits(unfit, weights, own)}: to leave such "
+            f'tensors out, set init_leave_out to their names, as "{unfit[0].rpartition(".")[0] or unfit[0]}", or to '
             f'"{MISMATCHING}"'
         )
-    taken = {name: value for name, value in given.items() if name not in {*left_out, *unfit}}
+    taken = {name: value for name, value in weights.items() if name not in {*left_out, *unfit}}
     if not taken:
         raise InputError(f"init_leave_out must leave some tensors of init ({path}), got {leave_out!r}: name fewer")
     model.load_state_dict(taken, strict=False)
@@ -83,8 +83,8 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 
 def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
     content = read_checkpoint(path, {"recipe": job.recipe})
-    saved, theirs = content["state"], content["identity"]
-    _check_settings(saved, theirs, job)
+    saved, other_identity = content["state"], content["identity"]
+    _check_settings(saved, other_identity, job)
     fresh, position = state.state_dict(), saved["epoch"] * steps_per_epoch + saved["step"]
     if saved.get("base", "") != state.base.digest:
         raise CheckpointError(OTHER_BASE)
@@ -104,13 +104,13 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
         "choice": saved["choice"] or fresh["choice"],
     }
     restore(state, in_place(state, continued))
-    _judge_best(state, fresh["choice"], theirs, job.identity)
+    _judge_best(state, fresh["choice"], other_identity, job.identity)
     epoch, step = saved["epoch"], saved["step"]
     where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"
     return f"Continues from {path.name}, {where}"
 
 
-def _check_settings(saved: dict[str, Any], theirs: dict[str, Any], job: Job) -> None:
+def _check_settings(saved: dict[str, Any], other_identity: dict[str, Any], job: Job) -> None:
     """Raises InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
     settings = job.settings
     if saved["epoch"] >= settings.last_epoch:
@@ -119,7 +119,7 @@ def _check_settings(saved: dict[str, Any], theirs: dict[str, Any], job: Job) -> 
             f"{name} must be above {saved['epoch']}, because it includes the epochs of init, got "
             f"{settings.last_epoch}: raise it"
         )
-    differing = [path[-1] for path, *_ in differences(theirs, job.identity) if path not in FREE_WITHIN_EPOCH]
+    differing = [path[-1] for path, *_ in differences(other_identity, job.identity) if path not in FREE_WITHIN_EPOCH]
     if saved["step"] and differing:
         raise InputError(
             "init is a checkpoint from within an epoch, which needs the same settings and data, but these differ: "
@@ -127,15 +127,15 @@ def _check_settings(saved: dict[str, Any], theirs: dict[str, Any], job: Job) -> 
         )
 
 
-def _judge_best(state: TrainingState, fresh: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
     """Drops the other training's best epoch if it does not count here; patience that ran out there begins anew."""
     if not state.best_tracker:
         return
     if not JUDGED_BY.isdisjoint(
-        path for path, *_ in differences(theirs, ours)
+        path for path, *_ in differences(other_identity, ours)
     ):  # the best by another measure, or on other samples
         state.best_tracker.load_state_dict(fresh)
-    elif state.best_tracker.is_over and not theirs["settings"].get(
+    elif state.best_tracker.is_over and not other_identity["settings"].get(
         "stop_after"
     ):  # stopped by patience, not by stop_after
         state.best_tracker.waited = 0
@@ -164,13 +164,13 @@ def _keep_statistics(layer: nn.Module, _: Any) -> None:
 def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """The names that match one of the patterns, or belong to a layer whose name does; InputError for a pattern without
     a match."""
-    found = []
+    matched = []
     for pattern in patterns:
         matches = [name for name in names if any(fnmatch.fnmatchcase(part, pattern) for part in _layers(name))]
         if not matches:
             raise InputError(f"{setting} must match names of tensors, got {pattern!r}: choose from {listed(names)}")
-        found += matches
-    return [name for name in names if name in found]
+        matched += matches
+    return [name for name in names if name in matched]
 
 
 def patterns_of(text: str) -> list[str]:

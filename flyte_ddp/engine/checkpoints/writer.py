@@ -128,9 +128,9 @@ class StoredCheckpointWriter(CheckpointWriter):
         return super().due() and not self._is_busy()
 
     def save(self, state: TrainingState, is_last: bool = False) -> None:
-        told = [is_last or not self._is_busy()]
-        distributed.broadcast_object_list(told)  # rank 0 knows best, as it waits for the others
-        if told[0]:
+        flags = [is_last or not self._is_busy()]
+        distributed.broadcast_object_list(flags)  # rank 0 knows best, as it waits for the others
+        if flags[0]:
             super().save(state, is_last)
 
     def _is_busy(self) -> bool:

@@ -39,14 +39,14 @@ def dependences(recipe: Recipe, trials: Trials, whole: Trial) -> list[str]:
         parts.append(trials(first, last))
         _take_away(whole.gradients, parts[-1].gradients)
     tolerance = tolerance_of(trials.model)
-    found = _draws(recipe, whole, parts)
-    if not found and parts:
-        found = _differences(recipe, trials, whole, parts, tolerance) or (
+    reasons = _draws(recipe, whole, parts)
+    if not reasons and parts:
+        reasons = _differences(recipe, trials, whole, parts, tolerance) or (
             # all_gather() in a trial passes no gradient on to the other part
-            [] if trials.everyones else _coupled_gradients(recipe, norms, whole.gradients, tolerance)
+            [] if trials.gathered else _coupled_gradients(recipe, norms, whole.gradients, tolerance)
         )
     whole.gradients.clear()
-    return found
+    return reasons
 
 
 def tolerance_of(model: nn.Module) -> float:
@@ -68,12 +68,12 @@ def _take_away(gradients: dict[str, Tensor], of_part: dict[str, Tensor]) -> None
 
 def _draws(recipe: Recipe, whole: Trial, parts: Sequence[Trial]) -> list[str]:
     """Random numbers that each rank draws for itself; those for the whole batch, the same on all ranks, are fine."""
-    found = [
+    reasons = [
         f"{where}: draws random numbers of its own ({operation}): {_remedy(operation)}"
         for (where, operation), drawn in whole.draws.items()
         if any(part.draws[where, operation] != drawn for part in parts)
     ]
-    return found + [
+    return reasons + [
         f"{code_location(recipe, stage)}: draws numpy's or Python's random numbers, which settings.seed does not "
         f"control: let {DRAWN}"
         for stage in whole.strays
@@ -139,8 +139,8 @@ def _coupled_gradients(
 
 
 def _norm(gradient: Tensor) -> float:
-    found: Any = torch.linalg.vector_norm(gradient.float())
-    return float(found.full_tensor() if is_shard(found) else found)
+    norm: Any = torch.linalg.vector_norm(gradient.float())
+    return float(norm.full_tensor() if is_shard(norm) else norm)
 
 
 def _gaps(stage: str, whole: Trial, parts: Sequence[Trial], tolerance: float) -> str | None:
@@ -199,12 +199,12 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 def scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     """optimizer() or lr_lambda(), if another number of ranks has them return something else; steps: of the training."""
-    found = []
+    results = []
     for rank, world_size in ((0, 1), (1, 2)):
         with among_ranks(rank, world_size):
             few = [finite_number(recipe, "lr_lambda", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
-            found.append({"optimizer": _plain_groups(optimizer_of(recipe, model)), "lr_lambda": few})
-    one, two = found
+            results.append({"optimizer": _plain_groups(optimizer_of(recipe, model)), "lr_lambda": few})
+    one, two = results
     return [
         f"{code_location(recipe, method)}: what it returns depends on the rank or the number of ranks: read "
         "neither, since batch_size is that of all ranks together"

@@ -38,26 +38,26 @@ def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
     first, remedies = of_first_rank((digests, unsteady))
     changing = on_any_rank([name in unsteady for name in splits], recipe.device)
     others = on_any_rank([digests[name] != first[name] for name in splits], recipe.device)
-    found = []
+    reasons = []
     for (name, split), is_unsteady, is_other in zip(splits.items(), changing, others, strict=True):
         where = f'{code_location(recipe, "data")}, split "{name}"'
         if is_unsteady:
             dataset = split.dataset  # type: ignore[attr-defined]
             remedy = remedies.get(name) or _remedy(dataset, "")
-            found.append(f"{where}: its {type(dataset).__name__} gives another sample each time: {remedy}")
+            reasons.append(f"{where}: its {type(dataset).__name__} gives another sample each time: {remedy}")
         elif is_other:
-            found.append(
+            reasons.append(
                 f"{where}: gives each rank other samples: sort what it lists, and to shuffle or split, draw from a "
                 "generator with a seed, such as numpy.random.default_rng(0)"
             )
-    return found
+    return reasons
 
 
-def of_first_rank(mine: Any) -> Any:
+def of_first_rank(value: Any) -> Any:
     """What rank 0 has given; a collective, which costs a rank the same among any number of them."""
-    found = [mine]
-    distributed.broadcast_object_list(found)
-    return found[0]
+    values = [value]
+    distributed.broadcast_object_list(values)
+    return values[0]
 
 
 def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
@@ -100,14 +100,14 @@ class _Twice:
         return len(self.dataset)
 
     def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        found, held = [], []
+        readings, held = [], []
         for _ in range(2):
             leaves = [
                 np.asarray(leaf) for leaf in pytree.tree_leaves(read_samples(self.dataset, indices, self.is_padded))
             ]
             state = host_state(), torch.get_rng_state().numpy().tobytes()
-            found.append(([(leaf.shape, leaf.tobytes()) for leaf in leaves], state))
+            readings.append(([(leaf.shape, leaf.tobytes()) for leaf in leaves], state))
             held.append(generator_states(self.dataset))
         drawn = [call for call, state in held[1].items() if held[0].get(call) != state]
         call = "".join(drawn[:1]).encode()
-        return np.array([found[0] != found[1] or bool(drawn)]), np.array([*call], np.uint8)
+        return np.array([readings[0] != readings[1] or bool(drawn)]), np.array([*call], np.uint8)

@@ -25,13 +25,13 @@ class Draws(TorchDispatchMode):
     """Counts the random numbers that torch's operations draw, other than by sample.
 
     Attributes:
-        found: how many, by place and operation, or the transform of torchvision that called it.
+        counts: how many, by place and operation, or the transform of torchvision that called it.
         transforms: the names of these.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
         self.transforms: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ class Draws(TorchDispatchMode):
             and _really_draws(func, args, kwargs)
         ):
             drawn = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-            self.found[self._caller(func.name().removeprefix("aten::").partition(".")[0])] += drawn
+            self.counts[self._caller(func.name().removeprefix("aten::").partition(".")[0])] += drawn
         return result
 
     def _caller(self, operation: str) -> tuple[str, str]:
@@ -64,19 +64,19 @@ class Draws(TorchDispatchMode):
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Attention and recurrent layers always call operations that may draw; their dropout says whether they do."""
-    given = arguments_of(func, args, kwargs)
-    probability = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
-    is_training = next((given[name] for name in ("train", "training") if name in given), True)
+    arguments = arguments_of(func, args, kwargs)
+    probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
+    is_training = next((arguments[name] for name in ("train", "training") if name in arguments), True)
     return bool(probability) and is_training is not False
 
 
 def users_line(lines: Iterator[tuple[str, int]]) -> str:
     """The innermost line of code that is neither installed nor ours; empty if there is none."""
     ours = str(Path(flyte_ddp.__path__[0], "engine"))
-    found = (
+    places = (
         f"{file}, line {line}" for file, line in lines if not file.startswith((ours, "<")) and not is_installed(file)
     )
-    return next(found, "")
+    return next(places, "")
 
 
 def host_state() -> Any:

@@ -22,17 +22,17 @@ def generator_states(dataset: Any) -> dict[str, bytes]:
     states: dict[str, bytes] = {}
     ahead, seen = deque([("self", dataset, "")]), set[int]()
     while ahead and len(seen) < MOST:
-        name, found, owner = ahead.popleft()
-        if id(found) in seen or isinstance(found, (type, ModuleType, FunctionType, torch.Tensor, np.ndarray, str)):
+        name, value, owner = ahead.popleft()
+        if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, np.ndarray, str)):
             continue
-        seen.add(id(found))
-        if isinstance(found, KINDS):
-            call = owner or _seeding(name, found)
-            states[call] = states.get(call, b"") + _state(found)
+        seen.add(id(value))
+        if isinstance(value, KINDS):
+            call = owner or _seeding(name, value)
+            states[call] = states.get(call, b"") + _state(value)
             continue
-        if not owner and hasattr(found, "set_random_seed"):  # as albumentations' have, for all that is in them
+        if not owner and hasattr(value, "set_random_seed"):  # as albumentations' have, for all that is in them
             owner = f"{name}.set_random_seed({SEED})"
-        ahead.extend((name + step, child, owner) for step, child in _children(found))
+        ahead.extend((name + step, child, owner) for step, child in _children(value))
     return states
 
 
@@ -52,10 +52,10 @@ def _state(generator: Any) -> bytes:
     return b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(generator.getstate())
 
 
-def _children(found: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(found, dict):
-        yield from [(f"[{key!r}]", value) for key, value in islice(found.items(), MOST_ITEMS)]
-    elif isinstance(found, (list, tuple)):
-        yield from [(f"[{number}]", item) for number, item in enumerate(found[:MOST_ITEMS])]
+def _children(parent: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(parent, dict):
+        yield from [(f"[{key!r}]", value) for key, value in islice(parent.items(), MOST_ITEMS)]
+    elif isinstance(parent, (list, tuple)):
+        yield from [(f"[{number}]", item) for number, item in enumerate(parent[:MOST_ITEMS])]
     else:
-        yield from [(f".{name}", value) for name, value in getattr(found, "__dict__", {}).items()]
+        yield from [(f".{name}", value) for name, value in getattr(parent, "__dict__", {}).items()]

@@ -135,9 +135,9 @@ def _totals(trial: Trial) -> list[float]:
 
 def _disagreement(recipe: Recipe, totals: list[float]) -> list[str]:
     """Whether the ranks measure the same for the same samples; a collective."""
-    mine = torch.tensor([totals], dtype=torch.float64)
-    first = of_first_rank(mine)
-    unlike = mine.shape != first.shape or not torch.allclose(mine, first, rtol=1e-3, equal_nan=True)
+    own = torch.tensor([totals], dtype=torch.float64)
+    first = of_first_rank(own)
+    unlike = own.shape != first.shape or not torch.allclose(own, first, rtol=1e-3, equal_nan=True)
     if not any(on_any_rank([unlike], recipe.device)):
         return []
     remedy = "let nothing, from the initial weights to the measures, depend on the process that computes it"

@@ -22,7 +22,7 @@ def refuse_untrainable(recipe: Recipe, model: nn.Module, split: Split, trials: T
     if not is_sharded(trials.model):
         _refuse_reentrant(recipe, whole)
     _refuse_unreached(recipe, model, split, trials, whole)
-    if trials.everyones and not recipe.uses_global_batch:
+    if trials.gathered and not recipe.uses_global_batch:
         raise InputError(
             f"{code_location(recipe, 'measure')}: a recipe that calls all_gather() needs uses_global_batch = True"
         )
@@ -112,8 +112,8 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
         if not unreached:
             return
         part = Subset(split, len(chosen), chosen.__getitem__)
-        found = Trials(recipe, model, trials.mode, part, len(part), copied=trials.model)(0, len(part))
-        unreached = [name for name in unreached if name not in found.gradients]
+        trial = Trials(recipe, model, trials.mode, part, len(part), copied=trials.model)(0, len(part))
+        unreached = [name for name in unreached if name not in trial.gradients]
     if unreached:
         named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")
         raise InputError(

@@ -75,7 +75,7 @@ class Trials:
         self.original = None if is_sharded(model) else model
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.statistics: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of batch norm, by layer and call
-        self.everyones: list[Tensor] = []  # what all_gather() returned for the whole batch, call by call
+        self.gathered: list[Tensor] = []  # what all_gather() returned for the whole batch, call by call
         # Both parts are spread over the split too, or of sorted samples each would have a class of its own; and one is
         # larger, or both might have the mean of the whole
         some, cut = spread(split, size), max(1, 3 * size // 8)
@@ -94,9 +94,9 @@ class Trials:
         rank, world_size = int(as_second or first > 0), 1 if is_whole and not as_second else 2
         vars(share).update(first=first, count=last - first, size=self.size, alone=True)
         share.ghost_batch_size = recipe.ghost_batch_size if self.is_training else 0
-        share.stand_in = self._note if is_whole else self._repeat(iter(self.everyones))
+        share.stand_in = self._note if is_whole else self._repeat(iter(self.gathered))
         share.statistics = self._batch_statistics(is_whole)
-        self.everyones = [] if is_whole else self.everyones
+        self.gathered = [] if is_whole else self.gathered
         generator, host = device_generator(self.device), [host_state()]
         part = self.trees.get((first, last))
         if part is None:
@@ -124,8 +124,8 @@ class Trials:
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         changed = changed_weights(self.model, self.original) if self.original else {}
         weights = {name: weight.sum(dtype=torch.float64).item() for name, weight in changed.items()}
-        alike = [(where, operation) for where, operation in draws.found if operation in draws.transforms]
-        drawn = draws.found, self.mode.drawn, alike
+        alike = [(where, operation) for where, operation in draws.counts if operation in draws.transforms]
+        drawn = draws.counts, self.mode.drawn, alike
         return Trial(last - first, stages, pairs, *drawn, strays, buffers, weights, gradients)
 
     def _start_afresh(self) -> None:
@@ -138,9 +138,9 @@ class Trials:
                 if name in self.buffers and buffer.shape == self.buffers[name].shape:
                     buffer.copy_(self.buffers[name])
 
-    def _note(self, mine: Tensor) -> Tensor:
-        self.everyones.append(mine)
-        return mine
+    def _note(self, rows: Tensor) -> Tensor:
+        self.gathered.append(rows)
+        return rows
 
     def _batch_statistics(self, is_whole: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
         """What batch norm normalises by: the whole batch, for a part of it, too, so that samples do not affect each
@@ -158,7 +158,7 @@ class Trials:
         return statistics
 
     def _repeat(self, noted: Iterator[Tensor]) -> Any:
-        return lambda mine: next(noted, mine).detach()
+        return lambda rows: next(noted, rows).detach()
 
 
 def changed_weights(model: nn.Module, original: nn.Module) -> dict[str, Tensor]:
