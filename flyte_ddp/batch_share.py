@@ -46,11 +46,11 @@ class BatchShare:
         return rows[:0] if self.borrowed else rows
 
 
-def gather_rows(mine: Tensor, share: BatchShare) -> Tensor:
+def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
     """(N, ...) of the global batch from each rank's (n, ...); a collective, which carries gradients back."""
     if share.alone:
-        return share.stand_in(mine) if share.stand_in else mine
-    return _GatherRows.apply(share.own(mine), share.size, share.ghost_batch_size or 1)
+        return share.stand_in(local) if share.stand_in else local
+    return _GatherRows.apply(share.own(local), share.size, share.ghost_batch_size or 1)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -60,12 +60,12 @@ class _GatherRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, size: int, unit: int) -> Tensor:
-        most, slots = _places(size, unit, mine.device)
-        ctx.arguments = len(mine), size, unit
-        everyones = mine.new_empty(distributed.get_world_size() * most, *mine.shape[1:])
-        distributed.all_gather_into_tensor(_bytes(everyones), _bytes(_padded(mine, most, slice(len(mine)))))
-        return everyones[slots]
+    def forward(ctx: Any, local: Tensor, size: int, unit: int) -> Tensor:
+        most, slots = _places(size, unit, local.device)
+        ctx.arguments = len(local), size, unit
+        gathered = local.new_empty(distributed.get_world_size() * most, *local.shape[1:])
+        distributed.all_gather_into_tensor(_bytes(gathered), _bytes(_padded(local, most, slice(len(local)))))
+        return gathered[slots]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,12 +76,12 @@ class _AddRows(torch.autograd.Function):
     """The sum of all ranks' rows, of which each gets its own: the gradient of _GatherRows, as that is of this."""
 
     @staticmethod
-    def forward(ctx: Any, everyones: Tensor, count: int, size: int, unit: int) -> Tensor:
-        most, slots = _places(size, unit, everyones.device)
+    def forward(ctx: Any, rows: Tensor, count: int, size: int, unit: int) -> Tensor:
+        most, slots = _places(size, unit, rows.device)
         ctx.arguments = size, unit
-        mine = everyones.new_empty(most, *everyones.shape[1:])
-        distributed.reduce_scatter_tensor(mine, _padded(everyones, distributed.get_world_size() * most, slots))
-        return mine[:count]
+        local = rows.new_empty(most, *rows.shape[1:])
+        distributed.reduce_scatter_tensor(local, _padded(rows, distributed.get_world_size() * most, slots))
+        return local[:count]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

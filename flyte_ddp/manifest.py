@@ -33,11 +33,11 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     if hashlib.sha256(content).digest() != digest:
         return None
     try:
-        found: dict[str, Any] = json.loads(content)
-        names = [found["folder"], *found["files"]]
+        manifest: dict[str, Any] = json.loads(content)
+        names = [manifest["folder"], *manifest["files"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return found if all(Path(name).name == name != ".." for name in names) else None  # it may be another's
+    return manifest if all(Path(name).name == name != ".." for name in names) else None  # it may be another's
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:

@@ -52,11 +52,11 @@ def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 def split_mix(key: int, first: int, count: int, device: torch.device) -> Tensor:
     """(count,) int64: SplitMix64's words in torch's integer operations, which wrap around and shift in the sign."""
-    found = torch.arange(first + 1, first + count + 1, device=device)
-    found = found.mul_(signed(INCREMENT)).add_(signed(key))
+    values = torch.arange(first + 1, first + count + 1, device=device)
+    values = values.mul_(signed(INCREMENT)).add_(signed(key))
     for shift, factor in ROUNDS:
-        found = found.bitwise_xor_(found >> shift & (1 << 64 - shift) - 1).mul_(signed(factor))
-    return found.bitwise_xor_(found >> LAST_SHIFT & (1 << 64 - LAST_SHIFT) - 1)
+        values = values.bitwise_xor_(values >> shift & (1 << 64 - shift) - 1).mul_(signed(factor))
+    return values.bitwise_xor_(values >> LAST_SHIFT & (1 << 64 - LAST_SHIFT) - 1)
 
 
 def signed(word: int) -> int:

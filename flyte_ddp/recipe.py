@@ -48,17 +48,17 @@ class Random:
 
     def uniform(self, *shape: int) -> Tensor:
         """(n, *shape) float32, from 0 to below 1."""
-        return self._mine(random_numbers.uniform, shape)
+        return self._drawn(random_numbers.uniform, shape)
 
     def normal(self, *shape: int) -> Tensor:
         """(n, *shape) float32, of mean 0 and standard deviation 1."""
-        return self._mine(random_numbers.normal, shape)
+        return self._drawn(random_numbers.normal, shape)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """(n, *shape) int64, from low to high - 1."""
-        return self._mine(partial(random_numbers.integers, low=low, high=high), shape)
+        return self._drawn(partial(random_numbers.integers, low=low, high=high), shape)
 
-    def _mine(self, numbers: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
+    def _drawn(self, numbers: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
         self._calls += 1
         key = random_numbers.key_of(random_numbers.Use.CALL, self._seed, self._calls)
         each, share = math.prod(shape), self._share
@@ -131,8 +131,8 @@ class Recipe:
         self.settings, self.data_path = settings, data_path
         self.share = BatchShare()
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
         done = {kind for base in cls.__bases__ if issubclass(base, Recipe) for kind in base.__mro__}
         for kind in (kind for kind in reversed(cls.__mro__) if kind not in done):
             for former in RENAMED.keys() & vars(kind).keys():
@@ -274,9 +274,9 @@ class Recipe:
         """(caption, image (C, H, W) from 0 to 1, C being 1 or 3) of some test samples, for the report."""
         return ()
 
-    def all_gather(self, mine: Tensor) -> Tensor:
+    def all_gather(self, local: Tensor) -> Tensor:
         """(N, ...) of the whole global batch, with gradients, from this rank's (n, ...); all ranks must call it.
 
         For losses that compare samples with one another. self.share.first is the position of the rank's first sample.
         """
-        return gather_rows(mine, self.share)
+        return gather_rows(local, self.share)

@@ -81,8 +81,8 @@ class TrainingSettings(Settings):
 
     def check_validation(self, keep_best: int = 0) -> None:
         """Raises InputError for settings, or an option, that make no sense without a validation split."""
-        given = {f"{type(self).__name__}.patience": self.patience, "RunOptions.keep_best": keep_best}
-        for name, value in given.items():
+        values = {f"{type(self).__name__}.patience": self.patience, "RunOptions.keep_best": keep_best}
+        for name, value in values.items():
             if value:
                 raise InputError(
                     f"{name} must be 0 without a validation split, got {value}: set validation_fraction, such as 0.1, "

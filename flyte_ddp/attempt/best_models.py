@@ -40,16 +40,16 @@ class StoredModels:
 
     def get(self) -> None:
         """Those that may belong to the stored checkpoint, if there are any."""
-        found, local = self._path.with_name(LIST), models_beside(self._path)
+        list_path, local = self._path.with_name(LIST), models_beside(self._path)
         try:
-            get_file(self._platform, f"{self._url}/{LIST}", found)
+            get_file(self._platform, f"{self._url}/{LIST}", list_path)
         except FileNotFoundError:
             # ranks that have left the checkpoint on this machine have left no list: the files have their own names
             for model in Path(self._url.removeprefix("file://")).glob("*.pt"):
                 local.mkdir(exist_ok=True)
                 get_file(self._platform, f"{self._url}/{model.name}", local / model.name)
             return
-        self._stored = self._listed = _read_list(found)
+        self._stored = self._listed = _read_list(list_path)
         local.mkdir(exist_ok=True)
         for name, file in self._stored.items():
             with suppress(FileNotFoundError):  # the ranks do without it
@@ -78,10 +78,10 @@ class StoredModels:
 def _read_list(path: Path) -> dict[str, str]:
     """Without what names other files than such a list does: it may be another's, or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return {}
-    pairs = found.items() if isinstance(found, dict) else ()
+    pairs = content.items() if isinstance(content, dict) else ()
     return {
         name: file
         for name, file in pairs

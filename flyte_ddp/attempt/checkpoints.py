@@ -136,8 +136,8 @@ class PlatformStore(Store):
             return next(filter(None, map(self._fetch, urls)), "")
 
         try:
-            if found := patiently(f"cannot tell whether {urls[-1]} has a checkpoint", find):
-                self.hand_on(found)
+            if url := patiently(f"cannot tell whether {urls[-1]} has a checkpoint", find):
+                self.hand_on(url)
         except RecoverableError:
             if resume:
                 point_to_previous(self._platform)  # the storage may have failed before, too

@@ -14,7 +14,7 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
 
     kind_of: the Python type that an option is converted to; anything else where there is none.
     """
-    theirs = getattr(click.NoSuchOption.__init__, "theirs", click.NoSuchOption.__init__)
+    original = getattr(click.NoSuchOption.__init__, "original", click.NoSuchOption.__init__)
 
     def init(
         self: click.NoSuchOption,
@@ -23,12 +23,12 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
         possibilities: Iterable[str] | None = None,
         ctx: click.Context | None = None,
     ) -> None:
-        theirs(self, option_name, message, possibilities, ctx)
+        original(self, option_name, message, possibilities, ctx)
         hint = _hint(option_name, ctx.command.params, kind_of) if ctx else ""
         if hint:
             self.message, self.possibilities = f"{self.message} {hint}", None  # type: ignore[misc]
 
-    init.theirs = theirs  # type: ignore[attr-defined]
+    init.original = original  # type: ignore[attr-defined]
     click.NoSuchOption.__init__ = init  # type: ignore[method-assign]
 
 

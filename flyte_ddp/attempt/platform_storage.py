@@ -35,10 +35,10 @@ def open_file(platform: Platform, url: str) -> BinaryIO:
 
 def list_files(platform: Platform, folder: str) -> dict[str, str]:
     """Each file's name below the folder, sorted, with what changes when the file does; without hidden files."""
-    found = Stored(folder, platform.storage_options(get_protocol(folder))).details()
-    if "" in found:
+    files = Stored(folder, platform.storage_options(get_protocol(folder))).details()
+    if "" in files:
         raise InputError(f"folder must be a folder, got the file {folder}: give the folder that it is in")
-    return {name: version_of(details) for name, details in found.items()}
+    return {name: version_of(details) for name, details in files.items()}
 
 
 def folder_digest(platform: Platform, folder: str) -> str:

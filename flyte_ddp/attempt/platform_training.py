@@ -122,12 +122,12 @@ class Training(ABC, Generic[Given, Outputs]):
 
     @staticmethod
     @abstractmethod
-    def downloaded(given: Any) -> Path | None:
+    def downloaded(file_or_folder: Any) -> Path | None:
         """Where it is, or a copy."""
 
     @staticmethod
     @abstractmethod
-    def downloaded_once(given: Any) -> Path | None:
+    def downloaded_once(file_or_folder: Any) -> Path | None:
         """A copy that all ranks of this host share."""
 
     @abstractmethod

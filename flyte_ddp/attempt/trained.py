@@ -90,7 +90,7 @@ def train_by(
     subject = fetch()
     with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from, stored) as run:
         model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
-        found = logs / PREDICTIONS
+        predictions = logs / PREDICTIONS
         if not run.store.is_given:
             options = replace(options, resume_from="")
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
@@ -98,7 +98,7 @@ def train_by(
         publish = platform.publisher("Training")
         with Observers(info, report, publish, run.store, run.logs, own=own_observers) as observers:
             results = start(job, observers)
-            finished = RunFinished(results, found if found.exists() else None, time.time() - started)
+            finished = RunFinished(results, predictions if predictions.exists() else None, time.time() - started)
             observers.end(finished)
     say_summary(observers.record, model, report, show_paths=platform.is_local())
     return Trained(

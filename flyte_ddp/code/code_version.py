@@ -42,11 +42,11 @@ class Source:
 
 def code_version(*modules: str) -> str:
     """The version of these modules, of this library or beside it, and of all first-party modules that they import."""
-    found = imported(modules)
+    sources = imported(modules)
     for name in modules:
-        if name not in found:
+        if name not in sources:
             raise ReportedError(f"{name} is missing here: {OTHER_CODE}")
-    return version_of({name: source.hash for name, source in found.items()})
+    return version_of({name: source.hash for name, source in sources.items()})
 
 
 def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
@@ -71,7 +71,7 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
     installed, only the modules' own packages. Raises InputError for a syntax error.
     """
     own = {name.partition(".")[0] for name in modules}
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     others: set[str] = set()
     seen, todo = set(modules), list(modules)
     while todo:
@@ -87,13 +87,13 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
         for count, spec in enumerate(specs, start=1):  # parents first: importing a.b runs a/__init__.py
             one, file = ".".join(parts[:count]), source_file(spec)
             counts = one in modules or not (one == LIBRARY or one.startswith(AROUND_RANKS))
-            if counts and file and one not in found and is_first_party(one, file, root, own):
+            if counts and file and one not in sources and is_first_party(one, file, root, own):
                 package = one if spec.submodule_search_locations is not None else ".".join(parts[: count - 1])
-                found[one] = _read(file, package, Path(file).read_bytes())
-                new = set(found[one].imports) - seen
+                sources[one] = _read(file, package, Path(file).read_bytes())
+                new = set(sources[one].imports) - seen
                 seen |= new
                 todo += new
-    return found
+    return sources
 
 
 # --- finding ---
@@ -101,15 +101,15 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
 
 def find_parts(module: str, path: Sequence[str]) -> list[ModuleSpec]:
     """The specs of a dotted name's parts, as far as found; importlib.util.find_spec would import the parents."""
-    found: list[ModuleSpec] = []
+    specs: list[ModuleSpec] = []
     path = [HERE] if module.partition(".")[0] == LIBRARY else path
     for part in module.split("."):
         spec = PathFinder.find_spec(part, path)
         if spec is None:
             break
-        found.append(spec)
+        specs.append(spec)
         path = list(spec.submodule_search_locations or ())
-    return found
+    return specs
 
 
 def source_file(spec: ModuleSpec) -> str | None:

@@ -60,14 +60,14 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
     module, colon, attribute = name.partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: name the module with dots, without .py")
-    found = find_parts(module, sys.path)
-    if len(found) <= module.count("."):
-        raise _not_found(name, found)
-    file = source_file(found[-1])
+    specs = find_parts(module, sys.path)
+    if len(specs) <= module.count("."):
+        raise _not_found(name, specs)
+    file = source_file(specs[-1])
     if not file:
-        where = found[-1].origin or ", ".join(found[-1].submodule_search_locations or ())
+        where = specs[-1].origin or ", ".join(specs[-1].submodule_search_locations or ())
         raise InputError(f"{name}: {module} is {where}, which has no Python source: name a module that has")
-    is_package = found[-1].submodule_search_locations is not None
+    is_package = specs[-1].submodule_search_locations is not None
     root = str(Path(file).parents[module.count(".") + is_package])
     _check_defined(name, file)
     sources = imported([module, *ranks], root)
@@ -133,14 +133,14 @@ def loaded_files() -> dict[str, str]:
 # --- mistakes ---
 
 
-def _not_found(name: str, found: Sequence[ModuleSpec]) -> InputError:
+def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
     parts = name.partition(":")[0].split(".")
-    parent, missing = ".".join(parts[: len(found)]), parts[len(found)]
-    paths = (found[-1].submodule_search_locations or ()) if found else sys.path
+    parent, missing = ".".join(parts[: len(specs)]), parts[len(specs)]
+    paths = (specs[-1].submodule_search_locations or ()) if specs else sys.path
     folders = [folder for folder in map(os.path.abspath, paths) if os.path.isdir(folder)]
-    folders = [folder for folder in folders if found or not is_installed(folder)]
+    folders = [folder for folder in folders if specs or not is_installed(folder)]
     if parent and not folders:
-        return InputError(f"{name}: {parent} is a module, {found[-1].origin}, and has no module {missing} in it")
+        return InputError(f"{name}: {parent} is a module, {specs[-1].origin}, and has no module {missing} in it")
     entries = [entry for folder in folders for entry in os.scandir(folder)]
     names = {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
     return InputError(

@@ -36,5 +36,5 @@ def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[Abstrac
     except ImportError as error:
         remedy = known.get("err") or f"install what {protocol}:// needs"
         raise InputError(f"{url} cannot be read here ({error}): {remedy}") from None
-    given = {**kind._get_kwargs_from_urls(url), **(options or {})}
-    return kind(**given), kind._strip_protocol(url)
+    arguments = {**kind._get_kwargs_from_urls(url), **(options or {})}
+    return kind(**arguments), kind._strip_protocol(url)

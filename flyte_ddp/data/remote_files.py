@@ -48,17 +48,17 @@ def listed(files: AbstractFileSystem, root: str) -> dict[str, Details]:
     which fsspec passes over.
     """
     if isinstance(files, LocalFileSystem):
-        found = _listed_on_disk(root)
+        entries = _listed_on_disk(root)
     else:
         files.invalidate_cache()
         objects = files.find(root, detail=True).items()
         folders = ("directory", "other")
-        found = {
+        entries = {
             path[len(root) + 1 :]: details
             for path, details in objects
             if not path.endswith("/") and details.get("type") not in folders
         }
-    return {name: found[name] for name in sorted(found) if not any(part[:1] == "." for part in name.split("/"))}
+    return {name: entries[name] for name in sorted(entries) if not any(part[:1] == "." for part in name.split("/"))}
 
 
 def _listed_on_disk(root: str) -> dict[str, Details]:
@@ -95,8 +95,8 @@ class Stored:
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each file, without those whose names begin with an underscore, as others' tools leave them."""
-        found = {name: details["size"] for name, details in self.details().items()}
-        return {name: size for name, size in found.items() if not any(part[:1] == "_" for part in name.split("/"))}
+        sizes = {name: details["size"] for name, details in self.details().items()}
+        return {name: size for name, size in sizes.items() if not any(part[:1] == "_" for part in name.split("/"))}
 
     def write(self, file: str, content: bytes) -> None:
         """Writes a file whole or not at all; InputError if that is not possible."""
@@ -114,11 +114,11 @@ class Stored:
         def ask() -> bytes:
             path = f"{self.root}/{file}" if file else self.root
             limit = {"timeout": PIECE_SECONDS} if self.files.async_impl else {}  # a disk has none
-            found: bytes = self.files.cat_file(path, start=start, end=stop, **limit)
-            if start is not None and stop is not None and len(found) != stop - start:
-                had = f"{len(found):,} bytes instead of {stop - start:,}"
+            content: bytes = self.files.cat_file(path, start=start, end=stop, **limit)
+            if start is not None and stop is not None and len(content) != stop - start:
+                had = f"{len(content):,} bytes instead of {stop - start:,}"
                 raise OSError(f"{had}, as if it were cut short: write it again if it stays so")
-            return found
+            return content
 
         return self._tried(file, ask)
 

@@ -71,7 +71,7 @@ def model_section(subject: Subject, written: Written) -> Section:
 
 def measures_section(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Section:
     reported, options = asked.reported, asked.options
-    columns = {"weights": written.measured.measures, **{FILES[name]: found.measures for name, found in formats.items()}}
+    columns = {"weights": written.measured.measures, **{FILES[name]: one.measures for name, one in formats.items()}}
     if reported:
         columns = {"as reported": reported, **columns}
     return Section(
@@ -84,7 +84,7 @@ def measures_section(asked: ExportJob, written: Written, formats: dict[str, Meas
         caption="Measures on the test split",
         heads=("Measure", *columns),
         lines=[
-            (name, *(f"{found[name]:.6g}" if name in found else "-" for found in columns.values()))
+            (name, *(f"{column[name]:.6g}" if name in column else "-" for column in columns.values()))
             for name in written.measured.measures
         ],
     )
@@ -123,10 +123,10 @@ def before_section(written: Written) -> Section:
 def loading_section(written: Written, formats: Sequence[str], needs_data: bool) -> Section:
     """needs_data: whether building the network may need the data of the training."""
     names = [spec.name for spec in written.inputs]
-    given, by_name = ", ".join(names), ", ".join(f'"{name}": {name}' for name in names)
+    arguments, by_name = ", ".join(names), ", ".join(f'"{name}": {name}' for name in names)
     how = {
         "safetensors": f'flyte_ddp.recipes.models.load_model("model.safetensors"{", data_path=DATA" * needs_data})',
-        "pt2": f'torch.export.load("model.pt2").module()({given})',
+        "pt2": f'torch.export.load("model.pt2").module()({arguments})',
         "pretrained": 'from_pretrained("pretrained") of its class, or PeftModel.from_pretrained(base, "pretrained")',
         "onnx": f'onnxruntime.InferenceSession("model.onnx").run(None, {{{by_name}}})',
     }

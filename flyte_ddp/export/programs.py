@@ -169,14 +169,14 @@ def specs_of(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec,
 
 
 def _specs(few: Any, more: Any) -> tuple[TensorSpec, ...]:
-    found = []
+    specs = []
     for (path, one), other in zip(pytree.tree_flatten_with_path(few)[0], pytree.tree_leaves(more), strict=True):
         if isinstance(one, Tensor):
             sizes = zip(one.shape, other.shape, strict=True)
             shape = tuple(str(here) if here == there else _varying(here, there) for here, there in sizes)
             name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
-            found.append(TensorSpec(name, shape, str(one.dtype).removeprefix("torch.")))
-    return tuple(found)
+            specs.append(TensorSpec(name, shape, str(one.dtype).removeprefix("torch.")))
+    return tuple(specs)
 
 
 def _varying(few: int, more: int) -> str:

@@ -113,8 +113,7 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> d
     labels, hits = (torch.cat(parts) for parts in zip(*seen, strict=True))
     rights, counts = labels.bincount(hits).tolist(), labels.bincount().tolist()
     classes = recipe.facts().get("classes", range(len(counts)))
-    found = zip(classes, rights, counts, strict=False)
-    return {str(name): right / count for name, right, count in found if count}
+    return {str(name): right / count for name, right, count in zip(classes, rights, counts, strict=False) if count}
 
 
 def few_and_more(test: Split) -> tuple[Tensor, Tensor]:

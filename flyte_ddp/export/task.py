@@ -181,7 +181,7 @@ def _exported(
         recipe=metadata.recipe,
         headline=metadata.headline,
         measures=written.measured.measures,
-        exported={name: found.measures[metadata.headline] for name, found in formats.items()},
+        exported={name: measured.measures[metadata.headline] for name, measured in formats.items()},
         classes=written.classes,
         parameters=written.parameters,
     )

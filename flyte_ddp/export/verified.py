@@ -38,9 +38,9 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
         )
     difference = differing(asked.reported, written.measured.measures, tolerance)
     if difference:
-        name, reported, found = difference
+        name, reported, measured = difference
         raise InputError(
-            f"model_state gives {name} {found:.6g} on the test split, but the training reported {reported:.6g} "
+            f"model_state gives {name} {measured:.6g} on the test split, but the training reported {reported:.6g} "
             f"(tolerance {tolerance:g}): use weights, settings and data of the same training, or raise "
             "reported_tolerance"
         )
@@ -59,10 +59,10 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
     """The measures of the file; ReportedError if they differ from the model's."""
     file, tolerance = FILES[name], asked.options.tolerance
-    found: Measured | str = _run(MEASURE, (asked.job, name, str(Path(asked.folder, file)), written.structure), asked)
-    if isinstance(found, str):
-        raise ReportedError(f"{file} was written, but cannot be used: {found}: leave {name} out of formats")
-    difference = differing(written.measured.measures, found.measures, tolerance)
+    outcome: Measured | str = _run(MEASURE, (asked.job, name, str(Path(asked.folder, file)), written.structure), asked)
+    if isinstance(outcome, str):
+        raise ReportedError(f"{file} was written, but cannot be used: {outcome}: leave {name} out of formats")
+    difference = differing(written.measured.measures, outcome.measures, tolerance)
     if difference:
         measure, expected, got = difference
         raise ReportedError(
@@ -70,8 +70,8 @@ def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
             f"{tolerance:g}): leave {name} out of formats, or raise tolerance"
         )
     headline = written.metadata.headline
-    say(f"{file}: {headline} {found.measures[headline]:.6g} on the test split, the same as the model")
-    return found
+    say(f"{file}: {headline} {outcome.measures[headline]:.6g} on the test split, the same as the model")
+    return outcome
 
 
 def _run(target: str, argument: Any, asked: ExportJob) -> Any:
@@ -79,12 +79,14 @@ def _run(target: str, argument: Any, asked: ExportJob) -> Any:
     return run_alone(target, argument, asked.options.timeout_seconds, Console(), root=asked.job.root)
 
 
-def differing(expected: dict[str, float], found: dict[str, float], tolerance: float) -> tuple[str, float, float] | None:
-    """The first measure that differs, with both values; InputError if `found` lacks one."""
+def differing(
+    expected: dict[str, float], measured: dict[str, float], tolerance: float
+) -> tuple[str, float, float] | None:
+    """The first measure that differs, with both values; InputError if `measured` lacks one."""
     for name, value in expected.items():
-        if name not in found:
-            raise InputError(f"reported must name measures of the recipe, {', '.join(found)}, got {name!r}")
-        both_nan = math.isnan(value) and math.isnan(found[name])
-        if not (both_nan or math.isclose(value, found[name], rel_tol=tolerance, abs_tol=tolerance)):
-            return name, value, found[name]
+        if name not in measured:
+            raise InputError(f"reported must name measures of the recipe, {', '.join(measured)}, got {name!r}")
+        both_nan = math.isnan(value) and math.isnan(measured[name])
+        if not (both_nan or math.isclose(value, measured[name], rel_tol=tolerance, abs_tol=tolerance)):
+            return name, value, measured[name]
     return None

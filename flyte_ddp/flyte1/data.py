@@ -31,37 +31,37 @@ from flyte_ddp.whole_files import stream_digest
 # --- where they are ---
 
 
-def url_of(given: FlyteFile | FlyteDirectory) -> str:
+def url_of(file_or_folder: FlyteFile | FlyteDirectory) -> str:
     """The path or URL that an input comes from; a copy on this machine is in another place in each pod."""
-    return str(given.remote_source or given.path)
+    return str(file_or_folder.remote_source or file_or_folder.path)
 
 
-def downloaded(given: FlyteFile | FlyteDirectory | None) -> Path | None:
-    return None if given is None else Path(given.download())
+def downloaded(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None:
+    return None if file_or_folder is None else Path(file_or_folder.download())
 
 
-def downloaded_once(given: FlyteFile | FlyteDirectory | None) -> Path | None:
+def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None:
     """A copy that all ranks of this host share."""
-    if given is None:
+    if file_or_folder is None:
         return None
-    url, is_folder = url_of(given), isinstance(given, FlyteDirectory)
+    url, is_folder = url_of(file_or_folder), isinstance(file_or_folder, FlyteDirectory)
     download = partial(platform.storage().get_data, url, is_multipart=is_folder)
     return platform_storage.download_once(url, "" if is_folder else Path(url).name, download)
 
 
-def source_of(given: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
+def source_of(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
     """A copy, unless the data stay in their storage."""
-    return given if isinstance(given, StoredData) else downloaded(given)
+    return data if isinstance(data, StoredData) else downloaded(data)
 
 
-def stream(given: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
+def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
     """The input as data that are read where they are, for RecipeTraining.run: the recipe's data_path is its URL.
 
     What a checkpoint belongs to follows the index of its blocks, or its files' names, sizes and ETags. For a cache key
     that does, too, give the task folder_by_content(folder=...).
     """
-    is_table = isinstance(given, StructuredDataset)
-    url = str(given.literal.uri if given.literal else given.uri) if is_table else url_of(given)
+    is_table = isinstance(data, StructuredDataset)
+    url = str(data.literal.uri if data.literal else data.uri) if is_table else url_of(data)
     return stored_data(url, _storage_options(url))
 
 

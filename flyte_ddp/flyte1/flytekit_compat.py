@@ -55,10 +55,10 @@ def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
     flytekits = getattr(LocalTaskCache.get, "flytekits", LocalTaskCache.get)
 
     def get(*arguments: Any, **named: Any) -> Any:
-        found = flytekits(*arguments, **named)
-        if found is not None:
-            tell(found.literals)
-        return found
+        outputs = flytekits(*arguments, **named)
+        if outputs is not None:
+            tell(outputs.literals)
+        return outputs
 
     get.flytekits = flytekits  # type: ignore[attr-defined]
     LocalTaskCache.get = staticmethod(get)

@@ -46,11 +46,11 @@ def earlier_attempts() -> int:
 def execution() -> tuple[str, str]:
     if is_local():
         return "", ""
-    found = current_context().execution_id
-    page = f"projects/{found.project}/domains/{found.domain}/executions/{found.name}"
+    identifier = current_context().execution_id
+    page = f"projects/{identifier.project}/domains/{identifier.domain}/executions/{identifier.name}"
     console = os.environ.get(CONSOLE_VARIABLE, "").rstrip("/")
     link = os.environ.get("FLYTE_EXECUTION_URL") or (f"{console}/{page}" if console else "")
-    return f"{found.project}/{found.domain}/{found.name}", link
+    return f"{identifier.project}/{identifier.domain}/{identifier.name}", link
 
 
 # --- storage ---
@@ -80,12 +80,12 @@ def previous_checkpoint_url() -> str:
 
 def _checkpoint() -> SyncCheckpoint:
     try:
-        found: SyncCheckpoint = current_context().checkpoint
+        checkpoint: SyncCheckpoint = current_context().checkpoint
     except NotImplementedError:  # flytekit's, of a platform that is too old
         raise InputError(
             "run() must be called in a task, while Flyte runs that: call the task, or flyte_ddp.train without Flyte"
         ) from None
-    return found
+    return checkpoint
 
 
 def get(url: str, path: Path) -> None:

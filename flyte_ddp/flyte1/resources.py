@@ -59,13 +59,13 @@ def training_resources(
     only one of them has is both. environment: more variables. own: other arguments of @task, in place of these.
     """
     asked, secrets = registration(), requested.training_secrets()
-    given = {**_given(limits), **_given(requests)}, {**_given(requests), **_given(limits)}
-    gpus = int(given[1].get("gpu", requested.training_gpus(most_gpus)))
+    quantities = {**_as_dict(limits), **_as_dict(requests)}, {**_as_dict(requests), **_as_dict(limits)}
+    gpus = int(quantities[1].get("gpu", requested.training_gpus(most_gpus)))
     needed = training_sizes(gpus)
     return {
         **_every_pod(),
         **needed,
-        **{name: replace(needed[name], **one) for name, one in zip(("requests", "limits"), given, strict=True)},
+        **{name: replace(needed[name], **one) for name, one in zip(("requests", "limits"), quantities, strict=True)},
         "pod_template_name": asked.pod_template or None,
         "accelerator": getattr(accelerators, asked.accelerator, None),  # None for none, too
         "interruptible": asked.interruptible or None,  # None leaves it to the cluster
@@ -80,7 +80,7 @@ def training_resources(
     }
 
 
-def _given(quantities: Resources | None) -> dict[str, Any]:
+def _as_dict(quantities: Resources | None) -> dict[str, Any]:
     return {name: value for name, value in vars(quantities or Resources()).items() if value is not None}
 
 

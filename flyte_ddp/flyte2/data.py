@@ -14,26 +14,27 @@ from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.whole_files import stream_digest
 
 
-def downloaded(given: File | Dir | None, to: str | None = None) -> Path | None:
+def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path | None:
     """Where it is, or a copy, in any case one if `to` names its path. Raises DownloadError, which is worth another
     attempt."""
-    if given is None:
+    if file_or_folder is None:
         return None
     try:
-        return Path(given.download_sync(to))
+        return Path(file_or_folder.download_sync(to))
     except Exception as error:  # each storage has its own
-        raise DownloadError(f"{given.path} cannot be downloaded: {type(error).__name__}: {error}") from None
+        raise DownloadError(f"{file_or_folder.path} cannot be downloaded: {type(error).__name__}: {error}") from None
 
 
-def downloaded_once(given: File | Dir | None) -> Path | None:
+def downloaded_once(file_or_folder: File | Dir | None) -> Path | None:
     """A copy that all ranks of this host share."""
-    if given is None:
+    if file_or_folder is None:
         return None
 
     def download(path: str) -> None:
-        downloaded(given, path)
+        downloaded(file_or_folder, path)
 
-    return download_once(given.path, "" if isinstance(given, Dir) else Path(given.path).name, download)
+    name = "" if isinstance(file_or_folder, Dir) else Path(file_or_folder.path).name
+    return download_once(file_or_folder.path, name, download)
 
 
 def output_file(path: Path) -> File:
@@ -63,10 +64,10 @@ def folder_by_content(folder: Dir) -> Dir:
 
 
 @contextmanager
-def there(given: File | Dir) -> Iterator[None]:
+def there(file_or_folder: File | Dir) -> Iterator[None]:
     """Raises InputError where an input is missing, or is a folder where a file is needed or the other way round."""
-    kind = "folder" if isinstance(given, Dir) else "file"
+    kind = "folder" if isinstance(file_or_folder, Dir) else "file"
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise InputError(f"{given.path} must be a {kind} that is there: give the path or URL of one") from None
+        raise InputError(f"{file_or_folder.path} must be a {kind} that is there: give the path or URL of one") from None

@@ -22,15 +22,15 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
     The SDK's own reader takes the last of several values for a key, and then drops the keys that it does not know.
     """
     # a second call does not wrap it again
-    theirs = getattr(JsonParamType.convert, "theirs", JsonParamType.convert)
+    original = getattr(JsonParamType.convert, "original", JsonParamType.convert)
 
     def convert(self: JsonParamType, value: Any, param: Any, context: Any) -> Any:
         ours = isinstance(self._python_type, type) and issubclass(self._python_type, kind)
         if ours and isinstance(value, str):
             return self._python_type.from_dict(read(value))
-        return theirs(self, value, param, context)
+        return original(self, value, param, context)
 
-    convert.theirs = theirs  # type: ignore[attr-defined]
+    convert.original = original  # type: ignore[attr-defined]
     JsonParamType.convert = convert  # type: ignore[method-assign,assignment]
 
 
@@ -39,17 +39,17 @@ def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Excepti
 
     The SDK's own error is none of those that it reports to Flyte: the pod would just end.
     """
-    theirs = getattr(TypeEngine.literal_map_to_kwargs, "theirs", TypeEngine.literal_map_to_kwargs)
+    original = getattr(TypeEngine.literal_map_to_kwargs, "original", TypeEngine.literal_map_to_kwargs)
 
-    async def literal_map_to_kwargs(*given: Any, **named: Any) -> dict[str, Any]:
+    async def literal_map_to_kwargs(*arguments: Any, **named: Any) -> dict[str, Any]:
         try:
-            return cast(dict[str, Any], await theirs(*given, **named))
+            return cast(dict[str, Any], await original(*arguments, **named))
         except TypeTransformerFailedError as error:
             if isinstance(error.__cause__, kind):
                 raise error_of(error.__cause__) from None
             raise
 
-    literal_map_to_kwargs.theirs = theirs  # type: ignore[attr-defined]
+    literal_map_to_kwargs.original = original  # type: ignore[attr-defined]
     TypeEngine.literal_map_to_kwargs = literal_map_to_kwargs  # type: ignore[method-assign]
 
 

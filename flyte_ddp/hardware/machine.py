@@ -91,10 +91,10 @@ def known(ask: Callable[[], T]) -> T | UnknownError:
 
 def ask_torch(hp: Hyperparameters, options: RunOptions) -> Capabilities:
     try:
-        found: Capabilities = run_alone(SURVEY, (hp, options), SURVEY_SECONDS, lambda event: None)
+        capabilities: Capabilities = run_alone(SURVEY, (hp, options), SURVEY_SECONDS, lambda event: None)
     except RankError as failed:
         raise UnknownError(f"torch ended with {failed.failure.cause}: {failed.failure.message}") from None
-    return found
+    return capabilities
 
 
 def ports() -> list[str]:
@@ -103,8 +103,8 @@ def ports() -> list[str]:
 
 
 def shared_memory() -> tuple[int, int]:
-    found = os.statvfs("/dev/shm")
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    stats = os.statvfs("/dev/shm")
+    return stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
 
 
 def warnings(machine: Machine) -> list[str]:

@@ -38,10 +38,10 @@ def shown(fact: T | UnknownError, form: Callable[[T], str]) -> str:
 
 def as_text(host: str, machine: Machine) -> str:
     """Aligned, for a terminal."""
-    found = facts(machine)
-    width = max(len(label) for lines in found.values() for label, _ in lines) + 2
+    sections = facts(machine)
+    width = max(len(label) for lines in sections.values() for label, _ in lines) + 2
     parts = [f"Hardware of {host}"]
-    for title, lines in found.items():
+    for title, lines in sections.items():
         parts.append("\n".join([title, *(f"  {label:<{width}}{value}" for label, value in lines)]))
     parts.append(f"{TOPOLOGY}\n{machine.topology}")
     parts.append("\n".join(["Warnings", *(f"  - {warning}" for warning in warnings(machine) or ["none"])]))
@@ -103,6 +103,6 @@ def _host_lines(machine: Machine) -> Lines:
         ("Processor", machine.processor),
         ("Cores", f"{machine.cores[0]} usable of {machine.cores[1]}, {limit}"),
         ("bfloat16 instructions", shown(machine.torch, lambda torch: ", ".join(torch.cpu_bfloat16) or "none")),
-        ("Memory", shown(machine.memory, lambda found: f"{gib(found[0])} usable of {gib(found[1])}")),
-        ("/dev/shm", shown(machine.shared_memory, lambda found: f"{gib(found[0])} free of {gib(found[1])}")),
+        ("Memory", shown(machine.memory, lambda sizes: f"{gib(sizes[0])} usable of {gib(sizes[1])}")),
+        ("/dev/shm", shown(machine.shared_memory, lambda sizes: f"{gib(sizes[0])} free of {gib(sizes[1])}")),
     ]

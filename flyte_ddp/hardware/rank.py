@@ -48,8 +48,8 @@ def _usable_gpus() -> tuple[list[str], str]:
     """The GPUs, or none and the reason."""
     try:
         torch.cuda.init()
-        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:  # no GPU, no driver, one too old; a torch without CUDA
         return [], str(error)
     shown = "{}, {}, compute capability {}.{}".format
-    return [shown(gpu.name, gib(gpu.total_memory), gpu.major, gpu.minor) for gpu in found], ""
+    return [shown(gpu.name, gib(gpu.total_memory), gpu.major, gpu.minor) for gpu in gpus], ""

@@ -72,23 +72,23 @@ def gather_shards(
     with run_folder(platform, "inference") as work:
         predictions = work / "predictions.csv"
         write_rows(predictions, read_rows(*(Path(part.download()) for part in parts)))
-        found = tally(predictions)
+        totals = tally(predictions)
         source = f"folder {Path(folder.path).name}" if folder is not None else f"{description.name}, {options.split}"
         title = f"Predictions: {source}"
-        images = images_of(found, Path(data.download()), folder, Path(listing.download()), options)
-        fragment = predicted_article(title, found, images, description, options)
+        images = images_of(totals, Path(data.download()), folder, Path(listing.download()), options)
+        fragment = predicted_article(title, totals, images, description, options)
         report = output_page(work, title, fragment)
-    summary = InferenceSummary(description.name, found.images, found.unreadable, found.labelled, found.accuracy)
+    summary = InferenceSummary(description.name, totals.images, totals.unreadable, totals.labelled, totals.accuracy)
     if is_local():
-        say_last(f"\n{found}\nPredictions: {predictions}\nReport:      {report.path}")
+        say_last(f"\n{totals}\nPredictions: {predictions}\nReport:      {report.path}")
     return InferenceOutputs(output_file(predictions, CSVFile), summary, report)
 
 
 def images_of(
-    found: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
+    totals: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
 ) -> list[np.ndarray]:
     """The least certain images (C, H, W) uint8, as the network saw them."""
-    numbers = [number for number, _ in found.least_certain]
+    numbers = [number for number, _ in totals.least_certain]
     if folder is None:
         images, _ = prepared.open_split(data, options.split)
         return [images[number] for number in numbers]

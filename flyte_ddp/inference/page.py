@@ -73,37 +73,39 @@ def tally(path: Path) -> Tally:
 
 
 def predicted_article(
-    title: str, found: Tally, images: Sequence[np.ndarray], description: DatasetDescription, options: InferenceOptions
+    title: str, totals: Tally, images: Sequence[np.ndarray], description: DatasetDescription, options: InferenceOptions
 ) -> str:
-    """The page for a Deck; images are those of found.least_certain, (C, H, W) uint8."""
+    """The page for a Deck; images are those of totals.least_certain, (C, H, W) uint8."""
     by_class = Section(
         "By class",
         caption="Images by class",
         heads=("Class", "Predicted", "Labelled", "Correct", "Accuracy"),
-        lines=[_class_line(name, found) for name in description.classes if found.predicted[name] or found.known[name]],
+        lines=[
+            _class_line(name, totals) for name in description.classes if totals.predicted[name] or totals.known[name]
+        ],
     )
     least_certain = Section(
         "Least certain",
         ["The images whose predicted class has the lowest probability, as the network saw them."],
-        pictures=[(picture(image), _words(row)) for image, (_, row) in zip(images, found.least_certain, strict=True)],
+        pictures=[(picture(image), _words(row)) for image, (_, row) in zip(images, totals.least_certain, strict=True)],
     )
     unreadable = Section(
         "Unreadable files",
-        caption=f"The first of {found.unreadable:,} files that could not be read",
+        caption=f"The first of {totals.unreadable:,} files that could not be read",
         heads=("File", "Reason"),
-        lines=[(row.image, row.error) for row in found.errors],
+        lines=[(row.image, row.error) for row in totals.errors],
     )
     setup = set_up(
         ("Network", f"{options.model}, trained on {description.name}"),
         ("Shards, batch size", f"{options.shards}, {options.batch_size}"),
     )
-    return article(title, str(found), [by_class, least_certain, *([unreadable] if found.errors else []), setup])
+    return article(title, str(totals), [by_class, least_certain, *([unreadable] if totals.errors else []), setup])
 
 
-def _class_line(name: str, found: Tally) -> tuple[str, ...]:
-    known, right = found.known[name], found.right[name]
+def _class_line(name: str, totals: Tally) -> tuple[str, ...]:
+    known, right = totals.known[name], totals.right[name]
     accuracy = f"{right / known:.2%}" if known else "-"
-    return name, f"{found.predicted[name]:,}", f"{known:,}", f"{right:,}", accuracy
+    return name, f"{totals.predicted[name]:,}", f"{known:,}", f"{right:,}", accuracy
 
 
 def _words(row: Row) -> str:

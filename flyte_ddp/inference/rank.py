@@ -40,13 +40,13 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     model = load_model(job.model_path, job.options.model, description.image_shape, len(description.classes))
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(description, device)
-    found: list[tuple[float, int]] = []
+    predictions: list[tuple[float, int]] = []
     for batch in EvaluationBatches(Resident(images, device), job.options.batch_size, rank=0, world_size=1):
         scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)
-        found += zip(scores.tolist(), guesses.tolist(), strict=True)
+        predictions += zip(scores.tolist(), guesses.tolist(), strict=True)
         link.heartbeat()
     with writing_to(Path(job.output).parent, "DDP_RUNS_DIR"):
-        write_rows(Path(job.output), predicted(rows, found, description.classes))
+        write_rows(Path(job.output), predicted(rows, predictions, description.classes))
 
 
 def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
@@ -76,6 +76,6 @@ def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndar
     return images, rows
 
 
-def predicted(rows: Sequence[Row], found: Sequence[tuple[float, int]], classes: Sequence[str]) -> Iterator[Row]:
-    for row, (score, guess) in zip(rows, found, strict=True):
+def predicted(rows: Sequence[Row], predictions: Sequence[tuple[float, int]], classes: Sequence[str]) -> Iterator[Row]:
+    for row, (score, guess) in zip(rows, predictions, strict=True):
         yield row if row.error else row._replace(prediction=classes[guess], score=f"{score:.6f}")

@@ -160,8 +160,8 @@ def nvidia_devices(devices: Path = Path("/dev")) -> int:
 
 def _torch_has_cuda() -> bool:
     """Whether the installed torch is built for CUDA; does not import it."""
-    found = importlib.util.find_spec("torch")
-    folders = (found and found.submodule_search_locations) or []
+    spec = importlib.util.find_spec("torch")
+    folders = (spec and spec.submodule_search_locations) or []
     return any(runpy.run_path(str(Path(folder, "version.py")))["cuda"] for folder in folders)
 
 

@@ -36,8 +36,8 @@ def _collective(torch: Any) -> str:
     if not entries:
         return ""
     choose = min if is_nccl else max
-    found = choose(entries, key=lambda entry: entry["record_id"])
-    name, types, sizes = (found[key] for key in ("profiling_name", "input_dtypes", "input_sizes"))
+    record = choose(entries, key=lambda entry: entry["record_id"])
+    name, types, sizes = (record[key] for key in ("profiling_name", "input_dtypes", "input_sizes"))
     tensors = ", ".join(f"{kind} {size}" for kind, size in zip(types, sizes, strict=False))
     return f"{name} of {tensors}" if tensors else str(name)
 
@@ -57,10 +57,10 @@ def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
 
     class Agent(api.LocalElasticAgent):  # type: ignore[name-defined]
         def _monitor_workers(self, worker_group: Any) -> Any:
-            found = super()._monitor_workers(worker_group)
-            if found.is_failed() and not (found.failures and is_worth_it(ChildFailedError("ranks", found.failures))):
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed() and not (result.failures and is_worth_it(ChildFailedError("ranks", result.failures))):
                 self._remaining_restarts = 0
-            return found
+            return result
 
     own, api.LocalElasticAgent = api.LocalElasticAgent, Agent  # type: ignore[attr-defined]
     try:

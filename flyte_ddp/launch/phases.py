@@ -21,10 +21,10 @@ class Timeouts(NamedTuple):
     write: float = 0.0
 
     @classmethod
-    def of(cls, given: "Timeouts | RunOptions | float") -> "Timeouts":
-        if isinstance(given, RunOptions):
-            return cls(given.timeout_seconds, given.start_timeout_seconds, given.write_timeout_seconds)
-        return given if isinstance(given, Timeouts) else cls(given)
+    def of(cls, timeouts: "Timeouts | RunOptions | float") -> "Timeouts":
+        if isinstance(timeouts, RunOptions):
+            return cls(timeouts.timeout_seconds, timeouts.start_timeout_seconds, timeouts.write_timeout_seconds)
+        return timeouts if isinstance(timeouts, Timeouts) else cls(timeouts)
 
     def seconds(self, phase: str) -> float:
         return max(self.step, {STARTING: self.start, WRITING: self.write}.get(phase, 0.0))

@@ -39,14 +39,14 @@ def process_group(
         torch.cuda.set_device(device)
     if environment.world.backend == "gloo":
         _check_interfaces()
-    given, rank, size = Timeouts.of(timeouts), environment.rank, environment.world.size
+    limits, rank, size = Timeouts.of(timeouts), environment.rank, environment.world.size
     with _off_network(environment.world):
         distributed.init_process_group(
             environment.world.backend,
-            store=store or meet(environment, given),
+            store=store or meet(environment, limits),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=max(given) + BEYOND_SECONDS),
+            timeout=timedelta(seconds=max(limits) + BEYOND_SECONDS),
             device_id=device if environment.world.backend == "nccl" else None,
         )
     yield device

@@ -68,9 +68,9 @@ def under_watchdog(
             raise
         roll_call.ask("loss")
         futures.wait([roll_call.found], GRACE_SECONDS)
-        found = roll_call.result()
-        lost = replace(failure, message=failure.message + (found.silent and f"; {found.silent}"))
-        raise name_the_cause([found.failure if found.reason == "hang" else lost]) from error
+        outcome = roll_call.result()
+        lost = replace(failure, message=failure.message + (outcome.silent and f"; {outcome.silent}"))
+        raise name_the_cause([outcome.failure if outcome.reason == "hang" else lost]) from error
     finally:
         roll_call.close()
 
@@ -162,8 +162,8 @@ class RollCall:
         if not self._store.check(["found"]):
             # Several may come to this at once: the first one's holds
             self._store.compare_set("found", "", json.dumps(asdict(self._gather(first.split()[0]))))
-        told = json.loads(self._store.get("found"))
-        return Found(**{**told, "failure": Failure(**told["failure"])})
+        fields = json.loads(self._store.get("found"))
+        return Found(**{**fields, "failure": Failure(**fields["failure"])})
 
     def _gather(self, reason: str) -> Found:
         answers, hosts = dict.fromkeys(range(self._size), Answer()), dict.fromkeys(range(self._size), UNKNOWN)

@@ -61,23 +61,23 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def find(self, options: RunOptions) -> str | None:
         """The path, if rank 0, perhaps on another host, has a checkpoint of this training there; a collective."""
-        told: list[Any] = [None]
+        objects: list[Any] = [None]
         if distributed.get_rank() == 0 and os.path.exists(self._path):
             path = Path(self._path)
             try:
                 state = read_checkpoint(path, self._identity)["state"]
-                told = [(checksum(path), pytree.tree_map_only(Tensor, lambda one: one.to("meta"), state))]
+                objects = [(checksum(path), pytree.tree_map_only(Tensor, lambda one: one.to("meta"), state))]
             except CheckpointError as error:
                 refuse(error, options, self._emit)
-        distributed.broadcast_object_list(told)
-        self._found = told[0]
-        return self._path if self._found else None
+        distributed.broadcast_object_list(objects)
+        self._checksum_and_outline = objects[0]
+        return self._path if self._checksum_and_outline else None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """What find has found; the tensors are sent, one by one, if a rank of another host lacks the file."""
         if path != self._path:
             return super().load_checkpoint(path, map_location, weights_only)
-        expected, outline = self._found
+        expected, outline = self._checksum_and_outline
         content = read_same(Path(path), expected)
         seen: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(seen, content is not None)

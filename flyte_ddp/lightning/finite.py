@@ -29,9 +29,9 @@ def check_finite(
     them; a collective. epoch: from 0."""
     weights = [local(weight.detach()) for weight in module.parameters() if weight.requires_grad]
     is_bad = not all(bool(weight.isfinite().all()) for weight in weights)
-    found = [float(is_bad), float(bool(broken(trained)[0])), float(bool(broken(validation)[0]))]
-    flags = torch.zeros(trainer.world_size, len(found), dtype=torch.float64, device=trainer.strategy.root_device)
-    flags[trainer.global_rank] = torch.tensor(found, dtype=torch.float64)
+    own_flags = [float(is_bad), float(bool(broken(trained)[0])), float(bool(broken(validation)[0]))]
+    flags = torch.zeros(trainer.world_size, len(own_flags), dtype=torch.float64, device=trainer.strategy.root_device)
+    flags[trainer.global_rank] = torch.tensor(own_flags, dtype=torch.float64)
     total: torch.Tensor = trainer.strategy.reduce(flags, reduce_op="sum")
     weight, loss, evaluation = ([rank for rank, flag in enumerate(column) if flag] for column in total.T.tolist())
     for what, ranks in (("a weight", weight), ("loss", loss)):

@@ -14,12 +14,12 @@ FORKS = ("_step", "_epoch")  # what Lightning appends to the name of what is log
 def measures_of(logged: Mapping[str, Any]) -> dict[str, float]:
     """By name, without the split in front of it: val_loss and val/loss are both loss, unless loss itself is logged."""
     values = {name: float(value) for name, value in logged.items() if getattr(value, "numel", lambda: 1)() == 1}
-    found = {}
+    measures = {}
     for name, value in values.items():
         if not any(name.endswith(fork) and name.removesuffix(fork) in values for fork in FORKS):
             short = SPLIT.sub("", name)
-            found[name if short in values else short] = value
-    return found
+            measures[name if short in values else short] = value
+    return measures
 
 
 class LoggedByValidation(DummyLogger):

@@ -21,7 +21,7 @@ def build(job: LightningJob) -> tuple[LightningModule, LightningDataModule | Non
     """The module and its data; raises InputError if they are no such classes, or cannot be built from the settings."""
     with checked_imports(job.root, job.files):
         kinds = [(job.recipe, LightningModule), *([(job.datamodule, LightningDataModule)] if job.datamodule else [])]
-        classes = [_found(name, base) for name, base in kinds]
+        classes = [_class_of(name, base) for name, base in kinds]
         module, *rest = [_made(name, kind, job) for (name, _), kind in zip(kinds, classes, strict=True)]
         data = rest[0] if rest else None
     if not any(is_overridden("train_dataloader", one) for one in (module, data) if one):
@@ -30,7 +30,7 @@ def build(job: LightningJob) -> tuple[LightningModule, LightningDataModule | Non
     return module, data
 
 
-def _found(name: str, base: type) -> type:
+def _class_of(name: str, base: type) -> type:
     kind: Any = pkgutil.resolve_name(name)
     own_lock_of_tqdm()
     if not (isinstance(kind, type) and issubclass(kind, base)):
@@ -56,7 +56,7 @@ def _check_taken(classes: Sequence[type], job: LightningJob) -> None:
 
 def _made(name: str, kind: type, job: LightningJob) -> Any:
     """An object of the named class: each parameter of its __init__ gets the setting of its name."""
-    given = {
+    arguments = {
         "settings": job.settings,
         "data_path": job.data,
         "loader_workers": job.options.loader_workers,
@@ -66,10 +66,10 @@ def _made(name: str, kind: type, job: LightningJob) -> Any:
     parameters = inspect.signature(kind).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     missing = [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
-    missing = [parameter for parameter in missing if parameter not in given]
+    missing = [parameter for parameter in missing if parameter not in arguments]
     if missing:
         raise InputError(
             f"{name}.__init__ needs {', '.join(missing)}, and {type(job.settings).__name__} has no such field: add "
             "one, or give the parameter a default"
         )
-    return kind(**{one.name: given[one.name] for one in parameters if one.name in given})
+    return kind(**{one.name: arguments[one.name] for one in parameters if one.name in arguments})

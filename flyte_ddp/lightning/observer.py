@@ -199,24 +199,24 @@ class RankObserver(Checkpoint):
         """
         window, self._window, rank, size = self._window, [], self._environment.rank, self._environment.world.size
         losses = [loss * samples for loss, samples in window if loss is not None]
-        mine = {
+        local = {
             "loss": torch.stack(losses).sum().item() if losses else 0.0,
             "weight": sum(samples for loss, samples in window if loss is not None),
             "samples": sum(samples for _, samples in window),
             "stops": self._link.stop_requested,
             "due": rank == 0 and time.monotonic() - self._saved >= self._job.options.checkpoint_seconds,
         }
-        is_finite = math.isfinite(mine["loss"]) and not broken(self._validation.trained())[0]
+        is_finite = math.isfinite(local["loss"]) and not broken(self._validation.trained())[0]
         bad = [float(one == rank and not is_finite) for one in range(size)]
-        numbers = torch.tensor([*mine.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
+        numbers = torch.tensor([*local.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
         totals: list[float] = trainer.strategy.reduce(numbers, reduce_op="sum").tolist()
-        ranks = [one for one, is_bad in enumerate(totals[len(mine) :]) if is_bad]
+        ranks = [one for one, is_bad in enumerate(totals[len(local) :]) if is_bad]
         if ranks:
             raise NonFiniteError.in_step("loss", ranks, epoch, step)
         # float16 overflows now and then, and Lightning's scaler then skips the step
         if self._job.settings.precision != "float16" and not math.isfinite(self._norm):
             raise NonFiniteError.in_step("gradient", list(range(size)), epoch, step)
-        return dict(zip(mine, totals, strict=False))
+        return dict(zip(local, totals, strict=False))
 
     # --- epochs ---
 

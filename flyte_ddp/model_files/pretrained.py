@@ -55,12 +55,12 @@ def _names_in(file: Path) -> list[str]:
 
 def _json(content: bytes, file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise _damaged(file)
-    return found
+    return value
 
 
 def _damaged(file: Path) -> InputError:

@@ -23,11 +23,11 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
     called, remedy: how the error names the file, and what it advises.
     """
     own = model.state_dict()
-    given = with_base(with_tied(read_weights(path, called, remedy), own), model, path, called)
-    if names := misfits(given, own):
-        problem = describe_misfits(names, given, own)
+    weights = with_base(with_tied(read_weights(path, called, remedy), own), model, path, called)
+    if names := misfits(weights, own):
+        problem = describe_misfits(names, weights, own)
         raise InputError(f"{called} must fit the network, got {path} with {problem}: {remedy}")
-    model.load_state_dict(given)
+    model.load_state_dict(weights)
     return model
 
 
@@ -35,17 +35,17 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
     """The state_dict of a model_state or safetensors file, on the CPU; InputError if the file is neither."""
     try:
         if is_safetensors(path):
-            found: Any = _read_safetensors(path)
+            content: Any = _read_safetensors(path)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        problem = f"holds something else ({type(found).__name__})"
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        problem = f"holds something else ({type(content).__name__})"
     except InputError:  # a library is missing
         raise
     except Exception as error:  # of zipfile, pickle, torch and safetensors, which would advise to trust the file
-        found, problem = None, f"cannot be read safely ({getattr(error, 'strerror', None) or type(error).__name__})"
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        content, problem = None, f"cannot be read safely ({getattr(error, 'strerror', None) or type(error).__name__})"
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise InputError(f"{called} must be a state_dict of tensors, but {path} {problem}: {remedy}")
-    return found
+    return content
 
 
 def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
@@ -76,44 +76,44 @@ def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | No
     return {name: room[first] for name, first in firsts.items()}
 
 
-def with_tied(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of a file that has tied ones under their first name alone, with their other names in the network."""
-    others = {name: first for name, first in first_names(own).items() if name not in given and first in given}
-    return {**given, **{name: given[first] for name, first in others.items()}}
+    others = {name: first for name, first in first_names(own).items() if name not in weights and first in weights}
+    return {**weights, **{name: weights[first] for name, first in others.items()}}
 
 
 def with_base(
-    given: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
+    weights: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
 ) -> dict[str, Tensor]:
     """Weights of a file with those that it leaves out because the network's recipe freezes them; InputError if these
     are not the same as in its training."""
-    base = {name: value for name, value in frozen_weights(model).items() if name not in given}
+    base = {name: value for name, value in frozen_weights(model).items() if name not in weights}
     metadata = read_metadata(path) if base else None
     if not metadata or not metadata.base_digest:
-        return given
+        return weights
     if digest_of(base) != metadata.base_digest:
         raise InputError(
             f"{called} leaves out {listed(sorted(base))}, which model() freezes and which are others now than in the "
             f"training of {path}: give the settings, data and init of that training"
         )
-    return {**given, **base}
+    return {**weights, **base}
 
 
-def misfits(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+def misfits(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors that only one of the two has, or whose shapes differ."""
-    shapes = [{name: value.shape for name, value in weights.items()} for weights in (given, own)]
-    return [name for name in sorted({*given, *own}) if shapes[0].get(name) != shapes[1].get(name)]
+    shapes = [{name: value.shape for name, value in one.items()} for one in (weights, own)]
+    return [name for name in sorted({*weights, *own}) if shapes[0].get(name) != shapes[1].get(name)]
 
 
-def describe_misfits(names: Sequence[str], given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+def describe_misfits(names: Sequence[str], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
     """Why tensors of given weights do not fit, in torch's words."""
-    both = [name for name in names if name in given and name in own]
+    both = [name for name in names if name in weights and name in own]
     kinds = {
-        "missing keys": [name for name in names if name not in given],
+        "missing keys": [name for name in names if name not in weights],
         "unexpected keys": [name for name in names if name not in own],
-        "wrong shapes": [f"{name} {tuple(given[name].shape)} instead of {tuple(own[name].shape)}" for name in both],
+        "wrong shapes": [f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}" for name in both],
     }
-    return "; ".join(f"{kind} {listed(found)}" for kind, found in kinds.items() if found)
+    return "; ".join(f"{kind} {listed(entries)}" for kind, entries in kinds.items() if entries)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -78,8 +78,10 @@ def promote_model(subject: Subject, model_state: File, place: str, options: Prom
     an absolute path."""
     model = downloaded(model_state)
     assert model
-    found = promote(platform, subject, model, Place(platform, place), options)
-    return PromotionOutputs(found.summary.promoted, output_file(found.model), found.summary, output_file(found.report))
+    promotion = promote(platform, subject, model, Place(platform, place), options)
+    return PromotionOutputs(
+        promotion.summary.promoted, output_file(promotion.model), promotion.summary, output_file(promotion.report)
+    )
 
 
 def roll_back_to(place: str, name: str) -> RollBackOutputs:

@@ -34,7 +34,7 @@ def promotion_page(
     """models: the candidate and, if there is one, the model that was promoted before, each with a name."""
     first = models[0][1]
     lines = [
-        (capitalised(in_words(name)), *(written(name, found.measures[name], found.percent) for _, found in models))
+        (capitalised(in_words(name)), *(written(name, one.measures[name], one.percent) for _, one in models))
         for name in first.measures
     ]
     both = "Both on the same" if len(models) > 1 else "On the"

@@ -106,8 +106,8 @@ class Place:
         """Names of all complete versions, oldest first."""
         with self._own_errors():
             self._files.invalidate_cache()
-            found = self._files.find(f"{self.root}/versions")  # for a glob, a root such as models[1] is a pattern
-        return sorted(str(path).split("/")[-2] for path in found if str(path).endswith("/version.json"))
+            paths = self._files.find(f"{self.root}/versions")  # for a glob, a root such as models[1] is a pattern
+        return sorted(str(path).split("/")[-2] for path in paths if str(path).endswith("/version.json"))
 
     def facts(self, version: str) -> dict[str, Any]:
         """The content of version.json; raises ReportedError if it is missing or unreadable."""

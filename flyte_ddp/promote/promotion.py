@@ -68,10 +68,10 @@ class Promotion:
 
 def writable_place(platform: Platform, place: str) -> Place:
     """That of place_of; raises now, rather than after training, what Place raises if it is damaged or not writable."""
-    found = place_of(platform, place)
-    found.read()
-    found.begin()
-    return found
+    models = place_of(platform, place)
+    models.read()
+    models.begin()
+    return models
 
 
 def place_of(platform: Platform, place: str) -> Place:
@@ -165,18 +165,18 @@ def measure_both(
         other = replace(subject, settings=settings)
         jobs[against] = job_of(other, model_path=copy)
     asked = [*jobs.values()], f"version {against} in {place.root}"
-    found = run_alone(MEASURE, asked, options.timeout_seconds, Console(), choose_world("auto", 1, 1), subject.root)
-    return list(zip(jobs, found, strict=True))
+    measured = run_alone(MEASURE, asked, options.timeout_seconds, Console(), choose_world("auto", 1, 1), subject.root)
+    return list(zip(jobs, measured, strict=True))
 
 
 def settings_of_version(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
     """The settings of a version's training; InputError if its recipe or data differ from the candidate's."""
-    mine = facts_of_data(subject)
-    theirs = {name: facts.get(name) for name in mine}
-    if mine != theirs:
-        name = next(name for name in mine if mine[name] != theirs[name])
+    own = facts_of_data(subject)
+    saved = {name: facts.get(name) for name in own}
+    if own != saved:
+        name = next(name for name in own if own[name] != saved[name])
         raise InputError(
-            f"{place.root} has a model whose {name} is {theirs[name]}, got one with {mine[name]}: choose another place"
+            f"{place.root} has a model whose {name} is {saved[name]}, got one with {own[name]}: choose another place"
         )
     try:
         settings: TrainingSettings = type(subject.settings).from_dict(facts["settings"])

@@ -27,10 +27,10 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
         recipe = load_recipe(candidate, device)
         test = load_split(recipe, "test", candidate, cache)
         network = recipe.trained_model(candidate.model_path).to(device)
-        found = [measure(recipe, network, test, link)]
+        measured = [measure(recipe, network, test, link)]
         for job in others:
             other = load_recipe(job, device)
             other.share = recipe.share  # measure() updates the share of one recipe only
             network = other.trained_model(job.model_path, current, "choose another place").to(device)
-            found.append(measure(recipe, network, test, link, other.forward))
-    return found
+            measured.append(measure(recipe, network, test, link, other.forward))
+    return measured

@@ -60,10 +60,10 @@ def _register(place: Place, version: str, name: str) -> str:
         _create(client, name)
     source = f"{place.root}/versions/{version}"
     known = client.search_model_versions(f"name = '{name}' and tags.`{VERSION}` = '{version}'")
-    found = next((one for one in known if one.source == source), None) or _entry(client, name, source, version, facts)
+    entry = next((one for one in known if one.source == source), None) or _entry(client, name, source, version, facts)
     if place.read().version == version:  # else another one has been promoted meanwhile, which sees to the alias
-        client.set_registered_model_alias(name, ALIAS, found.version)
-    return str(found.version)
+        client.set_registered_model_alias(name, ALIAS, entry.version)
+    return str(entry.version)
 
 
 def _create(client: Any, name: str) -> None:

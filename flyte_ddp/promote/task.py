@@ -114,9 +114,9 @@ def promote_model(
 ) -> PromotionOutputs:
     """Promotes the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does; place: a URL, or
     an absolute path."""
-    found = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
-    model = output_file(found.model, PythonPickledFile)
-    return PromotionOutputs(found.summary.promoted, model, found.summary, output_file(found.report))
+    promotion = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
+    model = output_file(promotion.model, PythonPickledFile)
+    return PromotionOutputs(promotion.summary.promoted, model, promotion.summary, output_file(promotion.report))
 
 
 @task(enable_deck=True, deck_fields=(), secret_requests=mlflow_secret(), **small_resources())

@@ -116,8 +116,8 @@ class Console(Remarks):
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
         measured, seconds = self._measured(event.split, event.evaluated), f"{event.train_seconds:.1f} s of training"
-        told = filter(None, (measured, seconds, event.digest and f"weights {event.digest}"))
-        say(f"Epoch {counted(event.position)} of {self._run.epochs}: {', '.join(told)}")
+        parts = filter(None, (measured, seconds, event.digest and f"weights {event.digest}"))
+        say(f"Epoch {counted(event.position)} of {self._run.epochs}: {', '.join(parts)}")
 
     def on_slow_rank(self, event: events.Warned) -> None:
         super().on_slow_rank(event)

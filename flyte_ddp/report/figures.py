@@ -144,10 +144,10 @@ def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: 
 
     def plot(axes: Any) -> None:
         for label, name in enumerate(names):
-            mine = points[labels == label]
-            if len(mine):
-                axes.plot(*mine.T, ".", color=f"C{label % 10}", markersize=3.5, alpha=0.7)
-                axes.text(*np.median(mine, axis=0), name, ha="center", va="center", weight="bold", size=11)
+            cluster = points[labels == label]
+            if len(cluster):
+                axes.plot(*cluster.T, ".", color=f"C{label % 10}", markersize=3.5, alpha=0.7)
+                axes.text(*np.median(cluster, axis=0), name, ha="center", va="center", weight="bold", size=11)
         for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
             axis.set_pane_color("none")
         axes.tick_params(labelsize=7, pad=-2)
@@ -224,7 +224,7 @@ def drawn(plot: Callable[[Any], None], description: str, size: tuple[float, floa
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     # the same ids in every figure; those that are referred to are hashes
     svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)
-    svg = re.sub("|".join(COLOURS), lambda found: COLOURS[found[0]], svg)
+    svg = re.sub("|".join(COLOURS), lambda match: COLOURS[match[0]], svg)
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
     return svg.replace("<svg", f'<svg role="img" aria-label="{text}"', 1)
 

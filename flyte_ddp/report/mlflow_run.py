@@ -109,8 +109,8 @@ class MlflowRun(Tracker):
         batch = list(islice(self._waiting, MOST_METRICS))
         sent = {**self._sent, **{group_of(metric): metric.step for metric in batch}}
         tags = {**self._tags, STEPS: json.dumps(sent)}
-        given = [self._entities.RunTag(name, text_of(value)) for name, value in tags.items()]
-        self._log(self._run_id, metrics=batch, tags=given)
+        run_tags = [self._entities.RunTag(name, text_of(value)) for name, value in tags.items()]
+        self._log(self._run_id, metrics=batch, tags=run_tags)
         self._sent, self._tags = sent, {}
         for _ in batch:
             self._waiting.popleft()

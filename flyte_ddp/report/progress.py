@@ -102,8 +102,8 @@ def event_of(line: dict[str, Any]) -> Any:
     if kind is None:
         return None
     known = {**LEFT_OUT, **line}  # what an older program did not write takes its default
-    given = {field.name: known[field.name] for field in dataclasses.fields(kind) if field.name in known}
+    values = {field.name: known[field.name] for field in dataclasses.fields(kind) if field.name in known}
     for name in ("measures", "train", "test", "validation"):
-        if name in given:
-            given[name] = {measure: math.nan if one is None else one for measure, one in line[name].items()}
-    return kind(**given)
+        if name in values:
+            values[name] = {measure: math.nan if one is None else one for measure, one in line[name].items()}
+    return kind(**values)

@@ -18,16 +18,16 @@ SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
 def surroundings() -> dict[str, str]:
     """Label to value, to be shown as they are; takes milliseconds, since it uses neither torch nor the network."""
-    found = {"Python": platform.python_version()}
+    facts = {"Python": platform.python_version()}
     for name in SHOWN_VERSIONS:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    found["System"] = platform.platform(terse=True)
-    found["Processor"] = f"{processor()}, {available_cores()} cores usable"
+            facts[name] = version(name)
+    facts["System"] = platform.platform(terse=True)
+    facts["Processor"] = f"{processor()}, {available_cores()} cores usable"
     with suppress(OSError, ValueError):
-        found["Memory"] = f"{usable_memory() / 2**30:.0f} GiB"
-    found |= {"GPU": _gpus(), "Git commit": _commit()}
-    return {label: value for label, value in found.items() if value}
+        facts["Memory"] = f"{usable_memory() / 2**30:.0f} GiB"
+    facts |= {"GPU": _gpus(), "Git commit": _commit()}
+    return {label: value for label, value in facts.items() if value}
 
 
 def processor() -> str:

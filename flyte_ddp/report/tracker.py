@@ -56,9 +56,9 @@ def parameters_of(info: RunInfo) -> dict[str, Any]:
     return {**settings, **apart(settings, {"recipe": info.recipe, **data})}
 
 
-def apart(theirs: Collection[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+def apart(taken: Collection[str], ours: Mapping[str, Any]) -> dict[str, Any]:
     """Ours, each under a name that no setting or measure of the user's has already: recipe, or run.recipe."""
-    return {f"run.{name}" if name in theirs else name: value for name, value in ours.items()}
+    return {f"run.{name}" if name in taken else name: value for name, value in ours.items()}
 
 
 def world_of(event: RunStarted) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
     images, labels = open_images(info.data, "train")
     labels = labels[:10_000]  # enough to find every class
     each = max(1, MOST_SAMPLES // max(1, len(names)))
-    found = [(index, name) for label, name in enumerate(names) for index in np.flatnonzero(labels == label)[:each]]
-    return [(picture(images[index]), name) for index, name in found[:MOST_SAMPLES]]
+    samples = [(index, name) for label, name in enumerate(names) for index in np.flatnonzero(labels == label)[:each]]
+    return [(picture(images[index]), name) for index, name in samples[:MOST_SAMPLES]]
 
 
 def drawn_figures(logs: Path) -> list[Drawing]:

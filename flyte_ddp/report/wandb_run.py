@@ -84,8 +84,8 @@ class WandbRun(Observer):
         measured.update({f"validation_{name}": x for name, x in event.validation.items()})
         figures = {name: getattr(event, name) for name in ("train_seconds", "evaluate_seconds")}
         measured["train_loss"] = event.train["loss"]
-        told = {**figures, "epoch": event.position, DIGEST: event.digest}
-        self._log({**measured, **apart(measured, told)})
+        values = {**figures, "epoch": event.position, DIGEST: event.digest}
+        self._log({**measured, **apart(measured, values)})
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         measured = _of_test(event.measures)

@@ -173,10 +173,10 @@ def failed(failure: Failure, seconds: float = 0.0) -> TrialResult:
 def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> dict[int, Entrant]:
     """The trials of the next rung by number, given the results of those so far; ReportedError if all have failed."""
     latest = standings(sweep, trials, rungs)
-    found = _entrants(sweep, rungs_of(sweep, trials)[len(rungs)], latest)
-    if not found:
+    advancing = _entrants(sweep, rungs_of(sweep, trials)[len(rungs)], latest)
+    if not advancing:
         raise all_failed(sweep, latest)
-    return found
+    return advancing
 
 
 def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:

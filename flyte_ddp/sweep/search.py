@@ -66,23 +66,23 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
     """The settings of each trial, the same for the same sweep; InputError for values that cannot be tried."""
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
-    for name, given in sweep.values.items():
-        _check(sweep, base, name, given)
+    for name, space in sweep.values.items():
+        _check(sweep, base, name, space)
     chosen = _grid(sweep) if sweep.search == "grid" else _draws(sweep, base)
     trials = (_with(base, dict(zip(sweep.values, values, strict=True))) for values in chosen)
     return list({trial.to_json(): trial for trial in trials}.values())  # a setting of a dict has no hash
 
 
-def _check(sweep: Sweep, base: AnySettings, name: str, given: Any) -> None:
+def _check(sweep: Sweep, base: AnySettings, name: str, space: Any) -> None:
     """Raises InputError unless every value that the trials can get is valid for the hyperparameter."""
-    ends = given
-    if sweep.search == "random" and isinstance(given, dict):
-        drawn = Range.from_dict(given)
+    ends = space
+    if sweep.search == "random" and isinstance(space, dict):
+        drawn = Range.from_dict(space)
         ends = [drawn.minimum, drawn.maximum]
     if not isinstance(ends, list) or not ends:
         ranges = ', or a range such as {"minimum": 0.01, "maximum": 1, "scale": "log"}'
         allowed = "a list of values" + (ranges if sweep.search == "random" else "")
-        raise InputError(f"Sweep.values.{name} must be {allowed}, got {given!r:.80}")
+        raise InputError(f"Sweep.values.{name} must be {allowed}, got {space!r:.80}")
     for value in ends:
         _with(base, {name: value})
     if name == "dataset":
@@ -107,14 +107,14 @@ def _draws(sweep: Sweep, base: AnySettings) -> Iterable[Any]:
     source = random.Random(sweep.seed)
     types = {field.name: field.type for field in dataclasses.fields(base)}
     for _ in range(sweep.trials):
-        yield [_drawn(source.random(), given, types[name] is int) for name, given in sweep.values.items()]
+        yield [_drawn(source.random(), space, types[name] is int) for name, space in sweep.values.items()]
 
 
-def _drawn(position: float, given: Any, whole: bool) -> Any:
+def _drawn(position: float, space: Any, whole: bool) -> Any:
     """The value at a position, from 0 to 1, of a list or range."""
-    if isinstance(given, list):
-        return given[int(position * len(given))]
-    drawn = Range.from_dict(given)
+    if isinstance(space, list):
+        return space[int(position * len(space))]
+    drawn = Range.from_dict(space)
     margin = 0.5 if whole else 0.0  # gives the end values a full share
     least, most = drawn.minimum - margin, drawn.maximum + margin
     value = least * (most / least) ** position if drawn.scale == "log" else least + (most - least) * position

@@ -50,22 +50,22 @@ class SweepComparison(NamedTuple):
     report: FlyteFile["html"]  # noqa: F821
 
 
-def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **given: Any) -> Any:
+def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **inputs: Any) -> Any:
     """Runs the trials and compares them: a SweepComparison. For a @dynamic.
 
     Args:
         run: a task that returns the TrialResult of an Entrant; one of its pods may fail permanently.
         subject: what is trained, for the report.
-        given: the task's other inputs.
+        inputs: the task's other inputs.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_rungs(sweep, settings)
     texts = [trial.to_json() for trial in trials]
     if is_local():  # each cached by itself, so that a sweep resumes: flytekit's local map task caches all or none
-        rungs = run_rungs(sweep, settings, lambda entrant: _value_of(run(entrant=entrant, **given)))
+        rungs = run_rungs(sweep, settings, lambda entrant: _value_of(run(entrant=entrant, **inputs)))
     else:
         # With a ratio of 1, a single pod that fails permanently would fail the map task; Flyte requires more than 0
-        run_all = map_task(partial(run, **given), concurrency=sweep.concurrency, min_success_ratio=1e-3)
+        run_all = map_task(partial(run, **inputs), concurrency=sweep.concurrency, min_success_ratio=1e-3)
         rungs = [run_all(entrant=list(entrants(sweep, settings, []).values()))]
         for _ in rungs_of(sweep, settings)[1:]:
             rungs.append(run_all(entrant=next_rung(sweep=sweep, trials=texts, rungs=rungs)))
@@ -79,9 +79,9 @@ def _value_of(result: Any) -> TrialResult:
 
 
 def try_out(
-    run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[AnySettings], entrant: Entrant, **given: Any
+    run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[AnySettings], entrant: Entrant, **inputs: Any
 ) -> TrialResult:
-    """Trains, by run(settings, **given), with init=... from the entrant's checkpoint; if that is gone, from the start,
+    """Trains, by run(settings, **inputs), with init=... from the entrant's checkpoint; if that is gone, from the start,
     with the same result.
 
     A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
@@ -91,7 +91,7 @@ def try_out(
     settings, checkpoint = kind.from_json(entrant.settings), entrant.checkpoint
     init = {"init": FlyteFile(checkpoint)} if checkpoint and storage.exists(checkpoint) else {}
     try:
-        outputs = run(settings, **init, **given)
+        outputs = run(settings, **init, **inputs)
     except (RankError, TaskError) as error:
         if error.failure.cause != NonFiniteError.__name__:
             raise

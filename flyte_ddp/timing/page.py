@@ -12,11 +12,11 @@ UNIT = "images per device and batch"
 
 
 def timing_article(
-    found: Sequence[Measurement], load: float, description: DatasetDescription, options: TimingOptions
+    timings: Sequence[Measurement], load: float, description: DatasetDescription, options: TimingOptions
 ) -> str:
     """The page for a Deck; load is the number of processes that were running on this machine before."""
     rates: dict[tuple[str, int], list[float]] = {}
-    for one in found:
+    for one in timings:
         rates.setdefault((one.method, one.batch_size), []).append(one.images_per_second)
     curves = Curves(
         "Images per second",
@@ -30,7 +30,7 @@ def timing_article(
         },
         ticks=options.sizes,
     )
-    named = {one.method: f"{one.method} ({one.devices} with {one.threads} threads each)" for one in found}
+    named = {one.method: f"{one.method} ({one.devices} with {one.threads} threads each)" for one in timings}
     measured = Section(
         "Measured",
         [f"{options.model}, float32, test images of {description.name}: from host memory to scores on the device."],

@@ -30,7 +30,7 @@ def run(environment: Environment, link: Link, job: TimingJob) -> list[Measuremen
         normalise = Normaliser(description, torch.device("cpu"))
         model = build_model(options.model, 1, description.image_shape, len(description.classes)).eval()
         model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        found = []
+        timings = []
         for batch_size in options.sizes:
             for method in job.methods:
                 devices = max(1, torch.cuda.device_count()) if method == DATA_PARALLEL else 1
@@ -39,9 +39,9 @@ def run(environment: Environment, link: Link, job: TimingJob) -> list[Measuremen
                 forward = prediction(method, model, batch, device)
                 rate = len(batch) * environment.world.size * passes_per_second(forward, device, options.seconds)
                 together = devices * environment.world.size
-                found.append(Measurement(method, together, environment.threads, batch_size, rate))
+                timings.append(Measurement(method, together, environment.threads, batch_size, rate))
                 link.heartbeat()
-        return found
+        return timings
 
 
 def prediction(method: str, model: nn.Module, batch: Tensor, device: torch.device) -> Callable[[], Tensor]:

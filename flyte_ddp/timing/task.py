@@ -54,13 +54,13 @@ def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutpu
     with run_folder(platform, "inference-timing") as folder:
         description = prepared.verify(data.download())
         load = os.getloadavg()[0]
-        found = measure_all(data.download(), options)
+        timings = measure_all(data.download(), options)
         measurements = folder / "measurements.csv"
         with open(measurements, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(Measurement._fields)
-            writer.writerows(found)
-        report = output_page(folder, "Timing of inference", timing_article(found, load, description, options))
+            writer.writerows(timings)
+        report = output_page(folder, "Timing of inference", timing_article(timings, load, description, options))
     if is_local():
         say_last(f"\nMeasurements: {measurements}\nReport:       {report.path}")
     return TimingOutputs(output_file(measurements, CSVFile), report)
@@ -74,15 +74,15 @@ def measure_all(data: str, options: TimingOptions) -> list[Measurement]:
     """Methods take turns going first, so that a machine that becomes faster or slower favours none."""
     many = processes_of(options)
     alone = dataclasses.replace(many, size=1, local_size=1)
-    found: list[Measurement] = []
+    timings: list[Measurement] = []
     for repeat in range(options.repeats):
         turns = [(alone, (ONE_DEVICE, DATA_PARALLEL)), (many, (PROCESSES,))]
         for world, methods in turns[:: -1 if repeat % 2 else 1]:
             job = TimingJob(data, methods[:: -1 if repeat % 2 else 1], options)
-            found += launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]
-        best = max(found, key=lambda one: one.images_per_second)
+            timings += launcher.launch(TIMER, world, job, options.timeout_seconds, Console())[0]
+        best = max(timings, key=lambda one: one.images_per_second)
         say(
             f"Measured {repeat + 1} of {options.repeats} times; most so far: {best.images_per_second:,.0f} images/s by "
             f"{best.method}, {best.batch_size} images a batch"
         )
-    return found
+    return timings

@@ -53,20 +53,20 @@ def facts_of(event: RunStarted) -> dict[str, str]:
 
 def read(place: str) -> Recorded:
     """InputError for what is no run, or one without digests."""
-    file, found = File(place), Recorded()
+    file, recorded = File(place), Recorded()
     for text in file.read_on(0).split(b"\n")[:-1]:
         try:
             line = printable(json.loads(text, parse_constant=finite, parse_float=finite))
             if line.get("format", FORMAT) > FORMAT:
                 raise ValueError
-            found.add(line)
+            recorded.add(line)
         except Exception:  # a line may be anything
             raise InputError(
                 f"{file.path} is not the progress of a training that this version knows: {text[:100]!r}"
             ) from None
-    if not found.facts or not all(found.digests.values()):
+    if not recorded.facts or not all(recorded.digests.values()):
         raise InputError(f"{file.path} has no digests: give a training of this version that has begun its first step")
-    return found
+    return recorded
 
 
 @click.command()
@@ -84,8 +84,8 @@ def compare(context: click.Context, first: str, second: str) -> None:
     for place, run in zip((first, second), runs, strict=True):
         count = f"{len(run.digests)} evaluation" + "s" * (len(run.digests) != 1)
         click.echo(f"{place}: {count}, {f'model.pt {run.model}' if run.model else 'not finished'}")
-    is_equal, told = verdict(*runs)
-    click.echo(told)
+    is_equal, text = verdict(*runs)
+    click.echo(text)
     click.echo("\n".join(differences(*runs)))
     context.exit(0 if is_equal else 1)
 
@@ -113,7 +113,7 @@ def differences(one: Recorded, other: Recorded) -> list[str]:
     """A line for each fact in which they differ, with both values."""
     names = dict.fromkeys((*one.facts, *other.facts))
     values = {name: (one.facts.get(name, "unknown"), other.facts.get(name, "unknown")) for name in names}
-    lines = [f"  {name}: {ours} | {theirs}" for name, (ours, theirs) in values.items() if ours != theirs]
+    lines = [f"  {name}: {first} | {second}" for name, (first, second) in values.items() if first != second]
     if not lines:
         return ["Settings, data, code, init, hardware, torch, precision, ranks and threads are the same"]
     return ["These differ:", *lines]

@@ -40,10 +40,10 @@ class Parquet(Blocks):
             footers = zip(sizes, pool.map(self._footer, sizes, sizes.values()), strict=True)
             self._footers = {file: footer for file, footer in footers if footer.num_rows}
         kinds = {file: self._kinds_of(file, footer) for file, footer in self._footers.items()}
-        for file, found in kinds.items():
+        for file, types in kinds.items():
             expected = next(iter(kinds.values()))
-            if found != expected:
-                raise DataError(f"{self.stored.name(file)} has columns of {found}, where others have {expected}")
+            if types != expected:
+                raise DataError(f"{self.stored.name(file)} has columns of {types}, where others have {expected}")
         self._sizes = sizes
         self._groups = [
             (file, group)

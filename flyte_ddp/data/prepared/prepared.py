@@ -59,10 +59,10 @@ def verify(directory: PathLike) -> DatasetDescription:
     for filename, expected in description.sha256.items():
         path = Path(directory) / filename
         try:
-            found = content_digest(path)
+            digest = content_digest(path)
         except OSError as error:
             raise _damaged(path, _os_reason(error)) from None
-        if found != expected:
+        if digest != expected:
             raise _damaged(path, "changed since it was written (SHA-256 differs)")
     return description
 

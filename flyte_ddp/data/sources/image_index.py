@@ -41,8 +41,8 @@ class Sound(NamedTuple):
 def list_images(folder: Path) -> Files:
     """Names relative to folder, sorted, by split and class; InputError if there is nothing to train on."""
     with reading():
-        found = _all_images(folder)
-    for split, classes in found.items():
+        paths = _all_images(folder)
+    for split, classes in paths.items():
         where = f"folder {folder / split}"
         if not classes:
             raise InputError(
@@ -51,10 +51,10 @@ def list_images(folder: Path) -> Files:
             )
         if split != "test" and len(classes) == 1:
             raise InputError(f"{where} has one class only, {next(iter(classes))!r}: at least two are needed")
-    strange = sorted(set(found.get("test", {})) - set(found.get("train", {})))
+    strange = sorted(set(paths.get("test", {})) - set(paths.get("train", {})))
     if strange:
         raise InputError(f"folder {folder / 'test'} has classes that train/ has not: {', '.join(strange[:MOST_NAMED])}")
-    return found
+    return paths
 
 
 def _all_images(folder: Path) -> Files:
@@ -62,12 +62,12 @@ def _all_images(folder: Path) -> Files:
         what = "is a file" if folder.exists() else "does not exist"
         raise InputError(f"folder {folder} {what}: give a folder with one sub-folder of image files per class")
     divided = all((folder / split).is_dir() for split in SPLITS)
-    found: Files = {}
+    paths: Files = {}
     for split in SPLITS if divided else ("",):
         below = sorted(entry.name for entry in os.scandir(folder / split) if entry.is_dir())
         classes = {name: _image_names(folder, Path(split, name)) for name in below if not name.startswith(".")}
-        found[split] = {name: files for name, files in classes.items() if files}
-    return found
+        paths[split] = {name: files for name, files in classes.items() if files}
+    return paths
 
 
 def lfw_folder() -> Path:
@@ -98,9 +98,9 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 
     name: the dataset's name. Raises InputError if too many files cannot be read, or too few are left.
     """
-    found = list_images(folder)
-    classes = _large_classes(found, images.least_images)
-    splits = _divide(found, classes)
+    paths = list_images(folder)
+    classes = _large_classes(paths, images.least_images)
+    splits = _divide(paths, classes)
     kept, bad, content, counts = _sound_images(folder, splits, images)
     _judge(folder, bad, sum(map(len, splits.values())), images.unreadable_share, say)
     if not all(kept.values()):
@@ -115,10 +115,10 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
         train_samples=len(kept["train"]),
         test_samples=len(kept["test"]),
         image_shape=images.shape,
-        split_by=by_name if "test" in found else f"one in {TEST_EVERY} of each class for testing",
+        split_by=by_name if "test" in paths else f"one in {TEST_EVERY} of each class for testing",
         unreadable=len(bad),
         unreadable_named=tuple(bad[:MOST_NAMED]),
-        left_out=len(next(iter(found.values()))) - len(classes),
+        left_out=len(next(iter(paths.values()))) - len(classes),
         content_sha256=content,
     )
     arrays: dict[str, np.ndarray] = {}
@@ -183,9 +183,9 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _large_classes(found: Files, least_images: int) -> list[str]:
+def _large_classes(paths: Files, least_images: int) -> list[str]:
     """InputError if fewer than two classes have as many images."""
-    classes = [name for name, files in next(iter(found.values())).items() if len(files) >= least_images]
+    classes = [name for name, files in next(iter(paths.values())).items() if len(files) >= least_images]
     if len(classes) < 2:
         raise InputError(
             f"ImageSettings.least_images is {least_images}, and {len(classes)} classes have as many: at least two are "
@@ -194,11 +194,11 @@ def _large_classes(found: Files, least_images: int) -> list[str]:
     return classes
 
 
-def _divide(found: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
+def _divide(paths: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
     """(label, name) of the images of train and test; classes alternate, so that any part of a split has all of them."""
     rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
     for label, name in enumerate(classes):
-        for split, named in found.items():
+        for split, named in paths.items():
             for turn, file in enumerate(named.get(name, [])):
                 # the second image of a class is for testing, so that a class with only two is in both splits
                 rows[split or SPLITS[turn % TEST_EVERY == 1]].append((turn, label, file))

@@ -17,5 +17,5 @@ def test_it_learns_and_its_model_can_be_loaded(tmp_path: Path) -> None:
     assert not result.warnings
 
     images, labels = Digits(settings).data("test")
-    found = Digits.load_model(result.model_path, settings)(images).argmax(1)
-    assert torch.isclose((found == labels).float().mean(), torch.tensor(accuracy), atol=0.01)
+    predicted = Digits.load_model(result.model_path, settings)(images).argmax(1)
+    assert torch.isclose((predicted == labels).float().mean(), torch.tensor(accuracy), atol=0.01)
