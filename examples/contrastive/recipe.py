@@ -43,9 +43,9 @@ class Contrastive(Recipe):
         return torch.stack([F.normalize(model(images).float(), dim=1) for images in batch], 1)  # (n, 2, 64)
 
     def measure(self, outputs: Tensor, batch: Views) -> Measures:
-        everyones = self.all_gather(outputs).flatten(0, 1)  # (2 N, 64), the views of a sample next to each other
+        gathered = self.all_gather(outputs).flatten(0, 1)  # (2 N, 64), the views of a sample next to each other
         places = 2 * self.share.first + torch.arange(2 * len(outputs), device=outputs.device)
-        scores = (outputs.flatten(0, 1) @ everyones.T / self.settings.temperature).scatter(1, places[:, None], -1e9)
+        scores = (outputs.flatten(0, 1) @ gathered.T / self.settings.temperature).scatter(1, places[:, None], -1e9)
         other_views = places ^ 1
         loss = F.cross_entropy(scores, other_views, reduction="none")
         is_nearest = (scores.argmax(1) == other_views).float()

@@ -249,7 +249,7 @@ def evaluate(state: TrainingState, test: EvaluationBatches, link: Link, split: s
 def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """For each global batch of the test split: its samples (n,), and their rows (n, ...) on the host, from the rows of
     each rank's share; a collective for each, by way of the device."""
-    for samples, (start, stop) in test.everyones():
+    for samples, (start, stop) in test.whole():
         gathered = rows.new_zeros(len(samples), *rows.shape[1:], device=device)
         gathered[start:stop], rows = rows[: stop - start], rows[stop - start :]
         distributed.all_reduce(gathered.view(-1).view(torch.uint8))  # the others' are zeros; not all types can be added

@@ -136,7 +136,7 @@ class _Batches:
         """Number of samples in the first `step` steps."""
         return min(self.samples, step * self.batch_size)
 
-    def mine(self, step: int) -> slice:
+    def own(self, step: int) -> slice:
         """This rank's share of a step's global batch, as a slice of the order."""
         if self.virtual_ranks:
             return slice(self._cut(step, self.parts[0]).start, self._cut(step, self.parts[-1]).stop)
@@ -159,7 +159,7 @@ class _Batches:
         trees = order.fetch(self._parts(order, steps), steps)
         for step, tree in zip(steps, trees, strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
-            own, part = self.mine(step), self._computed(step)
+            own, part = self.own(step), self._computed(step)
             count, is_borrowed = part.stop - part.start, own != part
             if lengths:  # of the whole global batch, which all ranks pad alike
                 global_indices = order.at(torch.arange(start, stop))
@@ -186,7 +186,7 @@ class _Batches:
     def _computed(self, step: int) -> slice:
         """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first
         sample, or group."""
-        own = self.mine(step)
+        own = self.own(step)
         if own.start < own.stop:
             return own
         return slice(own.start, min(own.start + (self.ghost_batch_size or 1), self.samples_until(step + 1)))
@@ -269,9 +269,9 @@ class EvaluationBatches(_Batches):
             for tree, share in shares:
                 yield Batch(tree, share, key_of(Use.TEST_STEP, step))
 
-    def everyones(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    def whole(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """For each global batch: its samples (n,) int64, and where this rank's own begin and end among them."""
         for step in range(len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
-            own = self.mine(step)
+            own = self.own(step)
             yield self.order.at(torch.arange(start, stop)), (own.start - start, own.stop - start)

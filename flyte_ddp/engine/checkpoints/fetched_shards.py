@@ -34,7 +34,7 @@ def fetched(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = open_shards(folder, manifest)
     leaves = pytree.tree_flatten_with_path(content["state"])[0]
-    tensors = [layout.mine(path, leaf) for path, leaf in leaves if isinstance(leaf, StoredTensor)]
+    tensors = [layout.local(path, leaf) for path, leaf in leaves if isinstance(leaf, StoredTensor)]
     needed = list(dict.fromkeys(file for tensor in tensors for file, _, _ in tensor.parts()))
     first = len(needed) * environment.local_rank // environment.world.local_size
     shared_out = needed[first:] + needed[:first]  # each of a host's ranks begins with others

@@ -128,7 +128,7 @@ def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None)
             return value
         if receivers is distributed.group.WORLD:  # whose first rank has other rows than most
             value = _broadcast(_read(value), state.device, receivers)
-        came = _read(state.layout.mine(path, value))
+        came = _read(state.layout.local(path, value))
         if receivers not in (None, distributed.group.WORLD):
             came = _broadcast(came, state.device, receivers)
         tensor = fitting.get(path)

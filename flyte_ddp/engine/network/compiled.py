@@ -76,5 +76,5 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
 
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:
     """The batch, and as much of it as the last one has: as many on all ranks, since these may meet in each."""
-    last = batches.mine(len(batches) - 1)
+    last = batches.own(len(batches) - 1)
     return [batch, batch.parts(max(1, last.stop - last.start))[0]]

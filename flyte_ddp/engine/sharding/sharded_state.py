@@ -138,7 +138,7 @@ class Layout:
         with_shards: dict[str, Any] = pytree.tree_map_with_path(mark, state) if self._weights else state
         return with_shards
 
-    def mine(self, path: tuple[Any, ...], whole: Any) -> Any:
+    def local(self, path: tuple[Any, ...], whole: Any) -> Any:
         """This rank's rows of a tensor of the state, or of one that is still to be read."""
         if self._weight(path) is None or not whole.ndim:
             return whole

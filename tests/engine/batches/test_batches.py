@@ -97,7 +97,7 @@ def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_one_that_comes_nex
     assert [batch.tree.tolist() for batch in last] == [[4], [4], [5]]
     assert [(batch.share.first, batch.share.count) for batch in last] == [(0, 1), (0, 1), (1, 1)]
     assert [batch.share.own(batch.tree).tolist() for batch in last] == [[], [4], [5]]
-    cuts = [[samples[slice(*own)].tolist() for samples, own in rank.everyones()] for rank in ranks]
+    cuts = [[samples[slice(*own)].tolist() for samples, own in rank.whole()] for rank in ranks]
     assert cuts == [[[0], []], [[1], [4]], [[2, 3], [5]]]
 
 
