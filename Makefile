@@ -24,10 +24,10 @@ help: ## List the targets
 run: .venv/run.stamp ## Train; more arguments: make run ARGS="--hp '{\"epochs\": 1}'"
 	@$(call typed,pyflyte run workflows/mnist.py pytorch_training_wf$(if $(ARGS), $(ARGS)))
 
-example: .venv/$(if $(filter finetune_%,$(NAME)),dev,run).stamp ## Train one of autoencoder, charlm, contrastive, finetune_images, finetune_text, resnet, segmentation, stream, tabular: make example NAME=tabular
+example: .venv/$(if $(filter finetune_%,$(NAME)),dev,run).stamp ## Train one of autoencoder, charlm, contrastive, finetune_images, finetune_text, own_loop, resnet, segmentation, stream, tabular: make example NAME=tabular
 	@$(call typed,PYTHONPATH=. pyflyte run examples/$(example)/workflow.py $(example)_wf$(if $(ARGS), $(ARGS)))
 
-examples = $(sort $(patsubst examples/%/recipe.py,%,$(wildcard examples/*/recipe.py)))
+examples = $(sort $(patsubst examples/%/workflow.py,%,$(wildcard examples/*/workflow.py)))
 example = $(or $(filter $(NAME),$(examples)),$(error NAME must be one of $(examples), got '$(NAME)': make example NAME=tabular))
 
 test: .venv/dev.stamp ## Run the tests that a change needs, in minutes; a part: make test ARGS=tests/engine

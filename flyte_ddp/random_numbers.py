@@ -35,6 +35,7 @@ class Use(Enum):
     SAMPLE = b"sample"
     TEST_SAMPLE = b"test sample"
     LIGHTNING = b"lightning"
+    OWN_STEP = b"own step"
 
 
 def key_of(use: Use, *position: int) -> int:

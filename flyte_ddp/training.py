@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import isfunction
 from pathlib import Path
+from typing import Any
 
 from flyte_ddp.code.user_code import EXAMPLE, UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
@@ -64,7 +66,7 @@ class Result:
 
 
 def train(
-    recipe: str | type,
+    recipe: str | type | Callable[..., None],
     settings: TrainingSettings,
     options: RunOptions = RunOptions(),  # noqa: B008 frozen
     data: str | Path | None = None,
@@ -77,7 +79,7 @@ def train(
     """Trains a recipe with options.nproc ranks that it starts, or as one rank if a launcher has set WORLD_SIZE.
 
     Args:
-        recipe: "package.module:Name", or the class itself.
+        recipe: "package.module:Name", or the class itself; or those of a function, a loop of your own: see Loop.
         data: file or folder, passed to the recipe as data_path; or its URL (s3://, gs://, abfs://, file://), for a
             recipe that returns Blocks.
         output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint that the same call
@@ -97,8 +99,8 @@ def train(
         raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
     if not isinstance(options, RunOptions):
         raise InputError(f"options must be an object of RunOptions, got {options!r}")
-    if not isinstance(recipe, (str, type)):
-        raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class itself, got {recipe!r}")
+    if not (isinstance(recipe, (str, type)) or isfunction(recipe)):
+        raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class or function itself, got {recipe!r}")
     if "://" in str(output):
         raise InputError(
             f"output must be a folder of this machine, got {output}: copy it to the storage later, or train in a task"
@@ -207,8 +209,8 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     return results
 
 
-def name_of(kind: type, what: str = "recipe") -> str:
-    """The name by which ranks find the class; InputError for a class that only this process has."""
+def name_of(kind: Any, what: str = "recipe") -> str:
+    """The name by which ranks find the class, or function; InputError for one that only this process has."""
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise InputError(
             f"{what} must be defined at the top level of a module that can be imported, got {kind.__qualname__} of "

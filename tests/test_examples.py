@@ -29,6 +29,7 @@ ENOUGH: dict[str, tuple[dict[str, Any], str]] = {
     "contrastive": ({"epochs": 3}, "retrieval > 0.15"),
     "finetune_images": ({"epochs": 3, "side": 32, "network": "test_convnext", "learning_rate": 1e-3}, "accuracy > 0.8"),
     "finetune_text": ({"epochs": 8, "lora_rank": 0}, "loss < 1.3"),
+    "own_loop": ({"epochs": 4}, "accuracy > 0.85"),
     "resnet": ({"epochs": 3, "side": 32, "batch_size": 8, "learning_rate": 3e-4}, "accuracy > 0.8"),
     "segmentation": ({"images": 400, "batch_size": 16}, "iou > 0.5 and dice > iou"),
     "stream": ({}, "within > 0.9"),
@@ -52,7 +53,7 @@ def test_an_example_is_short_and_its_settings_need_no_torch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "own_loop"])
 def test_the_workflow_of_an_example_trains(name):
     settings, enough = ENOUGH[name]
     command = [f"{name}/workflow.py", f"{name}_wf", "--settings", json.dumps(settings)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.job import Job, KeptModel
-from flyte_ddp.engine.loop import Checkpoints
+from flyte_ddp.engine.loop import Checkpoints, Resumable
 from flyte_ddp.engine.results import write_weights
 from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard
@@ -109,14 +109,15 @@ class KeepingCheckpoints:
     """Checkpoints before which the weights of the best evaluations are written."""
 
     def __init__(self, kept: KeptModels, checkpoints: Checkpoints, state: TrainingState):
-        self._kept, self._checkpoints, self._evaluations = kept, checkpoints, len(state.history)
+        self._kept, self._checkpoints, self._history = kept, checkpoints, state.history
+        self._evaluations = len(state.history)
 
     def due(self) -> bool:
         return self._checkpoints.due()
 
-    def save(self, state: TrainingState, is_last: bool = False) -> None:
-        if len(state.history) > self._evaluations:
-            self._evaluations = len(state.history)
+    def save(self, state: Resumable, is_last: bool = False) -> None:
+        if len(self._history) > self._evaluations:
+            self._evaluations = len(self._history)
             self._checkpoints.close()  # what it does without must not depend on this evaluation
             self._kept.after_evaluation()
         self._checkpoints.save(state, is_last)

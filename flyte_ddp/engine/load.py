@@ -6,6 +6,7 @@ import pkgutil
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,29 +21,44 @@ from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import Resident, Split, hold_out
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.settings import RunOptions, TrainingSettings
 
 
-def load_recipe(job: Job, device: torch.device) -> Recipe:
-    """The recipe that the job names, with its settings and data; InputError if that is not a recipe. Seeds all sources
-    of random numbers, since the recipe's data and weights may be drawn from any of them.
-    """
-    seed = job.settings.seed
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
+def load_named(job: Job) -> Any:
+    """What the job names, a recipe's class or a function. Seeds all sources of random numbers, since data and weights
+    may be drawn from any of them."""
+    seed_all(job.settings.seed)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
-    name = job.recipe
     with checked_imports(job.root, job.files):
-        kind = pkgutil.resolve_name(name)
-        own_lock_of_tqdm()
+        named = pkgutil.resolve_name(job.recipe)
+    own_lock_of_tqdm()
+    return named
+
+
+def seed_all(seed: int) -> None:
+    """Python's, NumPy's and torch's generators, the last of which takes all 64 bits."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(seed)
+
+
+def load_recipe(job: Job, device: torch.device) -> Recipe:
+    """The recipe that the job names, with its settings and data; InputError if that is not a recipe."""
+    with checked_imports(job.root, job.files):
+        kind = load_named(job)
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
-            raise InputError(f"{name} must be a subclass of flyte_ddp.recipe.Recipe, got {kind!r}")
+            raise InputError(
+                f"{job.recipe} must be a subclass of flyte_ddp.Recipe, or to train a function def train(loop), got "
+                f"{kind!r}"
+            )
         arguments = job.settings, data_path_of(job.data)
         try:
             inspect.signature(kind).bind(*arguments)
@@ -69,28 +85,33 @@ def data_path_of(data: Path | StoredData | None) -> Path | str | None:
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
     """The samples of a split; InputError, naming the place in the recipe, if the data are invalid."""
     data = recipe.data(split)
-    options = job.options
     try:
-        if isinstance(data, Blocks):
-            if recipe.lengths(split) is not None or recipe.length_window:
-                raise InputError("samples in Blocks have one shape: leave out lengths and length_window")
-            return BlockSplit(data, split, Reading(cache, recipe.device, options.pin_memory))
-        if isinstance(data, torch.utils.data.IterableDataset):
-            raise InputError(
-                "an IterableDataset has no order that could be resumed or shared among ranks: return Blocks, which "
-                "are read one after the other, too, or a Dataset with a length"
-            )
-        if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.TensorDataset):
-            if not len(data):  # type: ignore[arg-type]
-                raise InputError("the split is empty, it must have samples: its Dataset has length 0")
-            workers, pin_memory = options.loader_workers, options.pin_memory
-            samples: Streamed | Resident = Streamed(data, recipe.device, workers, pin_memory)
-        else:
-            data = data.tensors if isinstance(data, torch.utils.data.TensorDataset) else data
-            samples = Resident(data, recipe.device)
+        if isinstance(data, Blocks) and (recipe.lengths(split) is not None or recipe.length_window):
+            raise InputError("samples in Blocks have one shape: leave out lengths and length_window")
+        samples = split_of(data, split, recipe.device, job.options, cache)
     except InputError as error:
         raise InputError(f'{code_location(recipe, "data")}, split "{split}": {error.message}') from None
-    return with_lengths(samples, recipe, split)
+    return samples if isinstance(samples, BlockSplit) else with_lengths(samples, recipe, split)
+
+
+def split_of(
+    data: Any, split: str, device: torch.device, options: RunOptions, cache: BlockCache
+) -> Streamed | Resident | BlockSplit:
+    """The samples of what Recipe.data returns; InputError if they are invalid."""
+    if isinstance(data, Blocks):
+        return BlockSplit(data, split, Reading(cache, device, options.pin_memory))
+    if isinstance(data, torch.utils.data.IterableDataset):
+        raise InputError(
+            "an IterableDataset has no order that could be resumed or shared among ranks: return Blocks, which are "
+            "read one after the other, too, or a Dataset with a length"
+        )
+    if isinstance(data, torch.utils.data.TensorDataset):
+        data = data.tensors
+    if not isinstance(data, torch.utils.data.Dataset):
+        return Resident(data, device)
+    if not len(data):  # type: ignore[arg-type]
+        raise InputError("the split is empty, it must have samples: its Dataset has length 0")
+    return Streamed(data, device, options.loader_workers, options.pin_memory)
 
 
 def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -30,10 +30,20 @@ from flyte_ddp.launch.phases import WRITING
 MOST_NORMS = 10
 
 
+class Resumable(Protocol):
+    """What a checkpoint is of: state_dict has all that a resume at this epoch and step, both from 0, needs."""
+
+    device: torch.device
+    epoch: int
+    step: int
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
 class Checkpoints(Protocol):
     def due(self) -> bool: ...
 
-    def save(self, state: TrainingState, is_last: bool = False) -> None: ...
+    def save(self, state: Resumable, is_last: bool = False) -> None: ...
 
     def close(self) -> None: ...
 

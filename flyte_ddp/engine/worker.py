@@ -1,5 +1,6 @@
 """One rank from start to end, whoever started its process."""
 
+import inspect
 import os
 import time
 
@@ -7,6 +8,7 @@ import torch
 from torch import distributed
 
 from flyte_ddp.code.user_code import checked_imports
+from flyte_ddp.engine import own_loop
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
@@ -15,6 +17,7 @@ from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
+from flyte_ddp.engine.load import load_named
 from flyte_ddp.engine.loop import fit, look_at_test
 from flyte_ddp.engine.machine import machine, moved
 from flyte_ddp.engine.monitor.profile import profiling
@@ -45,6 +48,9 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     keep_freed_memory()
     settle_arithmetic()
     torch.set_num_threads(job.settings.threads or (1 if job.settings.virtual_ranks else environment.threads))
+    named = load_named(job)
+    if inspect.isfunction(named):
+        return own_loop.run(named, environment, device, link, job)
     with BlockCache(environment, job.options.cache_bytes) as cache:
         return _train(environment, device, link, job, cache)
 

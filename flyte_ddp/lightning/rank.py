@@ -70,12 +70,12 @@ def variables_of(environment: Environment) -> dict[str, str]:
 def _train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     seed(job)
     module, data = build(job)
-    files = CheckpointFiles(job.checkpoint_path, job.identity, link.emit, device)
+    files = CheckpointFiles(job, link.emit, device)
     validation = LoggedByValidation()
     observer = RankObserver(environment, link, job, files, validation)
     trainer = trainer_of(environment, device, job, files, validation, observer)
     seed(job)
-    trainer.fit(module, datamodule=data, ckpt_path=files.find(job.options))
+    trainer.fit(module, datamodule=data, ckpt_path=files.find())
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)

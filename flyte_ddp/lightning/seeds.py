@@ -1,15 +1,12 @@
 """Random numbers of a training under Lightning: each step begins with some of its own, so that those after a resume are
 those of an undisturbed training."""
 
-import random
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from flyte_ddp.engine.torch_compat import device_generator
+from flyte_ddp.engine.load import seed_all
 from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.random_numbers import Use, key_of
 
@@ -62,9 +59,4 @@ class StepSeeds(Checkpoint):
 
     def _seed(self, *position: int) -> None:
         """position: epoch and step, and in a step one more than the rank."""
-        key = key_of(Use.LIGHTNING, self._settings_seed, *position)
-        random.seed(key)
-        np.random.seed(key % 2**32)
-        torch.default_generator.manual_seed(key)
-        if torch.cuda.is_initialized():
-            device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(key)
+        seed_all(key_of(Use.LIGHTNING, self._settings_seed, *position))

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, finish, write_checkpoint, write_draft
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, Stored
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.loop import Checkpoints
+from flyte_ddp.engine.loop import Checkpoints, Resumable
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
@@ -35,14 +35,21 @@ def checkpoints_of(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
 ) -> Checkpoints:
     """What writes this rank's part of the checkpoints; a collective of a sharded network."""
-    path, every = Path(job.checkpoint_path), job.options.checkpoint_seconds
     if not is_sharded(state.model):
-        begin = partial(begin_file, path, {})
-        return NoCheckpoints() if environment.rank else CheckpointWriter(begin, job, every, emit)
-    destination = Stored(job.storage) if job.storage else SharedFolder(path, environment)
+        return whole_checkpoints(environment, emit, job)
+    destination = Stored(job.storage) if job.storage else SharedFolder(Path(job.checkpoint_path), environment)
     kind = StoredCheckpointWriter if job.storage else CheckpointWriter
-    every = math.inf if environment.rank else every  # rank 0 says when
+    every = math.inf if environment.rank else job.options.checkpoint_seconds  # rank 0 says when
     return kind(ShardWriter(destination, environment).begin, job, every, emit)
+
+
+def whole_checkpoints(environment: Environment, emit: Callable[[Event], None], job: Job) -> Checkpoints:
+    """Rank 0 writes a single file."""
+    if environment.rank:
+        return NoCheckpoints()
+    return CheckpointWriter(
+        partial(begin_file, Path(job.checkpoint_path), {}), job, job.options.checkpoint_seconds, emit
+    )
 
 
 def begin_file(
@@ -87,7 +94,7 @@ class CheckpointWriter:
     def due(self) -> bool:
         return time.monotonic() - self._last >= self._seconds
 
-    def save(self, state: TrainingState, is_last: bool = False) -> None:
+    def save(self, state: Resumable, is_last: bool = False) -> None:
         """is_last: training ends with it."""
         started = time.monotonic()
         self.close()
@@ -127,7 +134,7 @@ class StoredCheckpointWriter(CheckpointWriter):
     def due(self) -> bool:
         return super().due() and not self._is_busy()
 
-    def save(self, state: TrainingState, is_last: bool = False) -> None:
+    def save(self, state: Resumable, is_last: bool = False) -> None:
         flags = [is_last or not self._is_busy()]
         distributed.broadcast_object_list(flags)  # rank 0 knows best, as it waits for the others
         if flags[0]:
@@ -143,7 +150,7 @@ class NoCheckpoints:
     def due(self) -> bool:
         return False
 
-    def save(self, state: TrainingState, is_last: bool = False) -> None:
+    def save(self, state: Resumable, is_last: bool = False) -> None:
         pass
 
     def close(self) -> None:

@@ -1,0 +1,46 @@
+"""The state in a checkpoint of one file, on all ranks."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import CheckpointError
+from flyte_ddp.events import Event
+
+
+def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.device) -> dict[str, Any] | None:
+    """That of rank 0's checkpoint, perhaps on another host, if there is one of this training; a collective.
+
+    Its tensors are mapped from the file, on the CPU; where some rank lacks the file they are sent, one by one.
+    device: from which this rank can send.
+    """
+    path, objects = Path(job.checkpoint_path), [None]
+    if distributed.get_rank() == 0 and os.path.exists(job.checkpoint_path):
+        try:
+            state = read_checkpoint(path, job.identity)["state"]
+            objects = [(checksum(path), pytree.tree_map_only(Tensor, lambda one: one.to("meta"), state))]  # type: ignore[list-item]
+        except CheckpointError as error:
+            refuse(error, job.options, emit, output=path.parent if job.is_output else None)
+    distributed.broadcast_object_list(objects)
+    if objects[0] is None:
+        return None
+    expected, outline = objects[0]
+    content = read_same(path, expected)
+    seen: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(seen, content is not None)
+
+    def sent(tensor: Tensor) -> Tensor:
+        there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        there = there.contiguous()
+        distributed.broadcast(there.view(-1).view(torch.uint8), 0)  # not all types can be sent
+        return there.cpu()
+
+    state = content["state"] if content else outline
+    return state if all(seen) else pytree.tree_map_only(Tensor, sent, state)

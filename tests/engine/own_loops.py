@@ -1,0 +1,169 @@
+"""Training loops as people write them, and with their mistakes."""
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from flyte_ddp import Loop
+
+SAMPLES = 90
+
+
+class Drawn(Dataset):
+    """Its samples are augmented in __getitem__, by the usual generators."""
+
+    def __init__(self, is_noisy=True):
+        generator = torch.Generator().manual_seed(0)
+        self.labels = torch.arange(SAMPLES) % 3
+        self.features = torch.randn(SAMPLES, 8, generator=generator) + self.labels[:, None]
+        self.is_noisy = is_noisy
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        noise = torch.randn(8) * random.random() * np.random.rand() if self.is_noisy else 0
+        return self.features[index] + noise, self.labels[index]
+
+
+class Average:
+    """An exponential moving average, as people write it: no nn.Module, and a number beside its tensors."""
+
+    def __init__(self, model):
+        self.weights, self.steps = [weight.detach().clone() for weight in model.parameters()], 0
+
+    def update(self, model):
+        self.steps += 1
+        for mean, weight in zip(self.weights, model.parameters(), strict=True):
+            mean.lerp_(weight.detach(), 0.1)
+
+    def state_dict(self):
+        return {"weights": self.weights, "steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.weights, self.steps = list(state["weights"]), state["steps"]
+
+
+def network(dropout):
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+def train(loop: Loop, dropout=0.3, test=9):
+    """All that may go wrong in a resume: dropout, batch norm, a schedule, an average, accumulated gradients."""
+    model = loop.wrap(network(dropout))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(test))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, loop.settings.epochs * len(batches))
+    average = Average(model)
+    loop.keep(model=model, optimizer=optimizer, schedule=schedule, average=average)
+    for _ in loop.epochs(headline="accuracy", percent=("accuracy",)):
+        model.train()
+        for inputs, labels in batches:
+            half = len(labels) // 2
+            with model.no_sync():
+                (F.cross_entropy(model(inputs[:half]), labels[:half]) / 2).backward()
+            loss = F.cross_entropy(model(inputs[half:]), labels[half:])
+            (loss / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.log(loss=loss, scale=1.0)
+            schedule.step()  # after the log: a checkpoint has to have it
+            average.update(model)
+        evaluate(loop, model, tests)
+
+
+def few(count):
+    data = Drawn(is_noisy=False)
+    return data.features[:count], data.labels[:count]
+
+
+def evaluate(loop, model, tests):
+    """With gradients, which nobody needs, and in the mode of training: as it is written now and then."""
+    loss, right, count = 0.0, 0, 0
+    model.eval()
+    for inputs, labels in tests:
+        outputs = model(inputs)
+        loss, right = (
+            loss + float(F.cross_entropy(outputs, labels, reduction="sum")),
+            right + (outputs.argmax(1) == labels).sum(),
+        )
+        count += len(labels)
+    measured = loop.evaluated(accuracy=(right, count), loss=(loss, count))
+    assert measured.keys() == {"accuracy", "loss"}
+
+
+def plain(loop: Loop, steps=None, forgets=(), bad_step=None):
+    """Without what depends on the number of ranks."""
+    torch.manual_seed(0)
+    model = loop.wrap(nn.Linear(8, 3))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if "keep" not in forgets:
+        loop.keep(model=model, optimizer=optimizer)
+    if "epochs" in forgets:
+        return next(iter(batches))
+    for epoch in loop.epochs():
+        for step, (inputs, labels) in enumerate(batches, loop.step):
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step == bad_step and loop.rank == loop.world_size - 1:
+                loss = loss * float("nan")
+            if "log" not in forgets:
+                loop.log(**({"loss": loss} if "loss" not in forgets else {"error": loss}))
+            if steps and step + 1 == steps:
+                break
+        if "evaluated" not in forgets:
+            evaluate(loop, model, tests)
+        if steps and epoch == 1:
+            break
+
+
+def left_early(loop: Loop):
+    plain(loop, steps=3)
+
+
+def forgets_to_keep(loop: Loop):
+    plain(loop, forgets=["keep"])
+
+
+def forgets_epochs(loop: Loop):
+    plain(loop, forgets=["epochs"])
+
+
+def forgets_to_log(loop: Loop):
+    plain(loop, forgets=["log"])
+
+
+def logs_no_loss(loop: Loop):
+    plain(loop, forgets=["loss"])
+
+
+def forgets_to_evaluate(loop: Loop):
+    plain(loop, forgets=["evaluated"])
+
+
+def not_finite(loop: Loop):
+    plain(loop, bad_step=4)
+
+
+def tests_one_sample(loop: Loop):
+    train(loop, test=1)
+
+
+def keeps_what_has_no_state(loop: Loop):
+    loop.keep(model=nn.Linear(1, 1), learning_rate=0.1)
+
+
+def trains_without_a_loop(loop: Loop):
+    loop.wrap(nn.Linear(1, 1))
+
+
+def takes_nothing():
+    pass

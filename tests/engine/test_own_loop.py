@@ -1,0 +1,130 @@
+"""A training loop of the user's own keeps the promises of a recipe that docs/own-loop.md lists."""
+
+import pytest
+
+from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import EpochFinished, RanksTimed, RunStarted, StepLogged
+from flyte_ddp.launch.failures import PreemptedError, RankError
+from tests.small_training import TWO_HOSTS, Unplugged, identical, relative_difference, unplug_at
+
+LOOPS = "tests.engine.own_loops:"
+SMALL = {"batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
+
+
+@pytest.fixture
+def own(train):
+    return lambda nproc=2, loop="train", **more: train(nproc, recipe=LOOPS + loop, **{**SMALL, **more})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole):
+    return lambda nproc=2, loop="train": whole(nproc, recipe=LOOPS + loop, **SMALL)
+
+
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_killed_at_any_step_it_ends_with_the_same_bits(own, undisturbed, step):
+    with pytest.raises(Unplugged):
+        own(on_event=unplug_at(step), checkpoint_seconds=0, name="cut")
+    resumed = own(name="cut", loader_workers=1)
+    started = resumed.events[0]
+    assert (started.first_epoch, started.first_step) >= (0, step - 1)
+    assert (started.first_epoch, started.first_step) > (0, 0) or step == 1
+    assert identical(undisturbed(), resumed)
+    assert resumed.result.digest == undisturbed().result.digest
+
+
+def test_it_is_reported_as_a_recipe_is(undisturbed):
+    trained = undisturbed()
+    started = trained.events[0]
+    assert isinstance(started, RunStarted)
+    assert (started.train_samples, started.test_samples, started.steps_per_epoch) == (90, 9, 7)
+    assert (started.headline, started.percent) == ("accuracy", ("accuracy",))
+    steps = [event for event in trained.events if isinstance(event, StepLogged)]
+    assert [(event.epoch, event.step, event.samples) for event in steps] == [
+        (epoch, step, 12 * step) for epoch in (0, 1) for step in range(1, 8)
+    ]
+    assert all(event.measures.keys() == {"loss", "scale"} and event.measures["scale"] == 1 for event in steps)
+    assert steps[0].learning_rate > steps[-1].learning_rate > 0
+    assert all(0 < event.gradient_norm <= 1.001 for event in steps), "as they are when the optimizer steps"
+    epochs = [event for event in trained.events if isinstance(event, EpochFinished)]
+    assert epochs == trained.result.epochs
+    assert all(set(epoch.test) == {"accuracy", "loss"} and epoch.test["accuracy"] > 0.3 for epoch in epochs)
+    assert epochs[-1].train["loss"] == pytest.approx(sum(event.measures["loss"] for event in steps[7:]) / 7)
+    assert any(isinstance(event, RanksTimed) and len(event.data) == 2 for event in trained.events)
+    assert trained.result.digest == epochs[-1].digest
+    assert trained.weights.keys() == {"0.weight", "0.bias", *(f"1.{name}" for name in (
+        "weight", "bias", "running_mean", "running_var", "num_batches_tracked")), "4.weight", "4.bias"}  # fmt: skip
+
+
+def test_without_dropout_and_batch_norm_the_number_of_ranks_changes_rounding_alone(undisturbed):
+    assert relative_difference(undisturbed(1, "plain"), undisturbed(2, "plain")) < 1e-5
+    assert relative_difference(undisturbed(1, "plain"), undisturbed(3, "plain")) < 1e-5
+
+
+def test_a_request_to_stop_is_obeyed_after_a_checkpoint(own, undisturbed):
+    def on_event(event):
+        if isinstance(event, StepLogged) and (event.epoch, event.step) == (0, 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, PreemptedError)):
+        own(on_event=on_event, name="stopped", checkpoint_seconds=0)
+    assert identical(undisturbed(), own(name="stopped"))
+
+
+def test_ranks_of_a_host_without_the_checkpoint_are_sent_it(own, undisturbed):
+    with pytest.raises(Unplugged):
+        own(on_event=unplug_at(4), checkpoint_seconds=0, name="cut", target=TWO_HOSTS)
+    assert identical(undisturbed(), own(name="cut", target=TWO_HOSTS))
+
+
+def test_a_loop_that_is_left_early_has_measures_of_what_it_did(own):
+    trained = own(loop="left_early", epochs=9, checkpoint_seconds=0)
+    assert [(epoch.epoch, epoch.fraction, epoch.samples) for epoch in trained.result.epochs] == [
+        (0, pytest.approx(3 / 7), 36), (1, pytest.approx(3 / 7), 36),
+    ]  # fmt: skip
+    assert [event.step for event in trained.events if isinstance(event, StepLogged)] == [1, 2, 3] * 2
+
+
+def test_ranks_without_a_sample_to_evaluate_wait_for_nobody(own):
+    assert own(3, loop="tests_one_sample", epochs=1).result.tested["accuracy"] in (0, 1)
+
+
+def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(own, tmp_path):
+    words = "NonFiniteError: loss is not finite in epoch 1, step 5, on rank 1: "
+    with pytest.raises(RankError, match=words):
+        own(loop="not_finite", checkpoint_seconds=0)
+    assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["step"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        ("forgets_to_keep", r"call loop.keep before loop.epochs: a checkpoint could not be resumed without"),
+        ("forgets_epochs", r"iterate over loop.batches within `for epoch in loop.epochs\(\):`"),
+        ("forgets_to_log", r"call loop.log\(loss=...\) once in each step"),
+        ("logs_no_loss", r"loop.log must have the same measures in each step: loss, got error"),
+        ("forgets_to_evaluate", r"call loop.evaluated\(loss=...\) at the end of each epoch"),
+        ("keeps_what_has_no_state", r"loop.keep: learning_rate must have state_dict and load_state_dict, got float"),
+        ("trains_without_a_loop", r"own_loops:trains_without_a_loop must train in `for epoch in loop.epochs\(\):`"),
+        ("takes_nothing", r"own_loops:takes_nothing must take one argument, the loop, as in def train\(loop\)"),
+    ],
+)
+def test_a_mistake_is_one_error_with_its_remedy(own, loop, words):
+    with pytest.raises(InputError, match=words):
+        own(loop=loop)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": 13}, r"Hyperparameters.batch_size must be a multiple of the number of ranks \(2\).*got 13"),
+        ({"batch_size": 92}, r"Hyperparameters.batch_size must be at most the number of samples \(90\), got 92: lower"),
+        ({"virtual_ranks": 2}, r"Hyperparameters.virtual_ranks must be 0 for a loop of your own.*got 2: leave it out"),
+        ({"freeze": "0"}, r"Hyperparameters.freeze must be '' for a loop of your own"),
+        ({"keep_best": 1}, r"RunOptions.keep_best must be 0 for a loop of your own"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(own, settings, words):
+    with pytest.raises(InputError, match=words):
+        own(**settings)
