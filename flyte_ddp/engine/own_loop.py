@@ -95,7 +95,7 @@ class Loop:
 
     # --- before the first epoch ---
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
         """The network on the rank's device, in torch's DistributedDataParallel."""
         return _Replicated(model.to(self.device), self)
 
