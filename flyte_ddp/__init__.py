@@ -17,7 +17,7 @@ MODULES = {
     "LightningOptions": "flyte_ddp.lightning.settings",
     "LightningSettings": "flyte_ddp.lightning.settings",
     "LightningTraining": "flyte_ddp.lightning.task",
-    "Loop": "flyte_ddp.engine.own_loop",
+    "Loop": "flyte_ddp.engine.own_loop.loop",
     "Measures": "flyte_ddp.recipe",
     "Parquet": "flyte_ddp.data.blocks.parquet",
     "PreparedDataset": "flyte_ddp.flyte1.prepare",

@@ -5,7 +5,7 @@ from flyte_ddp.data.blocks.blocks import Blocks as Blocks
 from flyte_ddp.data.blocks.parquet import Parquet as Parquet
 from flyte_ddp.data.blocks.tar import TarImages as TarImages
 from flyte_ddp.data.blocks.tar import index_tars as index_tars
-from flyte_ddp.engine.own_loop import Loop as Loop
+from flyte_ddp.engine.own_loop.loop import Loop as Loop
 from flyte_ddp.fields import setting as setting
 from flyte_ddp.flyte1.data import file_by_content as file_by_content
 from flyte_ddp.flyte1.data import folder_by_content as folder_by_content

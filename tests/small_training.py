@@ -78,6 +78,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         loader_workers: int = 0,
         init: Path | None = None,
         keep_best: int = 0,
+        keep_checkpoint: bool = True,
         **hyperparameters: Any,
     ) -> Any:
         import torch
@@ -89,7 +90,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
             checkpoint_seconds=checkpoint_seconds,
             timeout_seconds=timeout_seconds,
             loader_workers=loader_workers,
-            keep_checkpoint=True,
+            keep_checkpoint=keep_checkpoint,
             keep_best=keep_best,
         )
         subject = subject_of(find_code(recipe), hp, data, init, prepared.read_description(data))

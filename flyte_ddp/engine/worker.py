@@ -8,7 +8,6 @@ import torch
 from torch import distributed
 
 from flyte_ddp.code.user_code import checked_imports
-from flyte_ddp.engine import own_loop
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
@@ -24,6 +23,7 @@ from flyte_ddp.engine.monitor.profile import profiling
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.network.compiled import compile_now
 from flyte_ddp.engine.network.memory import choose_micro_batch
+from flyte_ddp.engine.own_loop.loop import run as run_own_loop
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -50,7 +50,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     torch.set_num_threads(job.settings.threads or (1 if job.settings.virtual_ranks else environment.threads))
     named = load_named(job)
     if inspect.isfunction(named):
-        return own_loop.run(named, environment, device, link, job)
+        return run_own_loop(named, environment, device, link, job)
     with BlockCache(environment, job.options.cache_bytes) as cache:
         return _train(environment, device, link, job, cache)
 

@@ -9,7 +9,7 @@ from flyte_ddp.launch.failures import PreemptedError, RankError
 from tests.small_training import TWO_HOSTS, Unplugged, identical, relative_difference, unplug_at
 
 LOOPS = "tests.engine.own_loops:"
-SMALL = {"batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
+SMALL = {"keep_checkpoint": False, "batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
 
 
 @pytest.fixture
@@ -122,6 +122,7 @@ def test_a_mistake_is_one_error_with_its_remedy(own, loop, words):
         ({"batch_size": 92}, r"Hyperparameters.batch_size must be at most the number of samples \(90\), got 92: lower"),
         ({"virtual_ranks": 2}, r"Hyperparameters.virtual_ranks must be 0 for a loop of your own.*got 2: leave it out"),
         ({"freeze": "0"}, r"Hyperparameters.freeze must be '' for a loop of your own"),
+        ({"keep_checkpoint": True}, r"RunOptions.keep_checkpoint must be False for a loop of your own"),
         ({"keep_best": 1}, r"RunOptions.keep_best must be 0 for a loop of your own"),
     ],
 )

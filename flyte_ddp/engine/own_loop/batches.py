@@ -1,0 +1,80 @@
+"""The batches of a loop of the user's own."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed
+
+from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
+from flyte_ddp.engine.batches.splits import Split
+from flyte_ddp.engine.garbage import collected_between
+from flyte_ddp.engine.load import seed_all
+from flyte_ddp.engine.own_loop.progress import Progress
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.settings import TrainingSettings
+
+
+class TrainSteps:
+    """A rank's trees of tensors, step by step; what belongs to a step is ended when the next one is asked for."""
+
+    def __init__(self, split: Split, settings: TrainingSettings, environment: Environment, progress: Progress):
+        name, size, ranks = f"{type(settings).__name__}.batch_size", settings.batch_size, environment.world.size
+        if size % ranks:
+            raise InputError(
+                f"{name} must be a multiple of the number of ranks ({ranks}) in a loop of your own, got {size}: "
+                "DistributedDataParallel weighs the ranks alike, so change one of them, or write a recipe"
+            )
+        if size > len(split):
+            raise InputError(f"{name} must be at most the number of samples ({len(split)}), got {size}: lower it")
+        self._progress, self._rank, self._seed = progress, environment.rank, settings.seed
+        progress.batches = self._batches = TrainBatches(split, size, settings.seed, self._rank, ranks)
+        progress.steps = len(self)
+
+    def __len__(self) -> int:
+        return len(self._batches.split) // self._batches.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        progress, key = self._progress, partial(key_of, Use.OWN_STEP, self._seed)
+        if not progress.is_started:
+            raise InputError("iterate over loop.batches within `for epoch in loop.epochs():`")
+        steps = self._batches.steps(progress.epoch, progress.step, len(self))
+        for (batch,) in collected_between(progress.clock.timed(steps)):
+            progress.begin_step()
+            seed_all(key(progress.epoch, progress.step, 1 + self._rank))  # as if nothing had been interrupted
+            yield batch.tree
+            progress.end_step()
+            seed_all(key(progress.epoch, progress.step))  # what is drawn outside of steps is the same on all ranks
+
+
+class Evaluation:
+    """A rank's trees of tensors for one evaluation."""
+
+    def __init__(self, split: Split, size: int, environment: Environment, link: Link, progress: Progress):
+        self._batches = EvaluationBatches(split, size, environment.rank, environment.world.size)
+        self._link, self._progress = link, progress
+        progress.test_samples += len(split)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        progress = self._progress
+        if progress.logged:  # the steps were left in the middle of an epoch
+            progress.end_step()
+        for buffer in progress.parts["model"].buffers() if progress.parts else ():
+            sent = buffer.contiguous()
+            distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # as before a step; not all types can be sent
+            buffer.copy_(sent)
+        progress.is_evaluating = True
+        try:
+            for batch in self._batches:
+                self._link.heartbeat()
+                if not batch.share.borrowed:
+                    yield batch.tree
+        finally:
+            progress.is_evaluating = False

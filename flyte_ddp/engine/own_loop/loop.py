@@ -1,0 +1,214 @@
+"""What a training loop of the user's own is given:
+
+def train(loop: Loop) -> None:
+    model = loop.wrap(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches, test = loop.batches(TrainSet()), loop.evaluation(TestSet())
+    loop.keep(model=model, optimizer=optimizer)
+    for epoch in loop.epochs():
+        for inputs, labels in batches:
+            ...
+            loop.log(loss=loss)
+        loop.evaluated(loss=...)
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.checkpoints.checkpoint import check_readable
+from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.load import data_path_of, split_of
+from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
+from flyte_ddp.engine.own_loop.progress import Progress
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import InputError, NonFiniteError
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.settings import RunOptions, TrainingSettings
+
+Number = Tensor | float
+# What a loop decides for itself, or cannot have: set to anything else, it would have no effect
+UNUSED: dict[type, tuple[str, ...]] = {
+    TrainingSettings: (
+        "virtual_ranks", "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "patience",
+        "minimum_delta", "freeze", "init_leave_out",
+    ),
+    RunOptions: ("profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "compile"),
+}  # fmt: skip
+
+
+class Loop:
+    """What the ranks give to a loop of your own. All of them call its methods alike: most ask the other ranks.
+
+    Attributes:
+        settings: those that the training was given.
+        data_path, init_path: the file or folder that it was given as data, and as init; None without one.
+        rank, world_size: this process among all of them.
+        device: of this rank, on which its batches are.
+    """
+
+    def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache):
+        self.settings, self.data_path, self.init_path = job.settings, data_path_of(job.data), job.init
+        self.rank, self.world_size, self.device = environment.rank, environment.world.size, device
+        self._environment, self._link, self._job, self._cache = environment, link, job, cache
+        self._progress = Progress(environment, device, link, job)
+
+    @property
+    def epoch(self) -> int:
+        """From 0."""
+        return self._progress.epoch
+
+    @property
+    def step(self) -> int:
+        """How many steps of the epoch are done."""
+        return self._progress.step
+
+    # --- before the first epoch ---
+
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+        """The network on the rank's device, in torch's DistributedDataParallel."""
+        return _Replicated(model.to(self.device), self._progress)
+
+    def batches(self, data: Any) -> TrainSteps:
+        """This rank's part of each global batch of settings.batch_size, in an order of each epoch's own.
+
+        Iterate over it once an epoch; a resumed training begins with the step that comes next.
+
+        data: what Recipe.data returns. A last batch that is not full is left out, as each rank must have as many
+        samples: DistributedDataParallel weighs the ranks alike.
+        """
+        return TrainSteps(self._split(data, "train"), self.settings, self._environment, self._progress)
+
+    def evaluation(self, data: Any) -> Evaluation:
+        """This rank's part of the data, in batches of settings.test_batch_size samples, all ranks together; each sample
+        comes once, whatever the number of ranks."""
+        size = self.settings.test_batch_size
+        return Evaluation(self._split(data, "test"), size, self._environment, self._link, self._progress)
+
+    def autocast(self) -> torch.autocast:
+        """The context in which settings.precision is computed; auto is float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
+
+    def keep(self, model: nn.Module, **parts: Any) -> None:
+        """Names all that changes while you train, and restores it from the checkpoint of an earlier attempt.
+
+        model: its weights are what the training returns. parts: whatever else has state_dict and load_state_dict:
+        optimizers, schedules, averages, scalers. Raises InputError for what has not.
+        """
+        progress = self._progress
+        for name, part in {"model": model, **parts}.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                kind = type(part).__name__
+                raise InputError(f"loop.keep: {name} must have state_dict and load_state_dict, got {kind}")
+            progress.parts[name] = part.module if isinstance(part, DistributedDataParallel) else part
+            if isinstance(part, torch.optim.Optimizer):
+                part.register_step_pre_hook(progress.look_at_gradients)
+        check_readable(progress.state_dict())
+        saved = state_on_all_ranks(self._job, self._link.emit, self.device)
+        if saved is None:
+            return
+        try:
+            progress.load_state_dict(pytree.tree_map_only(Tensor, Tensor.clone, saved))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"the checkpoint does not fit what loop.keep was given: {' '.join(str(error).split())}: keep the same, "
+                "or drop it by RunOptions(resume=False)"
+            ) from None
+
+    # --- while it trains ---
+
+    def epochs(self, headline: str = "loss", percent: Sequence[str] = ()) -> Iterator[int]:
+        """The epochs that are still to be trained, up to settings.epochs.
+
+        headline: the name of the measure that the training is judged by. percent: those from 0 to 1 that are shown in
+        per cent.
+        """
+        precision = "bfloat16" if self.settings.precision == "bfloat16" else "float32"
+        self._progress.start(headline, tuple(percent), precision)
+        while self.epoch < self.settings.epochs:
+            yield self.epoch
+            self._progress.end_epoch()
+
+    def log(self, **measures: Number) -> None:
+        """Once in each step: "loss" and whatever else is to be followed, means of the rank's samples.
+
+        They are told as means of all ranks and of the steps since the last log line; nothing waits for the device.
+        """
+        names = self._progress.names or ["loss"]
+        if "loss" not in measures or (self._progress.names and {*names} != {*measures}):
+            has = ", ".join(measures)
+            raise InputError(f"loop.log must have the same measures in each step: {', '.join(names)}, got {has}")
+        self._progress.logged = {
+            name: torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+            for name, value in measures.items()
+        }
+
+    def evaluated(self, **measures: Number | tuple[Number, Number]) -> dict[str, float]:
+        """Once in each epoch: its measures. Returns them for all ranks' samples together; a collective.
+
+        Each is a value, or values, of this rank, or a pair of these and their weights: (correct, samples), say. What
+        counts is the sum of all ranks' values, over that of their weights.
+        """
+        pairs = [value if isinstance(value, tuple) else (value, _count(value)) for value in measures.values()]
+        rows = [[float(torch.as_tensor(one).sum()) for one in pair] for pair in pairs]
+        sums = torch.tensor(rows, dtype=torch.float64).to(self.device)
+        distributed.all_reduce(sums)
+        totals = zip(measures, sums.tolist(), strict=True)
+        self._progress.evaluated = {name: value / weight for name, (value, weight) in totals}
+        return dict(self._progress.evaluated)
+
+    def _split(self, data: Any, split: str) -> Any:
+        return split_of(data, split, self.device, self._job.options, self._cache)
+
+
+class _Replicated(DistributedDataParallel):
+    """DistributedDataParallel; where nothing is trained, the network by itself: ranks need not evaluate alike."""
+
+    def __init__(self, model: nn.Module, progress: Progress):
+        super().__init__(model)
+        self._progress = progress
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self._progress.is_evaluating or not torch.is_grad_enabled():
+            return self.module(*inputs, **named)
+        return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+
+
+def _count(value: Number) -> float:
+    return float(value.numel()) if isinstance(value, Tensor) else 1.0
+
+
+def run(
+    function: Callable[[Loop], None], environment: Environment, device: torch.device, link: Link, job: Job
+) -> TrainingResult:
+    """Calls the user's function as this rank of the process group. Raises InputError for what would have no effect."""
+    for kind, given in ((TrainingSettings, job.settings), (RunOptions, job.options)):
+        for name in UNUSED[kind]:
+            value, default = getattr(given, name), getattr(kind(), name)
+            if value != default:
+                raise InputError(
+                    f"{type(given).__name__}.{name} must be {default!r} for a loop of your own, which it would have no "
+                    f"effect on, got {value!r}: leave it out, or write a recipe"
+                )
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise InputError(f"{job.recipe} must take one argument, the loop, as in def train(loop): {error}") from None
+    with BlockCache(environment, job.options.cache_bytes) as cache:
+        loop = Loop(environment, device, link, job, cache)
+        try:
+            function(loop)
+            return loop._progress.finish()
+        except NonFiniteError:  # raised on all ranks at once; the first report of it ends them all
+            loop._progress.close()
+            distributed.barrier()
+            raise
+        finally:
+            loop._progress.close()

@@ -1,0 +1,294 @@
+"""How far a loop of the user's own has come: its sums, what it tells of them, and what a checkpoint has."""
+
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from flyte_ddp.engine.batches.batches import TrainBatches
+from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
+from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.machine import hardware, machine, moved
+from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
+from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
+from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.results import export_model, layers_of
+from flyte_ddp.engine.step import Totals
+from flyte_ddp.engine.sums import StepSums, Sums
+from flyte_ddp.engine.torch_compat import norms
+from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
+from flyte_ddp.events import EpochFinished, RunStarted, StepLogged, digests_of
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import WRITING
+from flyte_ddp.whole_files import writing_to
+
+
+class Progress:
+    """What the ranks know alike, but for what the current step has logged.
+
+    Attributes:
+        epoch, step: from 0; the latter of the epoch, the number of those that are done.
+        parts: what changes while it trains, by name; "model" is the network itself.
+        batches, steps: of an epoch; None and 0 before they are known.
+        logged: the measures of the current step; empty before and after it.
+        evaluated: the measures of the current epoch's evaluation.
+        is_evaluating: whether nothing is trained now.
+        test_samples: of all evaluations.
+    """
+
+    def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job):
+        self.device, self.epoch, self.step = device, 0, 0
+        self.parts: dict[str, Any] = {}
+        self.batches: TrainBatches | None = None
+        self.steps = self.test_samples = 0
+        self.is_evaluating, self.logged = False, dict[str, Tensor]()
+        self.evaluated: dict[str, float] = {}
+        self.clock, self.names = StepClock(device), list[str]()
+        self._environment, self._link, self._job = environment, link, job
+        self._started: RunStarted | None = None
+        self._history: list[EpochFinished] = []
+        self._ran_on: list[dict[str, Any]] = []
+        self._monitor = LossMonitor(remedies="lower the learning rate, or clip gradients")
+        self._writer = whole_checkpoints(environment, link.emit, job)
+        self._epoch_seconds = self._rate = self._norm = 0.0
+        self._set_to_zero()
+
+    def _set_to_zero(self) -> None:
+        count = len(self.names)
+        self._sums, self._flag = StepSums(count, self.device), torch.zeros((), dtype=torch.bool, device=self.device)
+        zero = Sums((0.0,) * 2 * count, 0, 0, uneven=False, stop=False, saves=0, seconds=0.0)
+        self._last, self._told = zero, zero
+
+    @property
+    def is_started(self) -> bool:
+        return self._started is not None
+
+    def start(self, headline: str, percent: tuple[str, ...], precision: str) -> None:
+        """A collective."""
+        if not self.batches or not self.parts:
+            missing = "loop.keep" if self.batches else "loop.batches"
+            raise InputError(f"call {missing} before loop.epochs: a checkpoint could not be resumed without")
+        job, world = self._job, self._environment.world
+        self._ran_on, moves = moved(self._ran_on, machine(self._environment, self.device, precision, job.options))
+        hosts = [""] * world.size
+        distributed.all_gather_object(hosts, self._environment.host)
+        self._stragglers = Stragglers(hosts, self.batches.split.remedy, meet_within=True)  # in the backward pass
+        self._started = RunStarted(
+            dataset=job.dataset,
+            samples="samples",
+            headline=headline,
+            percent=percent,
+            train_samples=len(self.batches.split),
+            test_samples=self.test_samples,
+            samples_per_epoch=self.steps * self.batches.batch_size,
+            world_size=world.size,
+            backend=world.backend,
+            device=str(self.device),
+            precision=precision,
+            epochs=job.settings.epochs,
+            steps_per_epoch=self.steps,
+            first_epoch=self.epoch,
+            first_step=self.step,
+            startup_seconds=time.time() - job.launched,
+            layers=layers_of(self.parts["model"]),
+            remarks=["a loop of your own", *moves],
+            hosts=hosts,
+            identity=job.identity,
+            ran_on=self._ran_on,
+            earlier=digests_of(self._history),
+        )
+        self._link.emit(self._started)
+        self._since = time.perf_counter()
+
+    def begin_step(self) -> None:
+        groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
+        self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0
+
+    def look_at_gradients(self, *_: Any) -> None:
+        """Before the user's optimizer steps, as they may be gone then; where it is logged, which makes a host wait."""
+        gradients = [weight.grad for weight in self.parts["model"].parameters() if weight.grad is not None]
+        if self._is_logged and gradients:
+            self._norm = float(norms(gradients).norm())
+
+    def end_step(self) -> None:
+        """Once the user's code has done all that belongs to the step; a collective.
+
+        Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError, before one.
+        """
+        self.clock.lap(StepPart.COMPUTING)
+        if not self.logged:
+            raise InputError("call loop.log(loss=...) once in each step")
+        if not self.names:
+            self.names = [*self.logged]
+            self._set_to_zero()
+        own = torch.stack([self.logged[name] for name in self.names])
+        asked = own.new_tensor([float(self._link.stop_requested), float(self._writer.due())])
+        totals = torch.cat([own, asked])
+        distributed.all_reduce(totals)
+        self.clock.lap(StepPart.WAITING)
+        values, asked = totals.split([len(own), 2])
+        self._flag.logical_or_((values - values).sum())  # 0 if finite, else NaN, which counts as true
+        measured = torch.stack([values, torch.full_like(values, self._environment.world.size)], 1).flatten()
+        self._sums.add(Totals(measured, measured[:0], None, asked, measured[:0]), self._flag)
+        is_logged, self.logged = self._is_logged, {}
+        self.step += 1
+        self._link.heartbeat()
+        seconds = self._epoch_seconds + time.perf_counter() - self._since
+        recent = self._sums.recent(self.step, seconds)
+        if not is_logged and not (recent and recent.asks(self._last)):
+            return
+        before = self._last
+        self._last = self._sums.now(self.step, seconds)
+        if self._last.steps < self.step:
+            raise NonFiniteError.in_step("loss", self._ranks_of_bad(own), self.epoch, self._last.steps)
+        if is_logged:
+            self._tell()
+        if self._last.stop or (self._last.saves > before.saves and self.step < self.steps):
+            self._save(self._last.stop)
+        if self._last.stop:
+            raise StopRequested(self.epoch, self.step)
+
+    def end_epoch(self) -> None:
+        """A collective."""
+        assert self._started
+        if self.logged:  # the loop was left in the middle of an epoch
+            self.end_step()
+        if self._started.headline not in self.evaluated:
+            raise InputError(f"call loop.evaluated({self._started.headline}=...) at the end of each epoch")
+        seconds = self._last.seconds
+        finished = EpochFinished(
+            epoch=self.epoch,
+            samples=self.step * self._job.settings.batch_size,
+            train=self._means(self._last.pairs),
+            test=self.evaluated,
+            train_seconds=seconds,
+            evaluate_seconds=time.perf_counter() - self._since + self._epoch_seconds - seconds,
+            fraction=self.step / self.steps,
+            digest=self._digest(),
+        )
+        self._history.append(finished)
+        self._link.emit(finished)
+        self._link.emit(self._stragglers.so_far())
+        self.epoch, self.step, self.evaluated, self._epoch_seconds = self.epoch + 1, 0, {}, 0.0
+        self._set_to_zero()
+        self._save(self.epoch == self._job.settings.epochs)
+        self._since = time.perf_counter()
+
+    def finish(self) -> TrainingResult:
+        """Once the user's function has returned: rank 0 writes the weights; a collective."""
+        job, started = self._job, self._started
+        if not started:
+            raise InputError(f"{job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
+        if self.evaluated:  # the loop over the epochs was left
+            self.end_epoch()
+        self.close()
+        weights = self.parts["model"].state_dict()
+        if self._environment.rank == 0:
+            with writing_to(Path(job.model_path).parent, job.chosen_by):
+                export_model(weights, Path(job.model_path))
+        return TrainingResult(
+            epochs=self._history,
+            warnings=self._monitor.warnings,
+            headline=started.headline,
+            train_samples=started.train_samples,
+            test_samples=started.test_samples,
+            precision=started.precision,
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_gpu_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
+            tested=self._history[-1].test if self._history else {},
+            parameters=sum(parameter.numel() for parameter in self.parts["model"].parameters()),
+            hardware=hardware(self.device),
+            digest=self._digest(),
+        )
+
+    def close(self) -> None:
+        self._link.heartbeat(WRITING)
+        self._writer.close()
+
+    # --- the state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs; tensors are those of the training itself, which the next step changes."""
+        return {
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "epoch": self.epoch,
+            "step": self.step,
+            "names": self.names,
+            "sums": self._sums.values,
+            "told": asdict(self._told),
+            "epoch_seconds": self._last.seconds,
+            "history": [asdict(finished) for finished in self._history],
+            "ran_on": self._ran_on,
+            "watch": self._monitor.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        if saved["parts"].keys() != self.parts.keys():
+            raise ValueError(f"it has {', '.join(saved['parts'])}")
+        for name, part in self.parts.items():
+            part.load_state_dict(saved["parts"][name])
+        self.epoch, self.step, self.names = saved["epoch"], saved["step"], saved["names"]
+        self._set_to_zero()
+        measured = slice(2 * len(self.names))  # without what was asked for then
+        self._sums.values[measured] = saved["sums"][measured].to(self.device)
+        self._told, self._epoch_seconds = Sums(**saved["told"]), saved["epoch_seconds"]
+        self._history = [EpochFinished(**finished) for finished in saved["history"]]
+        self._ran_on = saved["ran_on"]
+        self._monitor.load_state_dict(saved["watch"])
+
+    # --- parts of a step ---
+
+    @property
+    def _is_logged(self) -> bool:
+        """Whether the step that comes next is."""
+        return (self.step + 1) % self._job.settings.log_interval == 0 or self.step + 1 == self.steps
+
+    def _ranks_of_bad(self, own: Tensor) -> list[int]:
+        ranks = range(self._environment.world.size)
+        is_bad: list[Any] = [None] * len(ranks)
+        distributed.all_gather_object(is_bad, not bool(own.isfinite().all()))
+        return [rank for rank in ranks if is_bad[rank]] or [*ranks]
+
+    def _tell(self) -> None:
+        """Of the steps since this was last done; a collective."""
+        before = self._told
+        self._told = self._last
+        size = self._job.settings.batch_size
+        samples, measures = (self._last.step - before.step) * size, self._means(self._last.since(before))
+        self._link.emit(
+            StepLogged(
+                epoch=self.epoch,
+                step=self.step,
+                samples=self.step * size,
+                measures=measures,
+                learning_rate=self._rate,
+                samples_per_second=samples / (self._last.seconds - before.seconds),
+                gradient_norms={},
+                gradient_norm=self._norm,
+            )
+        )
+        for warning in self._monitor.after_steps(self.epoch, self.step, measures["loss"], samples):
+            self._link.emit(warning)
+        steps, times = self.clock.steps, self.clock.read_all()
+        self._sums.readback.keep_pace(float(times[:, : StepPart.OTHER].sum(1).max()) / steps)
+        slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
+        self._monitor.warnings += slow
+        for event in (self._stragglers.so_far(), *slow) if slow else ():
+            self._link.emit(event)
+
+    def _means(self, pairs: Sequence[float]) -> dict[str, float]:
+        return {name: pairs[2 * number] / pairs[2 * number + 1] for number, name in enumerate(self.names)}
+
+    def _digest(self) -> str:
+        return weights_digest(self.parts["model"].state_dict(), device=self.device)
+
+    def _save(self, is_last: bool) -> None:
+        self._link.heartbeat(WRITING)
+        self._writer.save(self, is_last)
