@@ -1,4 +1,4 @@
-"""The library's own commands, besides those of pyflyte: python -m flyte_ddp COMMAND."""
+"""The library's own commands, besides those of pyflyte: flyte-ddp COMMAND, or python -m flyte_ddp COMMAND."""
 
 import pkgutil
 
@@ -10,6 +10,7 @@ from flyte_ddp.report.console import show_output
 COMMANDS = {
     "compare": "flyte_ddp.watch.compare:compare",
     "new": "flyte_ddp.new.command:new",
+    "run": "flyte_ddp.run.command:run",
     "watch": "flyte_ddp.watch.command:watch",
 }
 

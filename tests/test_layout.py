@@ -44,6 +44,7 @@ FEATURES = (
     "loading",
     "new",
     "promote",
+    "run",
     "sweep",
     "timing",
     "watch",

@@ -1,0 +1,117 @@
+"""flyte-ddp run RECIPE --epochs 1: trains on this machine, with an option for each field of settings and RunOptions."""
+
+import dataclasses
+import inspect
+import os
+import pkgutil
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flyte_ddp.code.code_version import find_parts
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.errors import InputError
+from flyte_ddp.fields import TYPE_NAMES, Settings, read_json
+from flyte_ddp.launch.environment import is_first_rank
+from flyte_ddp.report.console import say
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.training import train
+
+
+class Recipes(click.Group):
+    """Has a command for whatever recipe it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return []
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        if os.getcwd() not in sys.path:  # as `python -m` has it
+            sys.path.insert(0, os.getcwd())
+        find_code(cmd_name)
+        return command_of(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]))
+
+
+@click.group(cls=Recipes, subcommand_metavar="RECIPE [OPTIONS]...")
+@click.option("--settings-class", metavar="MODULE:NAME", help="By default Settings of settings.py beside the recipe.")
+def run(settings_class: str | None) -> None:
+    """Train a recipe, or a loop of your own, on this machine.
+
+    RECIPE is its name, package.module:Name. `flyte-ddp run RECIPE --help` lists its settings. Flyte is not asked: as a
+    task, the same runs by `pyflyte run`. Under torchrun it is one of the ranks.
+    """
+
+
+def settings_of(recipe: str, name: str | None) -> type[TrainingSettings]:
+    module = recipe.partition(":")[0]
+    beside = f"{module.rpartition('.')[0]}.settings".lstrip(".")
+    if name is None and len(find_parts(beside, sys.path)) <= beside.count("."):
+        return TrainingSettings
+    name = name or f"{beside}:Settings"
+    try:
+        kind = pkgutil.resolve_name(name)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise InputError(f"--settings-class must name the class of {recipe}'s settings, got {name}: {error}") from None
+    if not (isinstance(kind, type) and issubclass(kind, TrainingSettings)):
+        raise InputError(f"--settings-class must be a subclass of flyte_ddp.TrainingSettings, got {name}: {kind!r}")
+    return kind
+
+
+def command_of(recipe: str, kind: type[TrainingSettings]) -> click.Command:
+    """With an option for each field of the settings and of RunOptions."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name not in fields}
+
+    def call(data: str | None, init: str | None, output: Path, **values: Any) -> None:
+        given = {name: value for name, value in values.items() if value is not None}
+        settings = kind.from_dict({name: value for name, value in given.items() if name in fields})
+        options = RunOptions.from_dict({name: value for name, value in given.items() if name in how})
+        result = train(recipe, settings, options, data, output, init=init)
+        if is_first_rank():
+            say(f"Model:    {result.model_path}")
+
+    own = [
+        click.Option(["--data"], help="The file, folder or URL that the recipe reads."),
+        click.Option(["--init"], type=click.Path(exists=True), help="Weights or a checkpoint to start with."),
+        click.Option(
+            ["--output"], type=click.Path(path_type=Path), default="trained", show_default=True,
+            help="The folder for the weights, and for the checkpoint that the same command resumes from.",
+        ),
+    ]  # fmt: skip
+    described = {**descriptions(RunOptions), **descriptions(kind)}
+    options = [option_of(field, described) for field in {**fields, **how}.values()]
+    return click.Command(recipe, params=[*own, *options], callback=call, help=f"Train {recipe} on this machine.")
+
+
+def option_of(field: "dataclasses.Field[Any]", described: dict[str, str]) -> click.Option:
+    """Its value is checked by the settings themselves, so that it is refused in the same words as everywhere."""
+    default = field.default_factory() if callable(field.default_factory) else field.default
+
+    def read(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        if text is None or type(default) is str:
+            return text
+        try:
+            return read_json(text.lower() if type(default) is bool else text)
+        except ValueError:
+            raise InputError(f"--{dashed} must be {TYPE_NAMES[type(default)]}, got {text}") from None
+
+    dashed = field.name.replace("_", "-")
+    shown = "" if default == "" else f"  [default: {str(default).lower() if type(default) is bool else default}]"
+    return click.Option(
+        [f"--{dashed}", field.name], metavar=type(default).__name__, callback=read,
+        help=described.get(field.name, "") + shown,
+    )  # fmt: skip
+
+
+def descriptions(kind: type[Settings]) -> dict[str, str]:
+    """What the docstrings of a settings class, and of those that it derives from, say of each field."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        _, _, attributes = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")
+        for entry in re.split(r"\n(?=\w)", textwrap.dedent(attributes).strip()):
+            names, _, text = entry.partition(":")
+            found.update({name.strip(): " ".join(text.split()) for name in names.split(",")})
+    return found
