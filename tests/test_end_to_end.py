@@ -89,10 +89,10 @@ def test_without_data_or_network_it_trains_on_digits_and_remembers_the_result_bu
 
     if "DDP_TEST_DATA" in os.environ:
         mirror = request.getfixturevalue("test_data").as_uri()
-        real = user(DDP_DATA_MIRROR=mirror, **OFFLINE)
+        real = user("--hp", '{"epochs": 1}', DDP_DATA_MIRROR=mirror, **OFFLINE)
         assert real.summary("dataset") == "mnist", real.log
         assert (real.summary("train_samples"), real.summary("test_samples")) == ("60000", "10000")
-        assert real.accuracies[-1] >= 0.992
+        assert real.accuracies[-1] >= 0.99
 
 
 def test_an_explicit_name_never_falls_back(tmp_path):

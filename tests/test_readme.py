@@ -45,6 +45,7 @@ NOT_RUN = {
 }
 PAGES = ("README.md", "docs/reference.md", "docs/workflows.md", "docs/on-a-cluster.md", "docs/flyte-2.md")
 TEXT = "\n".join((ROOT / page).read_text() for page in PAGES)
+SAMPLES = 64  # of each split: the commands have to work, not to learn
 BLOCKS = re.findall(r"^```(?:sh|console)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -76,9 +77,9 @@ def user(tmp_path_factory) -> dict[str, str]:
     (images, labels), (test_images, test_labels) = (prepared.open_split(digits, name) for name in ("train", "test"))
     names = [str(digit) for digit in range(10)]
     for name, channels in {"mnist": 1, "fashion_mnist": 1, "cifar10": 3}.items():
-        train, test = (pictures.repeat(channels, axis=1) for pictures in (images[:256], test_images[:100]))
-        write_prepared(data / "prepared" / name, name, names, train, labels[:256], test, test_labels[:100])
-    write_folder(data / "digit_images", names, images[:256], labels[:256])
+        train, test = (pictures.repeat(channels, axis=1) for pictures in (images[:SAMPLES], test_images[:SAMPLES]))
+        write_prepared(data / "prepared" / name, name, names, train, labels[:SAMPLES], test, test_labels[:SAMPLES])
+    write_folder(data / "digit_images", names, images[:SAMPLES], labels[:SAMPLES])
     # `make test ARGS=...` hands ARGS down to every make that it starts
     mine = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
     return {

@@ -67,7 +67,7 @@ REFUSED = {
     "MicroEveryone": ["MicroEveryone.micro_batch must be 0", "uses_global_batch"],
     "GroupedNormOfSteps": ["GroupedNormOfSteps.forward", "depends on the others", "in the order of the samples"],
     "GroupedNormOfSome": ["ghost_batch_size must be 0", "got 3 rows of 4 samples"],
-    "NotARecipe": ["must be a subclass of flyte_ddp.recipe.Recipe"],
+    "NotARecipe": ["must be a subclass of flyte_ddp.Recipe, or to train a function"],
 }
 WITHOUT_LINE = {"Headline", "MicroBatchNorm", "MicroEveryone", "GroupedNormOfSome", "NotARecipe"}
 SOUND = [
