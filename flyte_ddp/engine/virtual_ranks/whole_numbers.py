@@ -18,6 +18,7 @@ BLOCK = 64  # numbers of one parameter with the same power of two
 GROWTH = 6  # bits that an addend may grow by from one step to the next
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20  # of buckets, as DistributedDataParallel has them
 WIDE_GROWTH = 20  # of statistics, which are few: hardly one ever outgrows it
+FALL = 8  # steps in which what is expected of a smaller block loses a bit: not at once, as it may come back
 LEAST = -84  # exponent of a block whose sum is smaller; with it, Bucket's scales are float32 numbers, too
 
 
@@ -60,7 +61,7 @@ class Bucket:
         views: the same memory, as each tensor lies.
         largest: (blocks, 1) of what has been looked at.
         more: (more,) whole numbers, which are sent along, for others to use.
-        exponents: (blocks, 1) int32 of the largest number that is expected in each block's sum.
+        exponents: (blocks, 1) int32 of the largest number that is expected in each block's sum, times FALL.
     """
 
     def __init__(self, tensors: Sequence[Tensor], digits: Digits, more: int = 0):
@@ -118,18 +119,19 @@ class Bucket:
         self.gradients.copy_(self._sum).div_(self._scales)
         largest = self.gradients.abs().amax(1, keepdim=True)
         # Not at once to what is smaller, and where nothing was added, there is nothing to follow
-        followed = torch.maximum(exponents_of(largest), self.exponents - 1)
+        followed = torch.maximum(exponents_of(largest) * FALL, self.exponents - 1)
         self.follow(torch.where(largest > 0, followed, self.exponents))
 
     def expect(self, largest: Tensor) -> None:
         """largest: (blocks, 1) addend of each block, on all ranks; of zeros as of the bucket's largest."""
         largest = torch.where(largest > 0, largest, largest.amax())
-        self.follow(exponents_of(largest) + self._digits.cancelled)
+        self.follow((exponents_of(largest) + self._digits.cancelled) * FALL)
 
     def follow(self, exponents: Tensor) -> None:
-        """exponents: (blocks, 1) of the largest number of each block's sum."""
+        """exponents: as the attribute."""
         self.exponents = exponents
-        torch.ldexp(torch.ones_like(self._scales), self._digits.total - exponents, out=self._scales)
+        rounded_up = -torch.div(-exponents, FALL, rounding_mode="floor")
+        torch.ldexp(torch.ones_like(self._scales), self._digits.total - rounded_up, out=self._scales)
 
 
 def exponents_of(largest: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from flyte_ddp.engine.virtual_ranks.whole_numbers import BLOCK, Bucket, Digits, buckets_of
+from flyte_ddp.engine.virtual_ranks.whole_numbers import BLOCK, FALL, Bucket, Digits, buckets_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,16 +98,16 @@ def test_what_does_not_fit_is_said(grown):
     assert bucket.receive().item() == 1
 
 
-def test_numbers_follow_the_sum_at_once_upwards_and_bit_by_bit_downwards():
+def test_numbers_follow_the_sum_at_once_upwards_and_slowly_downwards():
     bucket, addend = bucket_of(1), torch.ones(3 * BLOCK)
     total(bucket, [addend])
     before = bucket.exponents.clone()
     again(bucket, [32 * addend])
-    assert torch.equal(bucket.exponents, before + 5)
+    assert torch.equal(bucket.exponents, before + 5 * FALL)
     again(bucket, [addend / 1024])
-    assert torch.equal(bucket.exponents, before + 4)
+    assert torch.equal(bucket.exponents, before + 5 * FALL - 1)
     again(bucket, [0 * addend])
-    assert torch.equal(bucket.exponents, before + 4)  # nothing to follow
+    assert torch.equal(bucket.exponents, before + 5 * FALL - 1)  # nothing to follow
 
 
 def test_buckets_are_those_of_the_network_alone_and_keep_how_its_tensors_lie():
