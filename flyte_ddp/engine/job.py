@@ -84,7 +84,7 @@ def subject_of(
         recipe=code.name,
         settings=settings,
         code_version=with_installed(code.version),
-        dataset=description.name if description else data.name if data else code.name.rpartition(":")[2],
+        dataset=description.name if description else data.name if data else _name_of(code),
         data=data,
         data_digest=description.digest if description else digest_of(data),
         root=code.root,
@@ -93,6 +93,12 @@ def subject_of(
         init=init,
         init_digest=digest_of(init),
     )
+
+
+def _name_of(code: UserCode) -> str:
+    """A recipe's own; of a function, which may be called train, that of its package."""
+    module, _, name = code.name.partition(":")
+    return name if name[:1].isupper() else module.rpartition(".")[0] or module
 
 
 def digest_of(data: Path | StoredData | None) -> str:

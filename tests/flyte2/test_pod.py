@@ -169,7 +169,7 @@ def test_what_only_a_person_can_mend_is_final_and_told_with_the_place_of_the_log
         threading.Thread(target=server.serve_forever, daemon=True).start()
         addresses = {"DDP_WEBHOOK": f"{server.url}/200", "DDP_CONSOLE": "https://flyte.example.org/"}
         diverging = pod("diverging", hp=Hyperparameters(learning_rate=1e30, epochs=1), **addresses)
-        assert diverging.finish() == 0, "Flyte reads the error from its file"
+        assert diverging.finish() == 0, diverging.log  # Flyte reads the error from its file
     error = diverging.error.error
     assert error.kind == ContainerError.NON_RECOVERABLE
     first, second, *_ = error.message.splitlines()

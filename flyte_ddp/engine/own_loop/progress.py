@@ -98,7 +98,7 @@ class Progress:
             first_step=self.step,
             startup_seconds=time.time() - job.launched,
             layers=layers_of(self.parts["model"]),
-            remarks=["a loop of your own", *moves],
+            remarks=["trained by a loop of your own", *moves],
             hosts=hosts,
             identity=job.identity,
             ran_on=self._ran_on,
