@@ -125,6 +125,26 @@ def plain(loop: Loop, steps=None, forgets=(), bad_step=None):
             break
 
 
+def evaluates_within(loop: Loop):
+    """Every three steps, in the middle of a step; and leaves the steps, and comes back to them."""
+    torch.manual_seed(0)
+    model = loop.wrap(nn.Linear(8, 3))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for count in (2, len(batches)):
+            for _, (inputs, labels) in zip(range(count), batches, strict=False):
+                losses = F.cross_entropy(model(inputs), labels, reduction="none")
+                loop.log(loss=losses)
+                if loop.step % 3 == 2:
+                    evaluate(loop, model, tests)
+                optimizer.zero_grad()
+                losses.mean().backward()
+                optimizer.step()
+        evaluate(loop, model, tests)
+
+
 def left_early(loop: Loop):
     plain(loop, steps=3)
 

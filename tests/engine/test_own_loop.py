@@ -1,6 +1,7 @@
 """A training loop of the user's own keeps the promises of a recipe that docs/own-loop.md lists."""
 
 import pytest
+import torch
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 from flyte_ddp.errors import InputError
@@ -84,6 +85,12 @@ def test_a_loop_that_is_left_early_has_measures_of_what_it_did(own):
         (0, pytest.approx(3 / 7), 36), (1, pytest.approx(3 / 7), 36),
     ]  # fmt: skip
     assert [event.step for event in trained.events if isinstance(event, StepLogged)] == [1, 2, 3] * 2
+
+
+def test_it_may_evaluate_within_a_step_and_come_back_to_the_steps(own, undisturbed):
+    trained = own(loop="evaluates_within")
+    assert [event.step for event in trained.events if isinstance(event, StepLogged)] == [*range(1, 8)] * 2
+    assert all(torch.equal(weight, undisturbed(2, "plain").weights[name]) for name, weight in trained.weights.items())
 
 
 def test_ranks_without_a_sample_to_evaluate_wait_for_nobody(own):

@@ -42,6 +42,8 @@ class TrainSteps:
         progress, key = self._progress, partial(key_of, Use.OWN_STEP, self._seed)
         if not progress.is_started:
             raise InputError("iterate over loop.batches within `for epoch in loop.epochs():`")
+        if progress.logged:  # the steps were left in the middle of an epoch
+            progress.end_step()
         steps = self._batches.steps(progress.epoch, progress.step, len(self))
         for (batch,) in collected_between(progress.clock.timed(steps)):
             progress.begin_step()
@@ -64,8 +66,6 @@ class Evaluation:
 
     def __iter__(self) -> Iterator[Any]:
         progress = self._progress
-        if progress.logged:  # the steps were left in the middle of an epoch
-            progress.end_step()
         for buffer in progress.parts["model"].buffers() if progress.parts else ():
             sent = buffer.contiguous()
             distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # as before a step; not all types can be sent

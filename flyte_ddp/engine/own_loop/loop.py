@@ -107,7 +107,8 @@ class Loop:
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 kind = type(part).__name__
                 raise InputError(f"loop.keep: {name} must have state_dict and load_state_dict, got {kind}")
-            progress.parts[name] = part.module if isinstance(part, DistributedDataParallel) else part
+            own = getattr(part, "_orig_mod", part)  # of what torch.compile has returned
+            progress.parts[name] = own.module if isinstance(own, DistributedDataParallel) else own
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_pre_hook(progress.look_at_gradients)
         check_readable(progress.state_dict())
@@ -137,7 +138,7 @@ class Loop:
             self._progress.end_epoch()
 
     def log(self, **measures: Number) -> None:
-        """Once in each step: "loss" and whatever else is to be followed, means of the rank's samples.
+        """Once in each step: "loss" and whatever else is to be followed, of the rank's samples or their mean.
 
         They are told as means of all ranks and of the steps since the last log line; nothing waits for the device.
         """
@@ -146,7 +147,7 @@ class Loop:
             has = ", ".join(measures)
             raise InputError(f"loop.log must have the same measures in each step: {', '.join(names)}, got {has}")
         self._progress.logged = {
-            name: torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+            name: torch.as_tensor(value, dtype=torch.float64, device=self.device).detach().mean()
             for name, value in measures.items()
         }
 
