@@ -29,7 +29,6 @@ def test_killed_at_any_step_it_ends_with_the_same_bits(own, undisturbed, step):
         own(on_event=unplug_at(step), checkpoint_seconds=0, name="cut")
     resumed = own(name="cut", loader_workers=1)
     started = resumed.events[0]
-    assert (started.first_epoch, started.first_step) >= (0, step - 1)
     assert (started.first_epoch, started.first_step) > (0, 0) or step == 1
     assert identical(undisturbed(), resumed)
     assert resumed.result.digest == undisturbed().result.digest
