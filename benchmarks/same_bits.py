@@ -36,7 +36,7 @@ from flyte_ddp.settings import TrainingSettings
 
 PARTS, RANKS = 4, (1, 2, 3, 4)
 MANY = 8  # virtual ranks, of which the accuracy is looked at
-SMALL = {"characters": 40_000, "batch_size": 16, "epochs": 3, "width": 16}  # a charlm that learns in seconds
+SMALL = {"characters": 100_000, "epochs": 4, "width": 32, "learning_rate": 0.01}  # a charlm that learns in seconds
 TURN, TURNS = 5, 12  # steps of one side before the other's, and how often
 SETTINGS = "flyte_ddp.recipes.hyperparameters:Hyperparameters"
 # Recipe, its settings, and those that differ from the defaults

@@ -152,7 +152,7 @@ class Network(nn.Module):
         if self.kind in ("dense", "experts"):  # the same weights again; nothing where a sample is filled up
             hidden = self.first(hidden.tanh()) * (inputs != 0).any(2, keepdim=True)
         if self.experts is not None:
-            routes = (inputs[:, 0, 0] > 0).long() + (inputs[:, 0, 0] > 2).long()
+            routes = (inputs[:, 0, 0] > 0).long() + (inputs[:, 0, 0] > 1.2).long()
             sent = [hidden[routes == number] for number in range(len(self.experts))]
             routed = torch.empty_like(hidden)
             for number, (expert, rows) in enumerate(zip(self.experts, sent, strict=True)):
