@@ -177,6 +177,23 @@ def tests_one_sample(loop: Loop):
     train(loop, test=1)
 
 
+class HoldsGenerator(Drawn):
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        return self.features[index] + self.generator.random(), self.labels[index]
+
+
+def has_a_generator_of_its_own(loop: Loop):
+    loop.batches(HoldsGenerator())
+
+
+def has_other_samples_on_each_rank(loop: Loop):
+    loop.evaluation((torch.full((9, 8), float(loop.rank)), torch.zeros(9)))
+
+
 def keeps_what_has_no_state(loop: Loop):
     loop.keep(model=nn.Linear(1, 1), learning_rate=0.1)
 

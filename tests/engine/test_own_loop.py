@@ -111,6 +111,11 @@ def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(own, tmp_p
         ("forgets_to_log", r"call loop.log\(loss=...\) once in each step"),
         ("logs_no_loss", r"loop.log must have the same measures in each step: loss, got error"),
         ("forgets_to_evaluate", r"call loop.evaluated\(loss=...\) at the end of each epoch"),
+        (
+            "has_a_generator_of_its_own",
+            r'split "train": its HoldsGenerator gives another sample.*self.generator = numpy',
+        ),
+        ("has_other_samples_on_each_rank", r'split "test": gives each rank other samples: sort what it lists'),
         ("keeps_what_has_no_state", r"loop.keep: learning_rate must have state_dict and load_state_dict, got float"),
         ("trains_without_a_loop", r"own_loops:trains_without_a_loop must train in `for epoch in loop.epochs\(\):`"),
         ("takes_nothing", r"own_loops:takes_nothing must take one argument, the loop, as in def train\(loop\)"),

@@ -12,17 +12,16 @@ from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.draws import DRAWN, host_state
 from flyte_ddp.engine.checks.held_generators import generator_states
-from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.recipe import Recipe
 
 SAMPLES = 4  # how many samples are read twice
 COMPARED = 16  # how many samples the ranks compare
 
 
-def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
+def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time; a collective, which
-    returns the same on all ranks."""
+    returns the same on all ranks. owner: the code that they are from."""
+    device = next(iter(splits.values())).device
     digests, unsteady = {}, {}
     for name, split in splits.items():
         chosen = spread(split, min(COMPARED, len(split)))
@@ -36,11 +35,11 @@ def unequal_data(recipe: Recipe, splits: dict[str, Split]) -> list[str]:
         content = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(tree))
         digests[name] = len(split), hashlib.sha256(content).hexdigest()
     first, remedies = of_first_rank((digests, unsteady))
-    changing = on_any_rank([name in unsteady for name in splits], recipe.device)
-    others = on_any_rank([digests[name] != first[name] for name in splits], recipe.device)
+    changing = on_any_rank([name in unsteady for name in splits], device)
+    others = on_any_rank([digests[name] != first[name] for name in splits], device)
     reasons = []
     for (name, split), is_unsteady, is_other in zip(splits.items(), changing, others, strict=True):
-        where = f'{code_location(recipe, "data")}, split "{name}"'
+        where = f'{owner}, split "{name}"'
         if is_unsteady:
             dataset = split.dataset  # type: ignore[attr-defined]
             remedy = remedies.get(name) or _remedy(dataset, "")

@@ -82,7 +82,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     6. What ranks disagree about, which takes all of them: an InputError above is raised by each rank for itself, and
        one that comes here alone would wait for the others until it is told of their failure.
     """
-    reasons, mode = unequal_data(recipe, splits), GlobalBatchMode(recipe.share)
+    reasons, mode = unequal_data(code_location(recipe, "data"), splits), GlobalBatchMode(recipe.share)
     try:
         training = _try_training(recipe, model, splits["train"], mode, steps)
         reasons = reasons or training.reasons  # what differs from the start is found again wherever it goes

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
+from flyte_ddp.engine.checks.data_probe import unequal_data
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.load import data_path_of, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
@@ -165,8 +166,11 @@ class Loop:
         self._progress.evaluated = {name: value / weight for name, (value, weight) in totals}
         return dict(self._progress.evaluated)
 
-    def _split(self, data: Any, split: str) -> Any:
-        return split_of(data, split, self.device, self._job.options, self._cache)
+    def _split(self, data: Any, name: str) -> Any:
+        split = split_of(data, name, self.device, self._job.options, self._cache)
+        for reason in unequal_data(self._job.recipe, {name: split}):
+            raise InputError(reason)
+        return split
 
 
 class _Replicated(DistributedDataParallel):
