@@ -11,8 +11,6 @@ from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.report.words import written as in_figures
 
-Line = tuple[str, str]
-
 
 @dataclass(frozen=True)
 class Card:
