@@ -193,7 +193,7 @@ def test_run_passes_quotes_on_and_installs_nothing_twice(tmp_path):
     assert line == f"+ pyflyte run {workflow} --hp " + """'{"epochs": 1, "dataset": "digits"}'"""
     assert got == """<run><workflows/mnist.py><pytorch_training_wf><--hp><{"epochs": 1, "dataset": "digits"}>"""
 
-    examples = sorted(recipe.parent.name for recipe in ROOT.glob("examples/*/recipe.py"))
+    examples = sorted(recipe.parent.name for recipe in ROOT.glob("examples/*/workflow.py"))
     for name in examples:
         line, got = make("example", f"NAME={name}").stdout.splitlines()
         assert line.startswith(f"+ PYTHONPATH=. pyflyte run examples/{name}/workflow.py {name}_wf --hp ")

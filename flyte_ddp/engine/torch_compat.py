@@ -26,6 +26,11 @@ def is_batch_norm(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm)
 
 
+def uncompiled(module: Any) -> Any:
+    """The network that torch.compile has been given, of what it has returned; anything else as it is."""
+    return getattr(module, "_orig_mod", module)
+
+
 @contextmanager
 def any_batch_size() -> Iterator[None]:
     """Lets batch norm have a single row on this rank; torch refuses that before it calls the operator."""

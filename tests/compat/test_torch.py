@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.engine import torch_compat
-from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree
+from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree, uncompiled
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +44,11 @@ def test_trees_are_taken_apart_and_put_together():
     (path, _), *_ = pytree.tree_flatten_with_path(tree)[0]
     assert isinstance(path[0], pytree.MappingKey)
     assert path[0].key == "b"
+
+
+def test_of_what_is_compiled_the_network_itself_is_found():
+    network = nn.Linear(2, 2)
+    assert uncompiled(torch.compile(network)) is uncompiled(network) is network
 
 
 def test_a_dispatch_mode_sees_the_operations_within_a_layer_by_their_arguments():

@@ -28,7 +28,7 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.load import data_path_of, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.progress import Progress
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.torch_compat import pytree, uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -55,11 +55,11 @@ class Loop:
         device: of this rank, on which its batches are.
     """
 
-    def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache):
+    def __init__(self, environment: Environment, progress: Progress, link: Link, job: Job, cache: BlockCache):
         self.settings, self.data_path, self.init_path = job.settings, data_path_of(job.data), job.init
-        self.rank, self.world_size, self.device = environment.rank, environment.world.size, device
+        self.rank, self.world_size, self.device = environment.rank, environment.world.size, progress.device
         self._environment, self._link, self._job, self._cache = environment, link, job, cache
-        self._progress = Progress(environment, device, link, job)
+        self._progress = progress
 
     @property
     def epoch(self) -> int:
@@ -108,7 +108,7 @@ class Loop:
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 kind = type(part).__name__
                 raise InputError(f"loop.keep: {name} must have state_dict and load_state_dict, got {kind}")
-            own = getattr(part, "_orig_mod", part)  # of what torch.compile has returned
+            own = uncompiled(part)
             progress.parts[name] = own.module if isinstance(own, DistributedDataParallel) else own
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_pre_hook(progress.look_at_gradients)
@@ -207,13 +207,13 @@ def run(
     except TypeError as error:
         raise InputError(f"{job.recipe} must take one argument, the loop, as in def train(loop): {error}") from None
     with BlockCache(environment, job.options.cache_bytes) as cache:
-        loop = Loop(environment, device, link, job, cache)
+        progress = Progress(environment, device, link, job)
         try:
-            function(loop)
-            return loop._progress.finish()
+            function(Loop(environment, progress, link, job, cache))
+            return progress.finish()
         except NonFiniteError:  # raised on all ranks at once; the first report of it ends them all
-            loop._progress.close()
+            progress.close()
             distributed.barrier()
             raise
         finally:
-            loop._progress.close()
+            progress.close()

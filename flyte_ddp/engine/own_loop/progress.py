@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.machine import hardware, machine, moved
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
@@ -129,14 +130,14 @@ class Progress:
             self.names = [*self.logged]
             self._set_to_zero()
         own = torch.stack([self.logged[name] for name in self.names])
-        asked = own.new_tensor([float(self._link.stop_requested), float(self._writer.due())])
-        totals = torch.cat([own, asked])
+        asked = float(self._link.stop_requested), float(self._writer.due())
+        totals = torch.cat([own, constants(asked, self.device).to(own.dtype)])
         distributed.all_reduce(totals)
         self.clock.lap(StepPart.WAITING)
-        values, asked = totals.split([len(own), 2])
+        values, requests = totals.split([len(own), 2])
         self._flag.logical_or_((values - values).sum())  # 0 if finite, else NaN, which counts as true
         measured = torch.stack([values, torch.full_like(values, self._environment.world.size)], 1).flatten()
-        self._sums.add(Totals(measured, measured[:0], None, asked, measured[:0]), self._flag)
+        self._sums.add(Totals(measured, measured[:0], None, requests, measured[:0]), self._flag)
         is_logged, self.logged = self._is_logged, {}
         self.step += 1
         self._link.heartbeat()
