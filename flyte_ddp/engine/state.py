@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import weights_digest
@@ -27,7 +27,7 @@ from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, o
 from flyte_ddp.engine.step import ReplicatedStep, Step
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import device_generator
-from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, take_first
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
@@ -69,7 +69,9 @@ class TrainingState:
         step = Step(self.model, recipe, mode, self.names, world_size, autocast)
         self.parallel = _parallel(step, virtual_ranks)
         if average and virtual_ranks and world_size > 1:
-            take_first(average.model)  # a copy from before the network had them
+            rank_0s.take(
+                (*average.model.parameters(), *average.model.buffers())
+            )  # a copy from before the network had them
         optimizer = _own_optimizer(recipe, model)
         self.layout = Layout(self.model, optimizer)
         self.optimizer = on_shards(optimizer)

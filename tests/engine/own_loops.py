@@ -149,6 +149,64 @@ def left_early(loop: Loop):
     plain(loop, steps=3)
 
 
+def left_before_the_first_step(loop: Loop):
+    model = loop.wrap(nn.Linear(8, 3))
+    loop.batches(Drawn())
+    loop.keep(model=model)
+    for _ in loop.epochs():
+        loop.evaluated(loss=1.0)
+
+
+def trains_beside_an_evaluation(loop: Loop):
+    """Whose batches are unlabelled data, say: the ranks still train together."""
+    torch.manual_seed(0)
+    model = loop.wrap(nn.Linear(8, 3))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(90))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        unlabelled = iter(tests)
+        next(unlabelled)
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.log(loss=loss)
+        evaluate(loop, model, loop.evaluation(few(9)))
+
+
+def forgets_to_wrap(loop: Loop):
+    loop.keep(model=nn.Linear(8, 3))
+
+
+def keeps_another_optimizer(loop: Loop):
+    model = loop.wrap(nn.Linear(8, 3))
+    batches = loop.batches(Drawn())
+    loop.keep(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    forgotten = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in loop.epochs():
+        for _ in batches:
+            forgotten.step()
+
+
+def steps_outside_of_a_step(loop: Loop):
+    model = loop.wrap(nn.Linear(8, 3))
+    loop.batches(Drawn())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        optimizer.step()
+
+
+def evaluates_nothing(loop: Loop):
+    loop.evaluated(loss=(0.0, 0))
+
+
+def evaluates_nan(loop: Loop):
+    loop.evaluated(loss=float("nan"))
+
+
 def forgets_to_keep(loop: Loop):
     plain(loop, forgets=["keep"])
 
@@ -195,7 +253,7 @@ def has_other_samples_on_each_rank(loop: Loop):
 
 
 def keeps_what_has_no_state(loop: Loop):
-    loop.keep(model=nn.Linear(1, 1), learning_rate=0.1)
+    loop.keep(model=loop.wrap(nn.Linear(1, 1)), learning_rate=0.1)
 
 
 def trains_without_a_loop(loop: Loop):

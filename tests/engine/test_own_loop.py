@@ -6,7 +6,7 @@ import torch
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, RanksTimed, RunStarted, StepLogged
-from flyte_ddp.launch.failures import PreemptedError, RankError
+from flyte_ddp.launch.failures import RankError
 from tests.small_training import TWO_HOSTS, Unplugged, identical, relative_difference, unplug_at
 
 LOOPS = "tests.engine.own_loops:"
@@ -62,14 +62,13 @@ def test_without_dropout_and_batch_norm_the_number_of_ranks_changes_rounding_alo
     assert relative_difference(undisturbed(1, "plain"), undisturbed(3, "plain")) < 1e-5
 
 
-def test_a_request_to_stop_is_obeyed_after_a_checkpoint(own, undisturbed):
-    def on_event(event):
-        if isinstance(event, StepLogged) and (event.epoch, event.step) == (0, 3):
-            raise KeyboardInterrupt
-
-    with pytest.raises((KeyboardInterrupt, PreemptedError)):
-        own(on_event=on_event, name="stopped", checkpoint_seconds=0)
-    assert identical(undisturbed(), own(name="stopped"))
+@pytest.mark.parametrize("batch_size", [10, 18])  # nine steps an epoch, or five
+def test_a_request_to_stop_is_obeyed_by_all_ranks_after_a_checkpoint_also_in_the_last_step(own, whole, batch_size):
+    target = "tests.launch.targets:stop_after_the_fifth_step"
+    assert own(target=target, name="stopped", batch_size=batch_size) == [(0, 5)] * 2
+    resumed = own(name="stopped", batch_size=batch_size)
+    assert (resumed.events[0].first_epoch, resumed.events[0].first_step) == (0, 5)
+    assert identical(whole(2, recipe=LOOPS + "train", **{**SMALL, "batch_size": batch_size}), resumed)
 
 
 def test_ranks_of_a_host_without_the_checkpoint_are_sent_it(own, undisturbed):
@@ -78,12 +77,25 @@ def test_ranks_of_a_host_without_the_checkpoint_are_sent_it(own, undisturbed):
     assert identical(undisturbed(), own(name="cut", target=TWO_HOSTS))
 
 
-def test_a_loop_that_is_left_early_has_measures_of_what_it_did(own):
-    trained = own(loop="left_early", epochs=9, checkpoint_seconds=0)
+@pytest.mark.parametrize("log_interval", [1, 1000])
+def test_a_loop_that_is_left_early_has_measures_of_what_it_did(own, log_interval):
+    trained = own(loop="left_early", epochs=9, checkpoint_seconds=0, log_interval=log_interval)
     assert [(epoch.epoch, epoch.fraction, epoch.samples) for epoch in trained.result.epochs] == [
         (0, pytest.approx(3 / 7), 36), (1, pytest.approx(3 / 7), 36),
     ]  # fmt: skip
-    assert [event.step for event in trained.events if isinstance(event, StepLogged)] == [1, 2, 3] * 2
+    assert all(0 < epoch.train["loss"] < 5 and epoch.train_seconds > 0 for epoch in trained.result.epochs)
+    steps = [event.step for event in trained.events if isinstance(event, StepLogged)]
+    assert steps == ([1, 2, 3] * 2 if log_interval == 1 else [])
+
+
+def test_an_epoch_without_a_step_has_only_what_was_evaluated(own):
+    first, second = own(loop="left_before_the_first_step").result.epochs
+    assert (first.train, first.samples, first.test, second.test) == ({}, 0, {"loss": 1.0}, {"loss": 1.0})
+
+
+def test_ranks_train_together_while_an_evaluation_is_half_done(own, undisturbed):
+    trained = own(loop="trains_beside_an_evaluation")
+    assert all(torch.equal(weight, undisturbed(2, "plain").weights[name]) for name, weight in trained.weights.items())
 
 
 def test_it_may_evaluate_within_a_step_and_come_back_to_the_steps(own, undisturbed):
@@ -103,6 +115,11 @@ def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(own, tmp_p
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["step"] <= 4
 
 
+def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(own):
+    with pytest.raises(RankError, match="NonFiniteError: the loss on the test split is nan after epoch 1"):
+        own(loop="evaluates_nan")
+
+
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
@@ -116,6 +133,13 @@ def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(own, tmp_p
             r'split "train": its HoldsGenerator gives another sample.*self.generator = numpy',
         ),
         ("has_other_samples_on_each_rank", r'split "test": gives each rank other samples: sort what it lists'),
+        (
+            "forgets_to_wrap",
+            r"loop.keep: model must be what loop.wrap has returned, as ranks train together, got Linear",
+        ),
+        ("keeps_another_optimizer", r"loop.keep must have the SGD that steps: a resume would begin with a new one"),
+        ("steps_outside_of_a_step", r"an optimizer must step within `for … in loop.batches`"),
+        ("evaluates_nothing", r"loop.evaluated: loss must have samples, or weights that are not 0, on some rank"),
         ("keeps_what_has_no_state", r"loop.keep: learning_rate must have state_dict and load_state_dict, got float"),
         ("trains_without_a_loop", r"own_loops:trains_without_a_loop must train in `for epoch in loop.epochs\(\):`"),
         ("takes_nothing", r"own_loops:takes_nothing must take one argument, the loop, as in def train\(loop\)"),

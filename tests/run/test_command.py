@@ -25,7 +25,7 @@ def here(monkeypatch):
 def test_it_trains_with_the_settings_that_it_is_given(tmp_path):
     given = ["--epochs", "1", "--width", "16", "--learning-rate", "1e-2", "--nproc", "2", "--resume", "False"]
     status, said = run("own_loop.loop:train", *given, "--output", str(tmp_path / "trained"))
-    assert (status, said) == (0, f"Model: {tmp_path}/trained/model.pt") or said.endswith("trained/model.pt")
+    assert status == 0, said
     assert torch.load(tmp_path / "trained" / "model.pt", weights_only=True)["0.weight"].shape == (16, 64)
 
 

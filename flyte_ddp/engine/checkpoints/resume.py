@@ -12,6 +12,7 @@ from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, r
 from flyte_ddp.engine.checkpoints.fetched_shards import fetched
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, problem_of
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.sharding.mesh import copies, counterparts
 from flyte_ddp.engine.sharding.sharded_state import cut
 from flyte_ddp.engine.sharding.sharding import is_sharded, local
@@ -127,10 +128,10 @@ def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None)
         if not isinstance(value, (Tensor, StoredTensor)):
             return value
         if receivers is distributed.group.WORLD:  # whose first rank has other rows than most
-            value = _broadcast(_read(value), state.device, receivers)
+            value = broadcast(_read(value), state.device, receivers)
         came = _read(state.layout.local(path, value))
         if receivers not in (None, distributed.group.WORLD):
-            came = _broadcast(came, state.device, receivers)
+            came = broadcast(came, state.device, receivers)
         tensor = fitting.get(path)
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (came.shape, came.dtype):
             tensor = new(path, came)
@@ -142,11 +143,3 @@ def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None)
 
 def _read(value: Tensor | StoredTensor) -> Tensor:
     return value if isinstance(value, Tensor) else value.read()
-
-
-def _broadcast(value: Tensor, device: torch.device, receivers: Any) -> Tensor:
-    """The value of the first of them; the others have it, or a meta tensor."""
-    sent = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-    sent = sent.contiguous()
-    distributed.broadcast(sent.view(-1).view(torch.uint8), group=receivers, group_src=0)  # not all types can be sent
-    return sent

@@ -10,6 +10,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.events import Event
@@ -35,12 +36,5 @@ def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.de
     content = read_same(path, expected)
     seen: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(seen, content is not None)
-
-    def sent(tensor: Tensor) -> Tensor:
-        there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-        there = there.contiguous()
-        distributed.broadcast(there.view(-1).view(torch.uint8), 0)  # not all types can be sent
-        return there.cpu()
-
     state = content["state"] if content else outline
-    return state if all(seen) else pytree.tree_map_only(Tensor, sent, state)
+    return state if all(seen) else pytree.tree_map_only(Tensor, lambda one: broadcast(one, device).cpu(), state)

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
-from torch import distributed
-
+from flyte_ddp.engine import rank_0s
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.garbage import collected_between
@@ -65,16 +63,8 @@ class Evaluation:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        progress = self._progress
-        for buffer in progress.parts["model"].buffers() if progress.parts else ():
-            sent = buffer.contiguous()
-            distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # as before a step; not all types can be sent
-            buffer.copy_(sent)
-        progress.is_evaluating = True
-        try:
-            for batch in self._batches:
-                self._link.heartbeat()
-                if not batch.share.borrowed:
-                    yield batch.tree
-        finally:
-            progress.is_evaluating = False
+        rank_0s.take(buffer for model in self._progress.wrapped for buffer in model.buffers())  # as before each step
+        for batch in self._batches:
+            self._link.heartbeat()
+            if not batch.share.borrowed:
+                yield batch.tree

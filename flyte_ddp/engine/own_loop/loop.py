@@ -13,12 +13,14 @@ def train(loop: Loop) -> None:
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
@@ -75,7 +77,9 @@ class Loop:
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
         """The network on the rank's device, in torch's DistributedDataParallel."""
-        return _Replicated(model.to(self.device), self._progress)
+        wrapped = _Replicated(model.to(self.device), self._progress)
+        self._progress.wrapped.append(wrapped.module)
+        return wrapped
 
     def batches(self, data: Any) -> TrainSteps:
         """This rank's part of each global batch of settings.batch_size, in an order of each epoch's own.
@@ -109,9 +113,12 @@ class Loop:
                 kind = type(part).__name__
                 raise InputError(f"loop.keep: {name} must have state_dict and load_state_dict, got {kind}")
             own = uncompiled(part)
+            if name == "model" and not isinstance(own, DistributedDataParallel):
+                kind = type(own).__name__
+                raise InputError(
+                    f"loop.keep: model must be what loop.wrap has returned, as ranks train together, got {kind}"
+                )
             progress.parts[name] = own.module if isinstance(own, DistributedDataParallel) else own
-            if isinstance(part, torch.optim.Optimizer):
-                part.register_step_pre_hook(progress.look_at_gradients)
         check_readable(progress.state_dict())
         saved = state_on_all_ranks(self._job, self._link.emit, self.device)
         if saved is None:
@@ -162,8 +169,13 @@ class Loop:
         rows = [[float(torch.as_tensor(one).sum()) for one in pair] for pair in pairs]
         sums = torch.tensor(rows, dtype=torch.float64).to(self.device)
         distributed.all_reduce(sums)
-        totals = zip(measures, sums.tolist(), strict=True)
-        self._progress.evaluated = {name: value / weight for name, (value, weight) in totals}
+        totals, self._progress.evaluated = zip(measures, sums.tolist(), strict=True), {}
+        for name, (value, weight) in totals:
+            if not weight:
+                raise InputError(f"loop.evaluated: {name} must have samples, or weights that are not 0, on some rank")
+            self._progress.evaluated[name] = value / weight
+        if not math.isfinite(self._progress.evaluated.get("loss", 0.0)):
+            raise NonFiniteError.in_evaluation(self._progress.evaluated["loss"], "test", self.epoch + 1)
         return dict(self._progress.evaluated)
 
     def _split(self, data: Any, name: str) -> Any:
@@ -174,14 +186,17 @@ class Loop:
 
 
 class _Replicated(DistributedDataParallel):
-    """DistributedDataParallel; where nothing is trained, the network by itself: ranks need not evaluate alike."""
+    """DistributedDataParallel; where nothing is trained, the network by itself: ranks need not evaluate alike.
+
+    Gradients from outside of a step stay this rank's own, but no optimizer steps by them: see before_optimizer.
+    """
 
     def __init__(self, model: nn.Module, progress: Progress):
         super().__init__(model)
         self._progress = progress
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if self._progress.is_evaluating or not torch.is_grad_enabled():
+        if not (self._progress.is_stepping and torch.is_grad_enabled()):
             return self.module(*inputs, **named)
         return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
@@ -208,6 +223,7 @@ def run(
         raise InputError(f"{job.recipe} must take one argument, the loop, as in def train(loop): {error}") from None
     with BlockCache(environment, job.options.cache_bytes) as cache:
         progress = Progress(environment, device, link, job)
+        hook = register_optimizer_step_pre_hook(progress.before_optimizer)
         try:
             function(Loop(environment, progress, link, job, cache))
             return progress.finish()
@@ -216,4 +232,5 @@ def run(
             distributed.barrier()
             raise
         finally:
+            hook.remove()
             progress.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
@@ -37,19 +37,21 @@ class Progress:
     Attributes:
         epoch, step: from 0; the latter of the epoch, the number of those that are done.
         parts: what changes while it trains, by name; "model" is the network itself.
+        wrapped: the networks that the ranks train together.
         batches, steps: of an epoch; None and 0 before they are known.
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
-        is_evaluating: whether nothing is trained now.
+        is_stepping: whether the user's code is in a step.
         test_samples: of all evaluations.
     """
 
     def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job):
         self.device, self.epoch, self.step = device, 0, 0
         self.parts: dict[str, Any] = {}
+        self.wrapped: list[nn.Module] = []
         self.batches: TrainBatches | None = None
         self.steps = self.test_samples = 0
-        self.is_evaluating, self.logged = False, dict[str, Tensor]()
+        self.is_stepping, self.logged = False, dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
         self.clock, self.names = StepClock(device), list[str]()
         self._environment, self._link, self._job = environment, link, job
@@ -58,7 +60,7 @@ class Progress:
         self._ran_on: list[dict[str, Any]] = []
         self._monitor = LossMonitor(remedies="lower the learning rate, or clip gradients")
         self._writer = whole_checkpoints(environment, link.emit, job)
-        self._epoch_seconds = self._rate = self._norm = 0.0
+        self._seconds = self._rate = self._norm = 0.0  # the first of the epoch's steps
         self._set_to_zero()
 
     def _set_to_zero(self) -> None:
@@ -106,14 +108,22 @@ class Progress:
             earlier=digests_of(self._history),
         )
         self._link.emit(self._started)
-        self._since = time.perf_counter()
+        self._since = time.perf_counter() - self._seconds
 
     def begin_step(self) -> None:
+        self.is_stepping = True
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
         self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0
 
-    def look_at_gradients(self, *_: Any) -> None:
-        """Before the user's optimizer steps, as they may be gone then; where it is logged, which makes a host wait."""
+    def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before it steps. Looks at gradients where they are logged, as they may be gone then; the host waits."""
+        kept = [*self.parts.values()]
+        kept += [one for part in kept for one in getattr(part, "__dict__", {}).values()]  # what a wrapper wraps
+        if not any(one is optimizer for one in kept):
+            kind = type(optimizer).__name__
+            raise InputError(f"loop.keep must have the {kind} that steps: a resume would begin with a new one")
+        if not self.is_stepping:
+            raise InputError("an optimizer must step within `for … in loop.batches`: elsewhere each rank is by itself")
         gradients = [weight.grad for weight in self.parts["model"].parameters() if weight.grad is not None]
         if self._is_logged and gradients:
             self._norm = float(norms(gradients).norm())
@@ -138,17 +148,15 @@ class Progress:
         self._flag.logical_or_((values - values).sum())  # 0 if finite, else NaN, which counts as true
         measured = torch.stack([values, torch.full_like(values, self._environment.world.size)], 1).flatten()
         self._sums.add(Totals(measured, measured[:0], None, requests, measured[:0]), self._flag)
-        is_logged, self.logged = self._is_logged, {}
+        is_logged, self.logged, self.is_stepping = self._is_logged, {}, False
         self.step += 1
         self._link.heartbeat()
-        seconds = self._epoch_seconds + time.perf_counter() - self._since
-        recent = self._sums.recent(self.step, seconds)
+        self._seconds = time.perf_counter() - self._since
+        recent = self._sums.recent(self.step, self._seconds)
         if not is_logged and not (recent and recent.asks(self._last)):
             return
         before = self._last
-        self._last = self._sums.now(self.step, seconds)
-        if self._last.steps < self.step:
-            raise NonFiniteError.in_step("loss", self._ranks_of_bad(own), self.epoch, self._last.steps)
+        self._look(own)
         if is_logged:
             self._tell()
         if self._last.stop or (self._last.saves > before.saves and self.step < self.steps):
@@ -161,23 +169,23 @@ class Progress:
         assert self._started
         if self.logged:  # the loop was left in the middle of an epoch
             self.end_step()
+        self._look()  # at steps since the last log, then, and after a resume at those before it
         if self._started.headline not in self.evaluated:
             raise InputError(f"call loop.evaluated({self._started.headline}=...) at the end of each epoch")
-        seconds = self._last.seconds
         finished = EpochFinished(
             epoch=self.epoch,
             samples=self.step * self._job.settings.batch_size,
             train=self._means(self._last.pairs),
             test=self.evaluated,
-            train_seconds=seconds,
-            evaluate_seconds=time.perf_counter() - self._since + self._epoch_seconds - seconds,
+            train_seconds=self._seconds,
+            evaluate_seconds=time.perf_counter() - self._since - self._seconds,
             fraction=self.step / self.steps,
             digest=self._digest(),
         )
         self._history.append(finished)
         self._link.emit(finished)
         self._link.emit(self._stragglers.so_far())
-        self.epoch, self.step, self.evaluated, self._epoch_seconds = self.epoch + 1, 0, {}, 0.0
+        self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
         self._set_to_zero()
         self._save(self.epoch == self._job.settings.epochs)
         self._since = time.perf_counter()
@@ -224,7 +232,7 @@ class Progress:
             "names": self.names,
             "sums": self._sums.values,
             "told": asdict(self._told),
-            "epoch_seconds": self._last.seconds,
+            "seconds": self._seconds,
             "history": [asdict(finished) for finished in self._history],
             "ran_on": self._ran_on,
             "watch": self._monitor.state_dict(),
@@ -239,7 +247,7 @@ class Progress:
         self._set_to_zero()
         measured = slice(2 * len(self.names))  # without what was asked for then
         self._sums.values[measured] = saved["sums"][measured].to(self.device)
-        self._told, self._epoch_seconds = Sums(**saved["told"]), saved["epoch_seconds"]
+        self._told, self._seconds = Sums(**saved["told"]), saved["seconds"]
         self._history = [EpochFinished(**finished) for finished in saved["history"]]
         self._ran_on = saved["ran_on"]
         self._monitor.load_state_dict(saved["watch"])
@@ -251,11 +259,16 @@ class Progress:
         """Whether the step that comes next is."""
         return (self.step + 1) % self._job.settings.log_interval == 0 or self.step + 1 == self.steps
 
-    def _ranks_of_bad(self, own: Tensor) -> list[int]:
+    def _look(self, own: Tensor | None = None) -> None:
+        """Waits for the sums of all steps so far; raises NonFiniteError. own: what this rank logged last."""
+        self._last = self._sums.now(self.step, self._seconds)
+        if self._last.steps == self.step:
+            return
         ranks = range(self._environment.world.size)
         is_bad: list[Any] = [None] * len(ranks)
-        distributed.all_gather_object(is_bad, not bool(own.isfinite().all()))
-        return [rank for rank in ranks if is_bad[rank]] or [*ranks]
+        distributed.all_gather_object(is_bad, own is not None and not bool(own.isfinite().all()))
+        bad = [rank for rank in ranks if is_bad[rank]] or [*ranks]
+        raise NonFiniteError.in_step("loss", bad, self.epoch, self._last.steps)
 
     def _tell(self) -> None:
         """Of the steps since this was last done; a collective."""
@@ -285,7 +298,7 @@ class Progress:
             self._link.emit(event)
 
     def _means(self, pairs: Sequence[float]) -> dict[str, float]:
-        return {name: pairs[2 * number] / pairs[2 * number + 1] for number, name in enumerate(self.names)}
+        return {name: pairs[2 * n] / pairs[2 * n + 1] for n, name in enumerate(self.names) if pairs[2 * n + 1]}
 
     def _digest(self) -> str:
         return weights_digest(self.parts["model"].state_dict(), device=self.device)

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.step import Step, Totals, gradients_of
@@ -47,7 +47,8 @@ class ExactStep(nn.Module):
         self._is_looking, self._has_grid = False, False
         self.repeated = 0  # how many steps had numbers that did not fit
         if distributed.get_world_size() > 1:
-            take_first(step.model)
+            # They may have other bits on another host's processor
+            rank_0s.take((*step.model.parameters(), *step.model.buffers()))
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         trained, measured = self.module.computed(batch)
@@ -170,12 +171,3 @@ class ExactStep(nn.Module):
         if exponents is not None and self._has_grid:
             for bucket, of_bucket in zip(self._buckets, self._by_bucket(exponents), strict=True):
                 bucket.follow(of_bucket.to(bucket.exponents.device))
-
-
-@torch.no_grad()
-def take_first(model: nn.Module) -> None:
-    """Gives the network rank 0's values: initial ones may have other bits on another host's processor."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        sent = tensor.contiguous()
-        distributed.broadcast(sent.view(-1).view(torch.uint8), 0)  # not all types can be sent
-        tensor.copy_(sent)
