@@ -78,10 +78,8 @@ class Folders:
         return FolderError(failure, message)
 
 
-class FolderTraining(OfImages[Path, Trained]):
-    def __init__(self, platform, observers=()):
-        super().__init__([find_code(f"tests.attempt.killers:{name}") for name in observers])
-        self.platform = platform
+class OnFolders:
+    """What a training of Folders makes of its data and its outcome: nothing."""
 
     @staticmethod
     def downloaded(given):
@@ -91,6 +89,12 @@ class FolderTraining(OfImages[Path, Trained]):
 
     def outputs_of(self, trained):
         return trained
+
+
+class FolderTraining(OnFolders, OfImages[Path, Trained]):
+    def __init__(self, platform, observers=()):
+        super().__init__([find_code(f"tests.attempt.killers:{name}") for name in observers])
+        self.platform = platform
 
 
 def run(platform, data, hp=HP, observers=(), nproc=1, **more):

@@ -16,7 +16,7 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import read_manifest, shards_beside, write_manifest
 from flyte_ddp.settings import RunOptions
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.test_platform_training import Folders, OnFolders
 from tests.engine.probe_recipes import Settings
 
 FILES = "0.safetensors", "1.safetensors"
@@ -128,19 +128,10 @@ def test_one_that_is_replaced_while_it_is_uploaded_arrives_whole(tmp_path):
     assert len([*shards_beside(stored).iterdir()]) == 2, "the names are used again"
 
 
-class Sharded(Training[Path, Trained]):
+class Sharded(OnFolders, Training[Path, Trained]):
     def __init__(self, platform):
         super().__init__(find_code("tests.engine.sharding_recipes:Everything"))
         self.platform = platform
-
-    @staticmethod
-    def downloaded(given):
-        return given
-
-    downloaded_once = downloaded
-
-    def outputs_of(self, trained):
-        return trained
 
 
 @pytest.mark.slow

@@ -62,13 +62,14 @@ from pathlib import Path
 from flyte_ddp import RunOptions
 from flyte_ddp.flyte2.recipe import RecipeTraining
 from tests.engine.probe_recipes import Settings
-outputs = RecipeTraining("tests.engine.probe_recipes:Sound").run(Settings(epochs=1), RunOptions(nproc=1))
-assert len(outputs.epoch_measures) == 1
-assert all(Path(output.path).exists() for output in (outputs.model_state, outputs.report, outputs.logs))
+for name in ("probe_recipes:Sound", "own_loops:train"):
+    outputs = RecipeTraining(f"tests.engine.{name}").run(Settings(epochs=1), RunOptions(nproc=1))
+    assert len(outputs.epoch_measures) == 1
+    assert all(Path(output.path).exists() for output in (outputs.model_state, outputs.report, outputs.logs))
 """
 
 
-def test_a_training_runs_without_a_run_of_flyte():
+def test_trainings_of_a_recipe_and_of_a_loop_run_without_a_run_of_flyte():
     """In a process of its own: `flyte run` sets Flyte up for good."""
     done = subprocess.run([sys.executable, "-c", PLAIN], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

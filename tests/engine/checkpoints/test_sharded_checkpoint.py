@@ -16,8 +16,9 @@ from flyte_ddp.launch.environment import World
 from flyte_ddp.manifest import read_manifest, shards_beside
 from flyte_ddp.settings import RunOptions
 from tests.engine.probe_recipes import Settings
-from tests.engine.sharding.test_sharding import HERE, KINDS, WHOLE, Unplugged, assert_alike, interrupt, run
+from tests.engine.sharding.sharded_runs import HERE, KINDS, WHOLE, assert_alike, interrupt, run
 from tests.engine.sharding_recipes import Rotating
+from tests.small_training import Unplugged
 
 
 class Seen:

@@ -15,8 +15,8 @@ from flyte_ddp.launch.failures import RankError
 from flyte_ddp.manifest import read_manifest
 from flyte_ddp.settings import RunOptions
 from tests.engine.probe_recipes import Settings
-from tests.engine.sharding.test_sharding import HERE, assert_alike
-from tests.engine.sharding.test_sharding import run as train
+from tests.engine.sharding.sharded_runs import HERE, assert_alike
+from tests.engine.sharding.sharded_runs import run as train
 
 SETTINGS = Settings(batch_size=32, epochs=2, log_interval=1)  # 20 steps
 pytest.importorskip("torch.distributed.fsdp")

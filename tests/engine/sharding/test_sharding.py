@@ -1,73 +1,26 @@
 """A network that is sharded over the ranks is trained as it is otherwise."""
 
-import math
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import distributed
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import job_in, subject_of
-from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import CheckpointRefused, CheckpointWritten, Event, RunStarted, StepLogged
+from flyte_ddp.errors import NonFiniteError
+from flyte_ddp.events import StepLogged
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import World, choose_world
+from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training import train
 from tests.engine.memory_recipes import Blocks
 from tests.engine.probe_recipes import Settings
+from tests.engine.sharding.sharded_runs import HERE, KINDS, assert_alike, run
 from tests.engine.sharding_recipes import Digits, Optimized
 from tests.examples import train_small, trained
-from tests.small_training import TWO_HOSTS
 
-fsdp = pytest.importorskip("torch.distributed.fsdp")
-if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
-    pytest.skip("sharding needs a newer torch", allow_module_level=True)
-
-HERE = "tests.engine.sharding_recipes"
-KINDS = "off", "full"
 FULL = RunOptions(sharding="full", loader_workers=0)
 NAN = {"batch_size": 4, "epochs": 2}
-
-
-def run(
-    name, output, sharding="full", nproc=1, watch=lambda event: None, seconds=1e9, init=None, keep_best=0, **settings
-):
-    """Losses of each step, the result and its weights."""
-    options = RunOptions(
-        nproc=nproc, sharding=sharding, tracking="off", loader_workers=0, keep_checkpoint=True,
-        checkpoint_seconds=seconds, keep_best=keep_best,
-    )  # fmt: skip
-    losses = {}
-
-    def listen(event):
-        if isinstance(event, StepLogged):
-            losses[event.epoch, event.step] = event.measures["loss"]
-        watch(event)
-
-    given = Settings(**{"log_interval": 1, **settings})
-    try:
-        result = train(f"{HERE}:{name}", given, options, output=output, on_event=listen, init=init)
-    finally:
-        if distributed.is_initialized():  # a rank of this process that fails ends without parting from the others
-            distributed.destroy_process_group()
-    return losses, result, torch.load(result.model_path, weights_only=True)
-
-
-def assert_alike(one, other):
-    """The same up to rounding: losses, weights and measures."""
-    steps = one[0].keys() & other[0].keys()
-    assert [one[0][step] for step in steps] == pytest.approx([other[0][step] for step in steps], rel=1e-5)
-    assert list(one[2]) == list(other[2])
-    size = math.sqrt(sum(float(value.double().square().sum()) for value in other[2].values()))
-    gaps = (one[2][key].double() - value.double() for key, value in other[2].items())
-    assert math.sqrt(sum(float(gap.square().sum()) for gap in gaps)) < 1e-4 * size
-    assert one[1].tested == pytest.approx(other[1].tested, rel=1e-3)
 
 
 def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
@@ -205,103 +158,3 @@ def test_an_example_is_as_without_sharding(tmp_path, name, nproc):
 def test_ranks_that_call_other_units_are_told(tmp_path):
     with pytest.raises(RankError, match=r"UnevenShapesError.* not all ranks called .* of Recipe\.fsdp_units"):
         run("ExpertsAlone", tmp_path, nproc=2, batch_size=2)
-
-
-class Unplugged(Exception):
-    pass
-
-
-def interrupt(output, after, **how):
-    """A training whose caller fails once so many checkpoints are written."""
-    left = iter(range(after))
-
-    def unplug(event):
-        if isinstance(event, CheckpointWritten) and next(left, None) is None:
-            raise Unplugged
-
-    with pytest.raises(Unplugged):
-        run("Everything", output, watch=unplug, seconds=0, **how)
-    assert Path(output, "checkpoint").exists()
-
-
-WHOLE: dict[str, Any] = {"batch_size": 32, "validation_fraction": 0.2, "epochs": 2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"), [(("full", 2), ("off", 1)), (("full", 2), ("full", 3)), (("off", 2), ("full", 2))]
-)
-def test_a_training_goes_on_with_or_without_sharding_on_any_number_of_ranks(tmp_path, before, after):
-    whole = run("Everything", tmp_path / "whole", after[0], nproc=after[1], **WHOLE)
-    interrupt(tmp_path / "cut", 11, sharding=before[0], nproc=before[1], **WHOLE)
-    refused = []
-
-    def watch(event):
-        refused.extend([event] if isinstance(event, CheckpointRefused) else [])
-
-    resumed = run("Everything", tmp_path / "cut", after[0], nproc=after[1], watch=watch, **WHOLE)
-    assert not refused
-    assert min(resumed[0]) > (1, 1)
-    assert_alike(resumed, whole)
-
-
-@pytest.mark.slow
-def test_the_best_evaluations_are_kept_as_without_sharding_and_after_a_cut(tmp_path):
-    settings = {**WHOLE, "epochs": 4, "evaluations_per_epoch": 2, "keep_best": 3}
-    off, full = (run("Everything", tmp_path / kind, kind, nproc=2, **settings)[1] for kind in KINDS)
-    interrupt(tmp_path / "cut", 21, nproc=2, **settings)
-    cut = run("Everything", tmp_path / "cut", nproc=2, **settings)[1]
-    assert cut.kept == full.kept
-    assert [one.file for one in off.kept] == [one.file for one in full.kept]
-    assert len(full.kept) == 3
-    for one in full.kept:
-        files = [result.output / one.file for result in (off, full, cut)]
-        assert files[1].read_bytes() == files[2].read_bytes()
-        plain, sharded = (torch.load(file, weights_only=True) for file in files[:2])
-        assert list(plain) == list(sharded)
-        assert all(torch.allclose(plain[name], sharded[name], atol=1e-3) for name in plain)
-    best, model = (torch.load(path, weights_only=True) for path in (full.output / full.kept[0].file, full.model_path))
-    assert all(torch.equal(best[name], value) for name, value in model.items())
-
-
-@pytest.mark.slow
-def test_ranks_that_do_not_see_the_checkpoint_get_their_rows_of_it(tmp_path):
-    _, _, expected = run("Everything", tmp_path / "whole", nproc=2, **WHOLE)
-    interrupt(tmp_path / "cut", 11, nproc=2, **WHOLE)
-    subject = subject_of(find_code(f"{HERE}:Everything"), Settings(log_interval=1, **WHOLE))
-    job = job_in(tmp_path / "cut", subject, RunOptions(sharding="full", loader_workers=0))
-    events: list[Event] = []
-    launcher.launch(TWO_HOSTS, choose_world("gloo", 2, WHOLE["batch_size"]), job, 120, events.append)
-    (started,) = [event for event in events if isinstance(event, RunStarted)]
-    assert started.first_step > 1 or started.first_epoch
-    found = torch.load(tmp_path / "cut" / "model.pt", weights_only=True)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-REFUSED = {
-    "Unnamed": r'Unnamed.fsdp_units must name layers with sharding, such as \("blocks.\*",\)',
-    "NoSuchLayer": r"NoSuchLayer.fsdp_units must match names of layers, got 'block.\*': blocks, bl",
-    "AsManyAsFit": "AsManyAsFit.micro_batch must not be -1 with sharding: give a number",
-    "Coupled": "Coupled.uses_global_batch must be False with sharding",
-    "Scalar": r"Scalar.model .*: scale has no rows to shard: give it the shape \(1,\)",
-    "Hooked": "Hooked.model .*: head.weight has a hook on its gradient, which sharding would lose: remove it",
-    "Tied": "Tied.fsdp_units must keep tied weights together, but 2.weight is 0.weight, too: name a layer",
-    "BatchNorm": "BatchNorm.ghost_batch_size must be set where a network with batch norm is sharded, got 0",
-    "Factored": "the optimizer must be one of torch.optim's ASGD, .* treat each number by itself, got Adafactor",
-    "Inside": "Inside.forward .*: with sharding, weights are whole only while the network, .* are called",
-    "Slopes": "Slopes.forward .*: with sharding, gradients of gradients .*: do without create_graph=True",
-    "InPlace": "InPlace.forward .*: with sharding, .* InPlace.fsdp_units names, must not change their inputs in place:",
-}
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sharded_is_refused_with_a_remedy(tmp_path, name):
-    remedy = "" if name == "NoSuchLayer" else ".*, or set options.sharding to off"
-    with pytest.raises(InputError, match=REFUSED[name] + remedy):
-        run(name, tmp_path)
-
-
-def test_a_tensor_that_outlives_the_try_without_values_is_refused_with_a_remedy(tmp_path):
-    with pytest.raises(InputError, match=r"Cached.model .*has no values: make it in each call, or set options.sh"):
-        run("Cached", tmp_path, nproc=2)
