@@ -29,8 +29,8 @@ def _project_files() -> list[Path]:
 
 
 def _pins(lock: str) -> set[str]:
-    """The lines `name==version ; marker` of a lock file."""
-    return set(re.findall(r"^([a-z0-9][^\s=]*==.*?) \\$", (ROOT / lock).read_text(), re.MULTILINE))
+    """Each `name==version` of a lock file, without its marker, which is wider where others need it, too."""
+    return set(re.findall(r"^([a-z0-9][^\s=]*==\S+) .*\\$", (ROOT / lock).read_text(), re.MULTILINE))
 
 
 def _write_program(path: Path, text: str) -> None:
