@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def _imported(text: str) -> "set[tuple[str, str]]":
-    """As (module, name)."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    """As (module, name); in a notebook's cell that writes a file, by that file."""
+    nodes = [node for node in ast.walk(ast.parse(re.sub(r"^%%.*\n", "", text))) if isinstance(node, ast.ImportFrom)]
     return {(node.module or "", alias.name) for node in nodes for alias in node.names}
 
 
