@@ -17,7 +17,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page of a browser that can reach no host."""
+    """One page of a browser that can reach no host but this machine."""
 
     def __init__(self, program: str, profile: Path):
         self.messages: list[str] = []  # what pages have complained about
@@ -37,7 +37,11 @@ class Browser:
             "--disable-sync",
             "--disable-extensions",
         ]
-        flags += ["--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+        flags += [
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+        ]
         self._process = subprocess.Popen(
             [program, *flags, "about:blank"],
             preexec_fn=give_pipes,
@@ -57,14 +61,14 @@ class Browser:
 
     _session = ""
 
-    def open(self, page: Path, width: int = 1200, dark: bool = False) -> None:
-        """Loads a file as on a screen of this width, and waits for its end."""
+    def open(self, page: Path | str, width: int = 1200, dark: bool = False) -> None:
+        """Loads a file, or what is at a URL, as on a screen of this width, and waits for its end."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)
         while "Page.loadEventFired" not in self._events:
             self._receive()
         self._events.clear()
