@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test test-all test-processors lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke smoke2
+.PHONY: help run example test test-all test-processors docs lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke smoke2
 .PHONY: lock clean
 
 help: ## List the targets
@@ -41,6 +41,10 @@ numbers = tests/engine/test_training.py tests/engine/virtual_ranks tests/engine/
 test-processors: .venv/dev.stamp ## Run the tests of numbers as on a processor with AVX2, and on one without
 	@$(call typed,ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 pytest -m "not slow" $(numbers)$(if $(ARGS), $(ARGS)))
 	@$(call typed,ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 pytest -m "not slow" $(numbers)$(if $(ARGS), $(ARGS)))
+
+docs: .venv/dev.stamp ## Build the site of these pages in build/site, on Python 3.11 or later; to see it: python -m http.server --directory build/site
+	@rm -rf build/site build/doctrees
+	@$(call typed,sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs/site --doctree-dir build/doctrees . build/site)
 
 lint: .venv/dev.stamp ## Check style and types with ruff and mypy
 	@$(call typed,ruff check)

@@ -31,6 +31,7 @@ def dataset_digest(directory: FlyteDirectory) -> str:
     return prepared.read_description(str(directory)).digest
 
 
+# A folder as flyte_ddp.data.prepared.prepared describes it; for Flyte's cache it is its content that counts
 PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 
 
