@@ -117,7 +117,7 @@ def one_rank(name: str, ranks: int, is_virtual: bool, folder: Path) -> tuple[flo
         autocast=False, total_steps=STEPS,
     )  # fmt: skip
     if isinstance(state.parallel, ReplicatedStep):
-        state.parallel.register_comm_hook(None, nothing_exchanged)
+        state.parallel.replicated.register_comm_hook(None, nothing_exchanged)
     state.parallel.train()
     times, steps = [], batches.steps(0)
     for _ in range(STEPS):

@@ -24,7 +24,7 @@ from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
-from flyte_ddp.engine.step import ReplicatedStep, Step
+from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
@@ -78,7 +78,11 @@ class TrainingState:
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(step, total_steps))
         # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
         self.flag = torch.zeros((), device=device)
-        self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag)
+        # What an optimizer divides the gradients by in its step, if it can, which saves a pass over them
+        self._divisor = torch.ones((), device=device)
+        self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag, self._divisor)
+        named = model.named_parameters()
+        self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.world_size = world_size
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
@@ -130,8 +134,11 @@ class TrainingState:
         self._sums.add(totals, self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
-        torch_compat.scale(self._gradients()[1], scale)
-        if self._is_guarded or not self.flag:
+        if self._is_guarded:
+            torch.reciprocal(scale, out=self._divisor)
+            self.optimizer.step()
+        elif not self.flag:
+            torch_compat.scale(self._gradients()[1], scale)
             self.optimizer.step()
         self.schedule.step()
         if self.average:
@@ -182,7 +189,7 @@ class TrainingState:
         }
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
-        named = [(name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None]
+        named = [(name, local(p.grad)) for name, p in self._trainable if p.grad is not None]
         return [name for name, _ in named], [gradient for _, gradient in named]
 
     def sums(self) -> Sums:
@@ -280,10 +287,12 @@ class TrainingState:
             self.best_tracker.load_state_dict(saved["choice"])
 
 
-def _parallel(step: Step, virtual_ranks: int) -> ReplicatedStep | ExactStep | ShardedStep:
+def _parallel(step: Step, virtual_ranks: int) -> SingleStep:
     if is_sharded(step.model):
         return ShardedStep(step)
-    return ExactStep(step, virtual_ranks) if virtual_ranks else ReplicatedStep(step)
+    if virtual_ranks:
+        return ExactStep(step, virtual_ranks)
+    return ReplicatedStep(step) if step.world_size > 1 else SingleStep(step)
 
 
 def _own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:

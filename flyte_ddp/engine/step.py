@@ -1,6 +1,7 @@
 """The forward pass of a training step, with all that the ranks have to add up."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -122,13 +123,24 @@ class Totals(NamedTuple):
     norms: Tensor
 
 
-class ReplicatedStep(DistributedDataParallel):
-    """Step on all ranks, each of which has the whole network."""
+class SingleStep(nn.Module):
+    """Step on a rank that is alone, and what the steps of several have in common."""
 
     def __init__(self, step: Step):
-        super().__init__(step, gradient_as_bucket_view=True)
-        # Buffers are the same on all ranks, see mode.py (as an argument its name would depend on torch's version)
-        self.broadcast_buffers = False
+        super().__init__()
+        self.module = step
+
+    def forward(self, *args: Any) -> Tensor:
+        loss: Tensor = self.module(*args)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in (*self.module.trainable, self.module.carrier):
+            parameter.grad = None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Of a part that is not the last one."""
+        return nullcontext()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
         """Those that the rank's share is computed in, of at most so many samples."""
@@ -137,15 +149,35 @@ class ReplicatedStep(DistributedDataParallel):
     def added_up(self, backward: Callable[[], None]) -> Totals:
         """Runs forward and backward pass; then each parameter has the sum of its gradients on all ranks."""
         backward()
+        for parameter in self.module.trainable:
+            if parameter.grad is None:  # such as an unused expert's
+                parameter.grad = torch.zeros_like(parameter)
         return self.module.split(self.module.carrier.grad, torch_compat.norms(gradients_of(self.module)))
 
     def finish_part(self, is_last: bool) -> None:
-        pass
+        """After the backward passes of one of the rank's parts."""
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """Those of this rank's samples alone."""
         gradients = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
         return [gradient for gradient in gradients if gradient is not None]
+
+
+class ReplicatedStep(SingleStep):
+    """Step on all ranks, each of which has the whole network."""
+
+    def __init__(self, step: Step):
+        super().__init__(step)
+        self.replicated = DistributedDataParallel(step, gradient_as_bucket_view=True)
+        # Buffers are the same on all ranks, see mode.py (as an argument its name would depend on torch's version)
+        self.replicated.broadcast_buffers = False
+
+    def forward(self, *args: Any) -> Tensor:
+        loss: Tensor = self.replicated(*args)
+        return loss
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.replicated.no_sync()
 
 
 def gradients_of(step: Step) -> list[Tensor]:

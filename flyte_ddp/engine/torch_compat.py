@@ -137,8 +137,9 @@ def has_forward_pre_hooks(layer: nn.Module) -> bool:
     return bool(layer._forward_pre_hooks)
 
 
-def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
-    """Makes an optimizer leave the weights unchanged once flag is 1; returns False if this one cannot.
+def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
+    """Makes an optimizer leave the weights unchanged once flag is 1, and else divide the gradients, in place, before it
+    uses them; returns False if this one cannot.
 
     Fused optimizers can, without making the host wait. torch.amp.GradScaler skips steps in this way; it is public, but
     scales the loss and waits for the device.
@@ -146,7 +147,7 @@ def guard_steps(optimizer: Optimizer, flag: Tensor) -> bool:
     can = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not (can and all(group.get("fused") for group in optimizer.param_groups)):
         return False
-    optimizer.found_inf = flag  # type: ignore[attr-defined]
+    optimizer.found_inf, optimizer.grad_scale = flag, divisor  # type: ignore[attr-defined]
     return True
 
 

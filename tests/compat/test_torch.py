@@ -100,19 +100,23 @@ def test_operations_are_counted_in_total_though_a_leaf_goes_into_a_layer():
     assert counter.get_total_flops() == 2 * (2 * 5 * 2 * 3)  # forward, and backward to the leaf alone
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_a_fused_optimizer_heeds_the_flag_and_another_says_that_it_does_not(kind):
-    weight, flag = nn.Parameter(torch.ones(3)), torch.zeros(())
-    weight.grad = torch.ones(3)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_optimizer_heeds_flag_and_divisor_and_another_says_that_it_does_not(kind):
+    weight, flag, divisor = nn.Parameter(torch.ones(3)), torch.zeros(()), torch.tensor(4.0)
+    weight.grad = torch.full((3,), 2.0)
     fused = kind([weight], lr=0.1, fused=True)
-    assert torch_compat.guard_steps(fused, flag)
+    assert torch_compat.guard_steps(fused, flag, divisor)
     fused.step()
     assert weight.max() < 1
+    assert weight.grad.tolist() == [0.5] * 3  # who looks at gradients after a step sees what it has used
+    divisor.fill_(torch.inf)
+    fused.step()
+    assert weight.grad.tolist() == [0] * 3
     before = weight.detach().clone()
     flag.fill_(1)
     fused.step()
     assert torch.equal(weight, before)
-    assert not torch_compat.guard_steps(kind([weight], lr=0.1, fused=False), flag)
+    assert not torch_compat.guard_steps(kind([weight], lr=0.1, fused=False), flag, divisor)
 
 
 def test_many_tensors_are_measured_and_changed_in_one_call():

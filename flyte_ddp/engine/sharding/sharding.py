@@ -11,7 +11,7 @@ Whatever is not sharded passes through these functions as it is.
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.sharding.mesh import copies
-from flyte_ddp.engine.step import Step, Totals, gradients_of
+from flyte_ddp.engine.step import SingleStep, Step, Totals, gradients_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
@@ -171,31 +171,23 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 # --- its step ---
 
 
-class ShardedStep(nn.Module):
-    """Step on all ranks, like ReplicatedStep, of a sharded network, which adds up its gradients by itself."""
+class ShardedStep(SingleStep):
+    """Step on all ranks of a sharded network, which adds up its gradients by itself, after each part: until the last
+    one they would be whole."""
 
     def __init__(self, step: Step):
-        super().__init__()
-        self.module = step
+        super().__init__(step)
         step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
         for name, unit in step.model.named_modules():
             if is_sharded(unit):  # ranks that call others exchange what doesn't belong together
                 unit.register_forward_pre_hook(partial(_note, step.mode, f"call {name}"))
-
-    def forward(self, *args: Any) -> Tensor:
-        loss: Tensor = self.module(*args)
-        return loss
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients are added up after each part: until the last one they would be whole."""
-        return nullcontext()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
         """As many on each rank, since making a unit whole takes all of them."""
         return batch.parts(most, self.module.world_size)
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
-        """As ReplicatedStep's; of the norm of each gradient, each row's part once. A collective."""
+        """Of the norm of each gradient, each row's part once. A collective."""
         backward()
         sums = self.module.carrier.grad
         assert sums is not None  # after a backward pass
@@ -205,9 +197,6 @@ class ShardedStep(nn.Module):
         return self.module.split(
             (totals[: len(sums)] / self.module.world_size).float(), totals[len(sums) :].sqrt().float()
         )
-
-    def finish_part(self, is_last: bool) -> None:
-        pass
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """None: what a rank's samples add to the gradients is added to the others' at once."""

@@ -7,30 +7,28 @@ The gradients of the parts become whole numbers (whole_numbers.py); what they me
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
-from flyte_ddp.engine.step import Step, Totals, gradients_of
+from flyte_ddp.engine.step import SingleStep, Step, Totals, gradients_of
 from flyte_ddp.engine.virtual_ranks.whole_numbers import Bucket, Digits, buckets_of
 
 
-class ExactStep(nn.Module):
-    """Step on all ranks, like ReplicatedStep; gradients are sent bucket by bucket while others are still computed.
+class ExactStep(SingleStep):
+    """Step on all ranks; gradients are sent bucket by bucket while others are still computed.
 
     Before them go the statistics of batch norm, and what the parts measure, each part's in a place of its own, where
     the other ranks have zeros: so it can be added up in the order of the parts.
     """
 
     def __init__(self, step: Step, virtual_ranks: int):
-        super().__init__()
+        super().__init__(step)
         device, running = step.carrier.device, step.mode.running
-        self.module = step
         statistics = torch.zeros(running.size if running else 0, device=device)
         # By part: value and weight of each measure, and the digest of what was drawn, from 1
         self._measured = torch.zeros(virtual_ranks, 2 * len(step.names) + 1, dtype=torch.float64, device=device)
@@ -75,18 +73,8 @@ class ExactStep(nn.Module):
         for bucket in self._buckets:
             bucket.gradients.zero_()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def parts(self, batch: Batch, most: int) -> list[Batch]:
-        return batch.parts(most)
-
-    def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        gradients = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
-        return [gradient for gradient in gradients if gradient is not None]
-
     def added_up(self, backward: Callable[[], None]) -> Totals:
-        """As ReplicatedStep's; calls backward again if a number does not fit, and makes all NaN if one is not finite.
+        """Calls backward again if a number does not fit, and makes all NaN if one is not finite.
 
         The host waits for the device.
         """
@@ -104,7 +92,6 @@ class ExactStep(nn.Module):
         return Totals(measured[:, :-1].sum(0), self._statistics, uneven, more[:2], norms)
 
     def finish_part(self, is_last: bool) -> None:
-        """After the backward passes of one of the rank's parts."""
         if self._is_looking:
             for bucket in self._buckets:
                 bucket.look()
