@@ -74,7 +74,7 @@ class Step(nn.Module):
         vars(self.recipe.share).update(vars(batch.share))
         if self.mode.running:
             self.mode.running.start()
-        with torch.autocast(self.carrier.device.type, torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(self.carrier.device.type, torch.bfloat16) if self.autocast else nullcontext():
             outputs = self.recipe.forward(self.model, batch.tree)
             pairs = pairs_of(self.recipe, outputs, batch, self.names)
         with torch.no_grad():
