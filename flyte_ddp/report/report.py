@@ -7,7 +7,7 @@ from pathlib import Path
 from flyte_ddp.events import EpochFinished, Observer, RunStarted, Warned
 from flyte_ddp.report import contents, curves, page
 from flyte_ddp.report.article import Drawing, document, render_body
-from flyte_ddp.report.figures import Curves, draw, load_matplotlib
+from flyte_ddp.report.figures import Curves, draw
 from flyte_ddp.report.record import Record, RunFailed, RunFinished
 from flyte_ddp.report.verdict import drawn_figures, drawn_pictures, sample_pictures, verdict
 from flyte_ddp.whole_files import write_whole
@@ -21,7 +21,6 @@ class Report(Observer):
     def __init__(self, record: Record, path: Path, publish: Callable[[str], None]):
         self._record, self._path, self._publish = record, path, publish
         self._next_page = 0.0
-        load_matplotlib()  # now, while the ranks train, rather than after an epoch
 
     def on_run_started(self, event: RunStarted) -> None:
         self._write_if_due()
