@@ -51,7 +51,9 @@ class RankObserver(Checkpoint):
         self._files, self._validation = files, validation
         self.epochs: list[EpochFinished] = []
         self.ran_on: list[dict[str, Any]] = []  # see engine/machine.py
-        self.loss_monitor = LossMonitor(remedies="lower the learning rate, or set gradient_clip_val")
+        self.loss_monitor = LossMonitor(
+            epochs=job.settings.epochs, remedies="lower the learning rate, or set gradient_clip_val"
+        )
         self._so_far = dict(NOTHING)  # of this epoch
         self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
         self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
