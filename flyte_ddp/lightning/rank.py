@@ -17,7 +17,7 @@ from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.engine.results import export_model
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import EpochChosen
+from flyte_ddp.events import EpochChosen, StartUp
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -69,6 +69,7 @@ def variables_of(environment: Environment) -> dict[str, str]:
 
 def _train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     seed(job)
+    link.emit(StartUp("making the module and its data"))
     module, data = build(job)
     files = CheckpointFiles(job, link.emit, device)
     validation = LoggedByValidation()
