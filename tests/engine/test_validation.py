@@ -230,7 +230,7 @@ def test_a_recipes_own_split_chooses_by_the_loss(tmp_path):
     result = train_recipe(
         "tests.engine.probe_recipes:Validated", settings, RunOptions(nproc=2), output=tmp_path, on_event=events.append
     )
-    first = events.index(*(event for event in events if isinstance(event, RunStarted)))
+    first = next(number for number, event in enumerate(events) if isinstance(event, RunStarted))
     assert [event.doing for event in events[:first]] == [
         "importing torch",
         "reading the recipe and its data",
