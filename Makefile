@@ -100,7 +100,7 @@ clean: ## Remove what make and the tools have created here
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The packages of every feature: `make run` shows all of them, and what an image lacks would be missed only on the cluster.
-features = --extra export --extra figures --extra flyte2 --extra lightning --extra multinode --extra parquet \
+features = --extra export --extra flyte2 --extra lightning --extra multinode --extra parquet \
 	--extra sharding --extra tensorboard
 
 # One lock for Python 3.10 to 3.13 on every platform; it names no index, so each site's own settings apply.

@@ -11,6 +11,13 @@ class Event:
 
 
 @dataclass(frozen=True)
+class StartUp(Event):
+    """The ranks are not ready yet: what they are doing from now on, as in "reading the data"."""
+
+    doing: str
+
+
+@dataclass(frozen=True)
 class RunStarted(Event):
     """The ranks have met and the first step is next (first_epoch and first_step are above 0 after a resume).
 
@@ -25,6 +32,7 @@ class RunStarted(Event):
         identity: by name, what determines the result: settings, recipe, and digests of data, code and init.
         ran_on: the hardware, torch, precision, ranks, threads and the like now, and before it those before a resume.
         earlier: position and digest of each evaluation before a resume, as EpochFinished had them.
+        may_end_early: whether training may end before its last epoch, by early stopping.
     """
 
     dataset: str
@@ -50,11 +58,16 @@ class RunStarted(Event):
     identity: dict[str, Any] = field(default_factory=dict)
     ran_on: list[dict[str, Any]] = field(default_factory=list)
     earlier: list[tuple[float, str]] = field(default_factory=list)
+    may_end_early: bool = False
 
 
 @dataclass(frozen=True)
 class StepLogged(Event):
-    """State after a step: the measures, including "loss", cover all training samples since the last such event."""
+    """State after a step: the measures, including "loss", cover all training samples since the last such event.
+
+    seconds_left: until the end of the last evaluation, at the pace of this attempt, see report/time_left.py; None in
+    its first seconds, and before the event has left the ranks.
+    """
 
     epoch: int
     step: int
@@ -64,6 +77,7 @@ class StepLogged(Event):
     samples_per_second: float
     gradient_norms: dict[str, float]  # Euclidean, of this step: the ten largest by parameter, or all on request
     gradient_norm: float = 0.0  # of all parameters together
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True)

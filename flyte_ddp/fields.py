@@ -5,8 +5,11 @@ checked. A broken rule raises InputError.
 """
 
 import dataclasses
+import inspect
 import json
 import math
+import re
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -116,6 +119,18 @@ class Settings(DataClassJsonMixin):
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
             checked(cls.__name__, fields[name], value)
         return values
+
+
+def described(kind: type[Settings]) -> dict[str, str]:
+    """By name of each field, what the docstrings of the class and its bases say of it, and its default."""
+    texts: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        _, _, attributes = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")
+        for entry in re.split(r"\n(?=\w)", textwrap.dedent(attributes).strip()):
+            names, _, text = entry.partition(":")
+            texts.update({name.strip(): " ".join(text.split()) for name in names.split(",")})
+    defaults = {name: f"[default: {json.dumps(value)}]" if value != "" else "" for name, value in vars(kind()).items()}
+    return {name: f"{texts.get(name, '')} {default}".strip() for name, default in defaults.items()}
 
 
 def _check_declared(kind: type[Settings]) -> None:

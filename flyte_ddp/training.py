@@ -20,7 +20,7 @@ from flyte_ddp.code.user_code import EXAMPLE, UserCode, find_code, find_observer
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import OUTPUT, PREDICTIONS, Job, KeptModel, TrainingResult, job_in, subject_of
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import EpochFinished, Event, all_of
+from flyte_ddp.events import EpochFinished, Event, StartUp, all_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import PreemptedError
@@ -31,6 +31,7 @@ from flyte_ddp.report.console import Console, open_console, show_output
 from flyte_ddp.report.own_observers import OBSERVER_SECONDS, OwnObservers
 from flyte_ddp.report.progress import FILE, ProgressFile
 from flyte_ddp.report.record import RunFailed, RunFinished
+from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.whole_files import writing_to
 
@@ -148,7 +149,10 @@ def run_in(
     console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
     try:
         with nullcontext(on_event) if on_event else closing(console()) as listen:
-            results = run_job(job, all_of(listen, own, progress))
+            tell = all_of(listen, own, progress)
+            if is_first_rank():
+                tell(StartUp("importing torch"))
+            results = run_job(job, TimeLeft(tell))
     except BaseException as error:
         for observer in (own, progress):
             observer.close(RunFailed.by(error))

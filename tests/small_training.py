@@ -12,7 +12,7 @@ from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import TrainingResult, job_in, subject_of
-from flyte_ddp.events import Event, StepLogged
+from flyte_ddp.events import Event, StartUp, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -26,7 +26,7 @@ RECIPE = "flyte_ddp.recipes.images:ImageClassifier"
 class Trained(NamedTuple):
     result: TrainingResult
     weights: dict[str, Any]
-    events: list[Event]
+    events: list[Event]  # from RunStarted on
     folder: Path
 
 
@@ -98,7 +98,8 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         events: list[Event] = []
 
         def listen(event: Event) -> None:
-            events.append(event)
+            if not isinstance(event, StartUp):
+                events.append(event)
             on_event(event)
 
         world = choose_world("gloo", nproc, hp.batch_size)

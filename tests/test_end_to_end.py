@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from flyte_ddp.fields import described
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
 from tests.commands import OFFLINE, ROOT, pyflyte, start_pyflyte, words
 
 WORKFLOW = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf"]
@@ -121,6 +124,16 @@ def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, argume
     report = words(pyflyte(*WORKFLOW, *arguments, status=2, cwd=tmp_path, environment=places).stderr)
     assert all(text in report for text in said), report
     assert not (tmp_path / "data").exists()
+
+
+def test_the_help_has_a_line_for_each_setting_and_no_schema():
+    said = words(pyflyte(*WORKFLOW, "--help").stdout)
+    for kind in (Hyperparameters, RunOptions):
+        for name, text in described(kind).items():
+            assert not text.startswith("[default"), f"{name} has no docstring"
+            assert words(f"- {name}: {text}") in said
+    assert "--hp JSON what determines the result; omitted fields keep their defaults. - backend: process group" in said
+    assert '"properties"' not in said
 
 
 @pytest.mark.slow

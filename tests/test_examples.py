@@ -68,6 +68,7 @@ def test_the_workflow_of_an_example_trains(name):
         ]
     if name == "tabular":  # one as its user types it; the others only learn something else
         done = pyflyte_process(*command, cwd=project(), environment={"PYTHONPATH": str(ROOT)})
+        assert "warnings=[]" in done.stdout
     else:
         done = pyflyte(*command, cwd=project())
     (found,) = re.findall(r"epoch_measures=(\[.*?])", done.stdout)

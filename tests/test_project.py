@@ -108,7 +108,7 @@ def test_the_image_has_what_every_feature_needs():
     assert packages <= {pin.partition("==")[0] for pin in _pins("requirements.txt")}
     code = "".join(file.read_text() for file in [*ROOT.glob("flyte_ddp/**/*.py"), *ROOT.glob("workflows/*.py")])
     named = set(re.findall(r"not_installed\([^()]*'(\w+)'\)", code))
-    assert {"figures", "mlflow", "tensorboard"} <= named <= set(extras)
+    assert {"mlflow", "tensorboard"} <= named <= set(extras)
 
 
 # Packages that always come with another one, which decides their version

@@ -243,7 +243,7 @@ def test_modules_import_without_optional_packages():
 
         class Missing:
             def find_spec(self, name, path=None, target=None):
-                optional = {"flytekitplugins", "lightning", "matplotlib", "mlflow", "tensorboard"}
+                optional = {"flytekitplugins", "lightning", "mlflow", "tensorboard"}
                 if name.partition(".")[0] in optional:
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

@@ -1,4 +1,4 @@
-"""What a platform's command says of an option that it has not, but its settings have."""
+"""What a platform's command says of settings: of each one in its help, and of one that is given as an option."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from flyte_ddp.fields import Settings
+from flyte_ddp.fields import Settings, described
 
 
 def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
@@ -30,6 +30,26 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
 
     init.original = original  # type: ignore[attr-defined]
     click.NoSuchOption.__init__ = init  # type: ignore[method-assign]
+
+
+def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
+    """Gives the help of commands a line for each setting in place of a JSON schema. Calling it again does no harm.
+
+    kind_of: see explain_unknown_options.
+    """
+    original = getattr(click.Option.__init__, "original", click.Option.__init__)
+
+    def init(self: click.Option, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        kind = kind_of(self.type)
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            whole = (self.help or "").partition(": {")[0]  # the schema
+            # A list as Markdown has it, which some commands render; others have a line for each paragraph
+            self.help = "\n\n".join([whole, *(f"- {name}: {text}" for name, text in described(kind).items())])
+            self.metavar, self.show_default = "JSON", False
+
+    init.original = original  # type: ignore[attr-defined]
+    click.Option.__init__ = init  # type: ignore[method-assign]
 
 
 def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:

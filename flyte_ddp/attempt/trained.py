@@ -13,11 +13,13 @@ from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.engine.job import PREDICTIONS, Subject, TrainingResult, job_of
+from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.surroundings import surroundings
+from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions
 
 
@@ -97,7 +99,8 @@ def train_by(
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
         with Observers(info, report, publish, run.store, run.logs, own=own_observers) as observers:
-            results = start(job, observers)
+            observers(StartUp("importing torch"))
+            results = start(job, TimeLeft(observers))
             finished = RunFinished(results, predictions if predictions.exists() else None, time.time() - started)
             observers.end(finished)
     say_summary(observers.record, model, report, show_paths=platform.is_local())

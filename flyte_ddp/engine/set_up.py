@@ -24,13 +24,15 @@ from flyte_ddp.engine.sharding.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.virtual_ranks.rules import check_recipe, check_settings, uneven_parts
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import NotLearning
+from flyte_ddp.events import NotLearning, StartUp
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
 from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
 
 SPLITS = ("train", "test")
+SILENT = Link()
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,14 @@ class SetUp:
     warnings: list[NotLearning]
 
 
-def set_up(environment: Environment, device: torch.device, job: Job, cache: BlockCache, precision: str = "") -> SetUp:
+def set_up(
+    environment: Environment,
+    device: torch.device,
+    job: Job,
+    cache: BlockCache,
+    precision: str = "",
+    link: Link = SILENT,
+) -> SetUp:
     """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks.
 
     precision: of the checkpoint that is resumed; by default that of the settings, the same on all ranks.
@@ -84,6 +93,8 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
             f"{settings.evaluations_per_epoch}: lower it, or batch_size"
         )
     model, left_out, remarks = first_model(recipe, job)
+    if recipe.passes_per_epoch > 1:
+        remarks.append(f"an epoch passes over the training {recipe.samples} {recipe.passes_per_epoch} times")
     remarks += uneven_parts(settings.virtual_ranks, world_size)
     base = FrozenBase(model, left_out)
     average = to_device(recipe, model, base, job.options, environment, precision)
@@ -92,6 +103,7 @@ def set_up(environment: Environment, device: torch.device, job: Job, cache: Bloc
     splits = {"train": train, "test": test}
     if validation and recipe.has_validation:
         splits["validation"] = validation
+    link.emit(StartUp("trying the recipe on some samples"))
     with on_trial(recipe, model):
         probed = probe(recipe, model, splits, total_steps, mixed)
     check_batch_norm(recipe, model, probed.mode.normalised)

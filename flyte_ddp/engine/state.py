@@ -93,7 +93,7 @@ class TrainingState:
         self._generator = device_generator(device)
         self.history: list[EpochFinished] = []
         self.ran_on: list[dict[str, Any]] = []  # see machine.py
-        self.loss_monitor = LossMonitor(constant_loss)
+        self.loss_monitor = LossMonitor(constant_loss, recipe.settings.epochs)
         self.best_tracker: BestTracker | None = None  # None without a validation split
 
     @property

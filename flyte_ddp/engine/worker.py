@@ -28,7 +28,7 @@ from flyte_ddp.engine.results import layers_of, result_of, write_last, write_res
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError
-from flyte_ddp.events import RunStarted, all_of, digests_of
+from flyte_ddp.events import RunStarted, StartUp, all_of, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -56,8 +56,10 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
 
 
 def _train(environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache) -> TrainingResult:
+    link.emit(StartUp("reading the recipe and its data"))
     with checked_imports(job.root, job.files):
-        setup = set_up(environment, device, job, cache)
+        setup = set_up(environment, device, job, cache, link=link)
+    link.emit(StartUp("looking for a checkpoint"))
     check_readable(setup.state.state_dict())
     other = resume(setup.state, job, environment, link)
     if other:
@@ -70,8 +72,10 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         setup = set_up(environment, device, job, cache)
     state, settings = setup.state, job.settings
     if state.recipe.micro_batch < 0:
+        link.emit(StartUp("trying how large a micro-batch fits"))
         setup.remarks.append(choose_micro_batch(state, setup.train))
     if job.options.compile:
+        link.emit(StartUp("compiling"))
         compile_now(state, setup.train, setup.validation or setup.test, link)
     if device.type == "cuda":  # without what the trials have taken
         torch.cuda.empty_cache()
@@ -138,6 +142,7 @@ def run_started(setup: SetUp, environment: Environment, job: Job, hosts: list[st
         identity=job.identity,
         ran_on=state.ran_on,
         earlier=digests_of(state.history),
+        may_end_early=job.settings.patience > 0,
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import flyte_ddp
-from flyte_ddp.attempt.options import explain_unknown_options
+from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.code.user_code import loaded_files
 from flyte_ddp.errors import ReportedError
@@ -22,6 +22,7 @@ def set_up_pyflyte() -> None:
     show_output()
     explain_unreadable_settings()
     explain_unknown_options(type_of)
+    describe_settings(type_of)
     explain_missing_paths()
     explain_cached_trainings()
     ship_whole_package()

@@ -10,7 +10,7 @@ from flyte.errors import RuntimeUserError
 from flyteidl2.task.common_pb2 import Outputs
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of
-from flyte_ddp.attempt.options import explain_unknown_options
+from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import Settings
 from flyte_ddp.flyte2 import platform
@@ -24,6 +24,7 @@ def set_up_flyte() -> None:
     show_output()
     read_json_inputs(Settings, read_settings)
     explain_unknown_options(type_of)
+    describe_settings(type_of)
     refuse_inputs(InputError, lambda error: attempt_error(platform, failure_of(platform, error)))
     forget_lost_results()
     logging.getLogger("flyte").addFilter(is_news)

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed
 
-from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.digest import sum_of, weights_digest
 from flyte_ddp.engine.machine import machine, moved
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
@@ -51,7 +51,9 @@ class RankObserver(Checkpoint):
         self._files, self._validation = files, validation
         self.epochs: list[EpochFinished] = []
         self.ran_on: list[dict[str, Any]] = []  # see engine/machine.py
-        self.loss_monitor = LossMonitor(remedies="lower the learning rate, or set gradient_clip_val")
+        self.loss_monitor = LossMonitor(
+            epochs=job.settings.epochs, remedies="lower the learning rate, or set gradient_clip_val"
+        )
         self._so_far = dict(NOTHING)  # of this epoch
         self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
         self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
@@ -59,6 +61,7 @@ class RankObserver(Checkpoint):
         self.started: RunStarted | None = None
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
+        self._is_compared = False
 
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
@@ -122,10 +125,27 @@ class RankObserver(Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clock.lap(StepPart.DATA)
+        if not self._is_compared:
+            self._compare(trainer, batch)
         steps = batch_idx + 1
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
         self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
+
+    def _compare(self, trainer: Trainer, batch: Any) -> None:
+        """Warns, at the first step, of ranks that see the same samples; a collective."""
+        self._is_compared = True
+        leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        own = [int(sum_of(leaf)) for leaf in leaves if leaf.layout == torch.strided]
+        found: list[list[int]] = [[]] * self._environment.world.size
+        distributed.all_gather_object(found, own)
+        alike = [str(rank) for rank, sums in enumerate(found) if sums and found.count(sums) > 1]
+        if alike:
+            self._warn(
+                trainer.current_epoch,
+                f"ranks {', '.join(alike)} see the same samples, at least in the first step: an IterableDataset has to "
+                "share them out itself, by torch.distributed.get_rank() and get_world_size()",
+            )
 
     # --- steps ---
 
@@ -264,21 +284,21 @@ class RankObserver(Checkpoint):
 
     def _check_names(self, trained: set[str], validated: Mapping[str, float]) -> None:
         """Warns, after the first epoch, of names that nothing has, and of those that validation lacks."""
-        headline, logged = self._job.headline, {*trained, *validated}
+        headline, logged, epoch = self._job.headline, {*trained, *validated}, self.epochs[-1].epoch
         if len(self.epochs) > 1:
             return
         if headline not in logged:
             known = ", ".join(sorted(logged))
-            self._warn(f"headline must be a measure that the module logs: {known}, got {headline!r}: change it")
+            self._warn(epoch, f"headline must be a measure that the module logs: {known}, got {headline!r}: change it")
         if self._so_far["evaluation"]:
             for name in sorted(({"loss", headline} & logged) - {*validated}):
                 got, remedy = ", ".join(sorted(validated)) or "nothing", f"log val_{name} in validation_step"
                 if any("/dataloader_idx_" in other for other in validated):
                     remedy += ", for one of the loaders, with add_dataloader_idx=False"
-                self._warn(f"{name} is not shown for the validation, which logs {got}: {remedy}")
+                self._warn(epoch, f"{name} is not shown for the validation, which logs {got}: {remedy}")
 
-    def _warn(self, reason: str) -> None:
-        self.loss_monitor.warnings.append(NotLearning(self.epochs[-1].epoch, 0, reason))
+    def _warn(self, epoch: int, reason: str) -> None:
+        self.loss_monitor.warnings.append(NotLearning(epoch, 0, reason))
         self._link.emit(self.loss_monitor.warnings[-1])
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:

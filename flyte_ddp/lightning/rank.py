@@ -4,20 +4,21 @@ import logging
 import os
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.engine.results import export_model
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import EpochChosen
+from flyte_ddp.events import EpochChosen, StartUp
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -25,6 +26,7 @@ from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken
 from flyte_ddp.lightning.job import LightningJob
+from flyte_ddp.lightning.loaders import begin_with_epoch, settle_loaders
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.modules import build
 from flyte_ddp.lightning.observer import RankObserver
@@ -69,11 +71,16 @@ def variables_of(environment: Environment) -> dict[str, str]:
 
 def _train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     seed(job)
+    link.emit(StartUp("making the module and its data"))
     module, data = build(job)
     files = CheckpointFiles(job, link.emit, device)
     validation = LoggedByValidation()
     observer = RankObserver(environment, link, job, files, validation)
-    trainer = trainer_of(environment, device, job, files, validation, observer)
+    seeds = StepSeeds(job.settings.seed, environment.rank, observer)
+    for owner in (module, data) if data else (module,):
+        settle_loaders(owner, partial(seed, job), seeds.begin_order, environment.world.size)
+    trainer = trainer_of(environment, device, job, files, validation, [observer, seeds])
+    begin_with_epoch(trainer, lambda: observer.position[0])
     seed(job)
     trainer.fit(module, datamodule=data, ckpt_path=files.find())
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
@@ -98,7 +105,7 @@ def trainer_of(
     job: LightningJob,
     files: CheckpointFiles,
     validation: LoggedByValidation,
-    observer: RankObserver,
+    callbacks: list[Callback],
 ) -> Trainer:
     settings, world = job.settings, environment.world
     limits: dict[str, Any] = {name: getattr(settings, name) for name in LIMITS}
@@ -119,7 +126,7 @@ def trainer_of(
         default_root_dir=job.logs,
         logger=validation,
         log_every_n_steps=settings.log_interval,
-        callbacks=[observer, StepSeeds(settings.seed, environment.rank, observer)],
+        callbacks=callbacks,
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning import __version__
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.engine.machine import hardware
@@ -50,6 +51,7 @@ def run_started(
         identity=job.identity,
         remarks=[f"under Lightning {__version__}, {type(trainer.strategy).__name__}"],
         hosts=hosts,
+        may_end_early=any(isinstance(one, EarlyStopping) for one in trainer.callbacks),  # type: ignore[attr-defined]
     )
 
 

@@ -23,8 +23,9 @@ class StepSeeds(Checkpoint):
         self._settings_seed, self._rank, self._observer = seed, rank, observer
         self._is_first_epoch = True
 
-    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._seed(self._observer.position[0], 0)  # a shuffled order is drawn next
+    def begin_order(self) -> None:
+        """Once the training loader is made: that of the first epoch is drawn next."""
+        self._seed(self._observer.position[0], 0)
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not self._is_first_epoch:

@@ -12,7 +12,7 @@ import click
 from flyte_ddp import events
 from flyte_ddp.data.sources.download import Progress
 from flyte_ddp.report.ranks import Table, in_text, rank_tables
-from flyte_ddp.report.words import in_words, split_sizes, written
+from flyte_ddp.report.words import in_words, split_sizes, time_left, written
 from flyte_ddp.text import counted, masked
 
 logger = logging.getLogger("flyte_ddp")
@@ -102,6 +102,9 @@ class Console(Remarks):
         self._ranks: list[Table] = []
         self._has_slow_rank = False
 
+    def on_start_up(self, event: events.StartUp) -> None:
+        say(f"Starting: {event.doing}")
+
     def on_run_started(self, event: events.RunStarted) -> None:
         self._run, self._ranks = event, []
         hosts = len({*event.hosts})
@@ -151,10 +154,10 @@ class Console(Remarks):
         )
 
     def on_step_logged(self, event: events.StepLogged) -> None:
-        done = event.step / self._run.steps_per_epoch
+        done, left = event.step / self._run.steps_per_epoch, time_left(self._run, event.seconds_left)
         say(
             f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({done:.0%})]"
-            f"\tLoss: {event.measures['loss']:.6f}"
+            f"\tLoss: {event.measures['loss']:.6f}" + f"\t{left}" * bool(left)
         )
 
 
@@ -163,20 +166,23 @@ class LiveConsole(Console):
 
     def __init__(self) -> None:
         super().__init__()
-        from rich.progress import BarColumn, TimeRemainingColumn
+        from rich.progress import BarColumn
 
-        self._progress = _progress(BarColumn(bar_width=None), TimeRemainingColumn(elapsed_when_finished=True))
+        self._progress = _progress(BarColumn(bar_width=None), "{task.fields[left]}")
         self._progress.start()
-        self._task = self._progress.add_task("Starting the ranks", total=None)
+        self._task = self._progress.add_task("Starting", total=None, left="")
+
+    def on_start_up(self, event: events.StartUp) -> None:
+        self._progress.update(self._task, description=f"Starting: {event.doing}")
 
     def on_run_started(self, event: events.RunStarted) -> None:
         super().on_run_started(event)
-        # restarted, so that the estimate of the time left excludes the start-up
-        self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(
-            f"Epoch {event.first_epoch + 1}/{event.epochs}",
+        self._progress.update(
+            self._task,
+            description=f"Epoch {event.first_epoch + 1}/{event.epochs}",
             total=event.epochs * event.steps_per_epoch,
             completed=event.first_epoch * event.steps_per_epoch + event.first_step,
+            left="",
         )
 
     def on_step_logged(self, event: events.StepLogged) -> None:
@@ -186,6 +192,7 @@ class LiveConsole(Console):
             completed=event.epoch * run.steps_per_epoch + event.step,
             description=f"Epoch {event.epoch + 1}/{run.epochs}, step {event.step}/{run.steps_per_epoch}, "
             f"{self._measured('', event.measures, decimals=3)}, {event.samples_per_second:,.0f} {run.samples}/s",
+            left=time_left(run, event.seconds_left),
         )
 
     def close(self) -> None:

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Iterable
+from datetime import datetime, timezone
 from typing import Any
 
 from flyte_ddp.fields import Settings
 from flyte_ddp.report.ranks import Table, rank_tables
 from flyte_ddp.report.record import Record
-from flyte_ddp.report.words import capitalised, in_words
+from flyte_ddp.report.words import capitalised, duration, in_words, time_left
 from flyte_ddp.text import counted, masked
 
 MOST_MODULES = 40
@@ -41,6 +42,8 @@ def tiles(record: Record) -> list[tuple[str, str]]:
         shown.append((duration(seconds), f"training, {trained} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
         shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
+    if run and not record.finished and (left := time_left(run, record.seconds_left)):
+        shown.append((left, f"at {datetime.now(timezone.utc):%H:%M:%S} UTC"))
     if run:
         ranks = f"{run.world_size} rank" + "s" * (run.world_size != 1)
         shown.append((ranks, f"{run.backend}, {run.device}, {run.precision}"))
@@ -189,13 +192,6 @@ def operator_table(record: Record) -> dict[str, Any] | None:
     ]
     title = f"Most expensive operators of rank 0, over {profile['steps']} profiled steps"
     return {"title": title, "heads": ["Operator", "Calls", *columns], "lines": lines}
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _list(values: Any) -> str:

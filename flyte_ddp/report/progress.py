@@ -14,6 +14,7 @@ from flyte_ddp.report.record import RunFailed, RunFinished
 FORMAT = 2
 FILE = "progress.jsonl"
 EVENTS: dict[str, type[Any]] = {
+    "start_up": events.StartUp,
     "started": events.RunStarted,
     "step": events.StepLogged,
     "epoch": events.EpochFinished,
@@ -58,10 +59,7 @@ class ProgressFile(events.Observer):
         ):
             return
         self._steps, self._last = self._steps + 1, now
-        done = event.epoch * run.steps_per_epoch + event.step
-        here = done - (run.first_epoch * run.steps_per_epoch + run.first_step)
-        left = elapsed / here * (run.epochs * run.steps_per_epoch - done)
-        self._write("step", {**fields_of(event), "seconds_left": round(left, 1)})
+        self._write_whole(event)
 
     def on_run_finished(self, event: RunFinished) -> None:
         result = event.results[0]
@@ -74,7 +72,8 @@ class ProgressFile(events.Observer):
         self._write(NAMES[type(event)], fields_of(event))
 
     on_epoch_finished = on_epoch_chosen = on_not_learning = on_slow_rank = on_ranks_timed = on_printed = _write_whole
-    on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = on_ranks_restarted = _write_whole
+    on_start_up = on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = _write_whole
+    on_ranks_restarted = _write_whole
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")

@@ -88,6 +88,7 @@ class Record(events.Observer):
     """The run so far."""
 
     info: RunInfo
+    doing: str = ""  # while it starts
     started: events.RunStarted | None = None
     steps: list[events.StepLogged] = field(default_factory=list)
     epochs: list[events.EpochFinished] = field(default_factory=list)
@@ -96,6 +97,7 @@ class Record(events.Observer):
     tested: events.EpochChosen | None = None
     ranks: events.RanksTimed | None = None
     failure: str = ""
+    seconds_left: float | None = None
     checkpoints: int = 0
     stall_seconds: float = 0.0
     write_seconds: float = 0.0
@@ -104,8 +106,11 @@ class Record(events.Observer):
     _every: int = 1  # one in this many logged steps is kept
     _seen: int = 0
 
+    def on_start_up(self, event: events.StartUp) -> None:
+        self.doing = event.doing
+
     def on_run_started(self, event: events.RunStarted) -> None:
-        self.started, first = event, (event.first_epoch, event.first_step)
+        self.started, first, self.seconds_left = event, (event.first_epoch, event.first_step), None
         self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]  # else they come twice
         position = event.first_epoch + event.first_step / event.steps_per_epoch
         self.epochs = [epoch for epoch in self.epochs if epoch.position <= position]
@@ -115,6 +120,7 @@ class Record(events.Observer):
             self._note(f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}.")
 
     def on_step_logged(self, event: events.StepLogged) -> None:
+        self.seconds_left = event.seconds_left
         self._seen += 1
         if self._seen % self._every == 0:
             self.steps.append(event)
@@ -174,7 +180,7 @@ class Record(events.Observer):
         if self.started:
             done = int(self.epochs[-1].position) if self.epochs else self.started.first_epoch
             return f"Training, epoch {done + 1} of {self.info.settings.last_epoch}"
-        return "Starting"
+        return f"Starting, {self.doing}" if self.doing else "Starting"
 
     @property
     def title(self) -> str:

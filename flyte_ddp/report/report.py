@@ -1,17 +1,18 @@
-"""The report: one HTML file that shows a run, rewritten after each epoch, at each warning and at the end."""
+"""The report: one HTML file that shows a run, rewritten while it starts and trains, at each warning and at the end."""
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flyte_ddp.events import EpochFinished, Observer, RunStarted, Warned
+from flyte_ddp.events import EpochFinished, Observer, RunStarted, StartUp, StepLogged, Warned
 from flyte_ddp.report import contents, curves, page
 from flyte_ddp.report.article import Drawing, document, render_body
-from flyte_ddp.report.figures import Curves, draw, load_matplotlib
+from flyte_ddp.report.figures import Curves, draw
 from flyte_ddp.report.record import Record, RunFailed, RunFinished
 from flyte_ddp.report.verdict import drawn_figures, drawn_pictures, sample_pictures, verdict
 from flyte_ddp.whole_files import write_whole
 
+PAGE_SECONDS = 30.0  # between pages that show nothing but steps
 PAGES_FRACTION = 0.05  # the largest fraction of the time to spend on pages that the next one replaces
 
 
@@ -20,11 +21,17 @@ class Report(Observer):
 
     def __init__(self, record: Record, path: Path, publish: Callable[[str], None]):
         self._record, self._path, self._publish = record, path, publish
-        self._next_page = 0.0
-        load_matplotlib()  # now, while the ranks train, rather than after an epoch
+        self._last_page = self._next_page = 0.0
+
+    def on_start_up(self, event: StartUp) -> None:
+        self._write_if_due()
 
     def on_run_started(self, event: RunStarted) -> None:
-        self._write_if_due()
+        self._write(live=True)
+
+    def on_step_logged(self, event: StepLogged) -> None:
+        if time.monotonic() >= self._last_page + PAGE_SECONDS:
+            self._write_if_due()
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
         if event.position < self._record.info.settings.last_epoch:  # else the final page follows at once
@@ -49,7 +56,7 @@ class Report(Observer):
         body = fragment(record)
         write_whole(self._path, document(record.title, body, live).encode())
         self._publish(body)
-        now = time.monotonic()
+        self._last_page = now = time.monotonic()
         self._next_page = now + (now - started) * (1 / PAGES_FRACTION - 1)
 
 

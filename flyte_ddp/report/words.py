@@ -41,3 +41,17 @@ def written(name: str, value: float, percent: Container[str], decimals: int = 4)
     if name in percent:
         return f"{value:.{decimals - 2}%}"
     return f"{value:.{decimals}f}" if name == "loss" else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def time_left(run: RunStarted, seconds: float | None) -> str:
+    """Of a training that has so many seconds to go; empty if that is unknown, or next to nothing."""
+    if seconds is None or seconds < 1:
+        return ""
+    return f"{'at most ' * run.may_end_early}{duration(seconds)} left"

@@ -1,12 +1,9 @@
 """flyte-ddp run RECIPE --epochs 1: trains on this machine, with an option for each field of settings and RunOptions."""
 
 import dataclasses
-import inspect
 import os
 import pkgutil
-import re
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import click
 from flyte_ddp.code.code_version import find_parts
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import TYPE_NAMES, Settings, read_json
+from flyte_ddp.fields import TYPE_NAMES, described, read_json
 from flyte_ddp.launch.environment import is_first_rank
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -81,12 +78,12 @@ def command_of(recipe: str, kind: type[TrainingSettings]) -> click.Command:
             help="The folder for the weights, and for the checkpoint that the same command resumes from.",
         ),
     ]  # fmt: skip
-    described = {**descriptions(RunOptions), **descriptions(kind)}
-    options = [option_of(field, described) for field in {**fields, **how}.values()]
+    said = {**described(RunOptions), **described(kind)}
+    options = [option_of(field, said[field.name]) for field in {**fields, **how}.values()]
     return click.Command(recipe, params=[*own, *options], callback=call, help=f"Train {recipe} on this machine.")
 
 
-def option_of(field: "dataclasses.Field[Any]", described: dict[str, str]) -> click.Option:
+def option_of(field: "dataclasses.Field[Any]", said: str) -> click.Option:
     """Its value is checked by the settings themselves, so that it is refused in the same words as everywhere."""
     default = field.default_factory() if callable(field.default_factory) else field.default
 
@@ -99,19 +96,4 @@ def option_of(field: "dataclasses.Field[Any]", described: dict[str, str]) -> cli
             raise InputError(f"--{dashed} must be {TYPE_NAMES[type(default)]}, got {text}") from None
 
     dashed = field.name.replace("_", "-")
-    shown = "" if default == "" else f"  [default: {str(default).lower() if type(default) is bool else default}]"
-    return click.Option(
-        [f"--{dashed}", field.name], metavar=type(default).__name__, callback=read,
-        help=described.get(field.name, "") + shown,
-    )  # fmt: skip
-
-
-def descriptions(kind: type[Settings]) -> dict[str, str]:
-    """What the docstrings of a settings class, and of those that it derives from, say of each field."""
-    found: dict[str, str] = {}
-    for one in reversed(kind.__mro__):
-        _, _, attributes = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")
-        for entry in re.split(r"\n(?=\w)", textwrap.dedent(attributes).strip()):
-            names, _, text = entry.partition(":")
-            found.update({name.strip(): " ".join(text.split()) for name in names.split(",")})
-    return found
+    return click.Option([f"--{dashed}", field.name], metavar=type(default).__name__, callback=read, help=said)

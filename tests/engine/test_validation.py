@@ -230,7 +230,14 @@ def test_a_recipes_own_split_chooses_by_the_loss(tmp_path):
     result = train_recipe(
         "tests.engine.probe_recipes:Validated", settings, RunOptions(nproc=2), output=tmp_path, on_event=events.append
     )
-    assert events[0].validation_samples == 5
+    first = next(number for number, event in enumerate(events) if isinstance(event, RunStarted))
+    assert [event.doing for event in events[:first]] == [
+        "importing torch",
+        "reading the recipe and its data",
+        "trying the recipe on some samples",
+        "looking for a checkpoint",
+    ]
+    assert events[first].validation_samples == 5
     losses = [epoch.validation["loss"] for epoch in result.epochs]
     assert result.best_epoch == losses.index(min(losses)) + 1
 

@@ -57,6 +57,12 @@ def test_a_setting_that_is_given_as_an_option_is_told_where_it_belongs(option):
     assert "is a field of" not in flyte_run("--nothing", "1", status=1)
 
 
+def test_the_help_has_a_line_for_each_setting_and_no_schema():
+    said = flyte_run("--help")
+    assert "epochs: passes over the training samples. [default: 2]" in said
+    assert "properties" not in said
+
+
 PLAIN = """
 from pathlib import Path
 from flyte_ddp import RunOptions

@@ -27,7 +27,8 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import distributed
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, random_split
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import WeightedRandomSampler, random_split
 
 from numerals.model import LitNumerals, Numerals
 
@@ -211,6 +212,35 @@ class InTwo(LightningDataModule):
 
     def val_dataloader(self):
         return [DataLoader(part, 4) for part in random_split(Numbered(), [24, 16])]
+
+
+class Sampled(InTwo):
+    """Lightning deals out what a sampler of its user draws; a shuffled order is Lightning's own."""
+
+    def train_dataloader(self):
+        return DataLoader(Numbered(), 3, sampler=WeightedRandomSampler([1.0] * 20 + [0.0] * 20, 60))
+
+
+class Shuffled(InTwo):
+    def train_dataloader(self):
+        return DataLoader(Numbered(), 3, shuffle=True, num_workers=1)
+
+
+class Ignored(Numerals):
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], 3, sampler=RandomSampler(self.parts[0], True, 60))
+
+
+class Unshared(IterableDataset):
+    """Leaves it to others to share it out."""
+
+    def __iter__(self):
+        yield from (Numbered()[index] for index in range(40))
+
+
+class ForEachRank(InTwo):
+    def train_dataloader(self):
+        return DataLoader(Unshared(), 4)
 
 
 class Seen(LightningModule):

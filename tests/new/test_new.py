@@ -149,10 +149,10 @@ def test_uv_installs_it_or_else_pip(tmp_path, uv, by_pip):
 
 @pytest.mark.slow
 def test_one_for_flyte_2_trains_by_its_sdk(tmp_path):
-    named = "flyte-ddp-training[figures] @ git+https://git.example/flyte-ddp.git@0123abc"
+    named = "flyte-ddp-training[tensorboard] @ git+https://git.example/flyte-ddp.git@0123abc"
     new("flowers", "--flyte2", "--library", named, cwd=tmp_path)
     project = tmp_path / "flowers"
-    assert requirement(project) == named.replace("[figures]", "[figures,flyte2]")
+    assert requirement(project) == named.replace("[tensorboard]", "[flyte2,tensorboard]")
     assert not any("my_project" in file.read_text() for file in project.rglob("*") if file.is_file())
     command = re.findall(r"flyte run --local .*(?= \$\(ARGS\))", (project / "Makefile").read_text())[0].split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,6 +12,7 @@ from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import PREDICTIONS, job_of, subject_of
+from flyte_ddp.events import StartUp
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -28,7 +29,7 @@ HOSTILE_CLASS = "<img src=x onerror=alert(2)>"
 
 class Recorded(NamedTuple):
     info: RunInfo
-    events: list[Any]  # the last is RunFinished
+    events: list[Any]  # RunStarted, what followed, and RunFinished
 
     @property
     def record(self) -> Record:
@@ -79,6 +80,7 @@ def record(folder: Path) -> None:
     )
     events: list[Any] = []
     results = launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)
+    events = [event for event in events if not isinstance(event, StartUp)]
     events.append(RunFinished(results, logs / PREDICTIONS, time.time() - job.launched))
     (folder / "recorded.pickle").write_bytes(pickle.dumps(Recorded(info, events)))
 

@@ -17,6 +17,7 @@ from flyte_ddp.events import (
     Printed,
     RanksRestarted,
     SlowRank,
+    StartUp,
     StepLogged,
 )
 from flyte_ddp.report.progress import EVENTS, LEFT_OUT, ProgressFile, event_of
@@ -24,6 +25,7 @@ from flyte_ddp.report.record import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = (
+    StartUp("reading the data"),
     CheckpointWritten(0, 5, "/a/place", 0.1, 0.2),
     NotLearning(0, 10, "no better than guessing"),
     EpochChosen(0, 2, {"loss": 0.5}, stopped_early=True, seconds=0.25),
@@ -70,17 +72,6 @@ def test_what_is_not_finite_is_null(recorded, tmp_path):
     line = json.loads((tmp_path / "progress.jsonl").read_text().splitlines()[-1])
     assert line["measures"] == {"loss": None}
     assert math.isnan(event_of(line).measures["loss"])
-
-
-def test_seconds_left_are_those_of_all_steps_to_come(recorded, tmp_path):
-    progress = ProgressFile(tmp_path, "run")
-    step = recorded.of(StepLogged)[0]
-    progress(dataclasses.replace(recorded.events[0], epochs=10**9))
-    progress(dataclasses.replace(step, epoch=0))
-    progress(dataclasses.replace(step, epoch=10**9 - 1, step=10))
-    left = [json.loads(line)["seconds_left"] for line in (tmp_path / "progress.jsonl").read_text().splitlines()[1:]]
-    assert left[0] > 0
-    assert left[1] == 0
 
 
 def test_a_long_run_has_some_thousand_lines_and_the_last_step_of_each_epoch(recorded, tmp_path):

@@ -1,9 +1,8 @@
 """The report, made from a real run: what it shows."""
 
 import dataclasses
+import math
 import re
-import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 
 from flyte_ddp.events import EpochFinished, NotLearning, Printed, RanksTimed, RunStarted, SlowRank, StepLogged
-from flyte_ddp.report.figures import Curves, cloud, draw, load_matplotlib, scatter, thinned
+from flyte_ddp.report.figures import Curves, cloud, draw, scatter, thinned
+from flyte_ddp.report.plot import axis_of
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
 from flyte_ddp.report.report import Report, fragment
@@ -178,19 +178,42 @@ def test_odd_values_make_a_figure(values, logarithmic):
     assert "$a_b" in svg
 
 
-@pytest.fixture
-def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    load_matplotlib.cache_clear()
-    yield
-    load_matplotlib.cache_clear()
+@pytest.mark.parametrize(
+    ("values", "how", "labels"),
+    [
+        ([0.1, 0.98], {}, ["0.2", "0.4", "0.6", "0.8", "1"]),
+        ([1, 4], {"integer": True}, ["1", "2", "3", "4"]),
+        ([0, 12_000], {"from_zero": True}, ["0", "2,000", "4,000", "6,000", "8,000", "10,000", "12,000"]),
+        ([1e-5, 3, -1], {"logarithmic": True}, ["1e-05", "0.0001", "0.001", "0.01", "0.1", "1"]),
+        ([0.01, 0.05], {"logarithmic": True}, ["0.01", "0.02", "0.05"]),
+        ([3.3, 3.4], {"logarithmic": True}, ["3.3", "3.32", "3.34", "3.36", "3.38", "3.4"]),
+        ([-1, 0], {"logarithmic": True}, ["-1", "-0.8", "-0.6", "-0.4", "-0.2", "0"]),
+        ([float("nan")], {}, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        ([7.0, 7.0], {"ticks": [7.0]}, ["7"]),
+    ],
+)
+def test_an_axis_has_round_numbers(values, how, labels):
+    axis = axis_of(values, 10.0, 110.0, **how)
+    assert [*axis.labels.values()] == labels
+    assert all(10 <= axis(value) <= 110 for value in axis.labels)
 
 
-def test_without_matplotlib_words_take_the_place_of_figures(recorded, no_matplotlib, capsys):
-    text = page_of(recorded.record)
-    assert "<svg" not in text
-    assert re.search(r"<figcaption>Gradient norm.*?</figcaption><p>[^<]+ over epochs: .*? to .*?</p>", text)
-    assert scatter("size", [1, 2], "error", [0.5, 0.25]) == "<p>error by size: 2 values, the best 0.5 at 1</p>"
-    assert cloud(np.zeros((1, 3)), np.zeros(1), ["0"], 0, "a > b") == "<p>a &gt; b</p>"
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.endswith('matplotlib, which is not installed: pip install "flyte-ddp-training[figures]"')
+def test_a_curve_is_interrupted_where_it_is_not_finite():
+    svg = draw(Curves("Loss", {"": [(0, 1.0), (1, 2.0), (2, math.nan), (3, 1.0)]}))
+    (curve,) = re.findall(r'<path d="([^"]+)" fill="none"', svg)
+    assert re.sub(r"[\d. ]", "", curve) == "MLM"
+
+
+def test_a_scatter_plot_marks_the_best_and_what_is_missing():
+    svg = scatter("size", [1, 20, 3], "error", [0.5, None, 0.05], are_fractions=True)
+    assert 'aria-label="error by size: 2 values, the best 50.00% at 1; 1 without"' in svg
+    words = re.findall(r">([^<>]+)</text>", svg)
+    assert words == ["error", "best", "failed", "5%", "10%", "20%", "50%", "1", "3", "20", "size"]
+    words = re.findall(r">([^<>]+)</text>", scatter("model", ["cnn", "mlp", "cnn"], "r2", [0.9, 0.5, None]))
+    assert {"cnn", "mlp"} < {*words}
+
+
+def test_a_cloud_names_its_clusters():
+    svg = cloud(np.eye(3), np.arange(3), ["a", "<b>", "c"], 45, "a > b")
+    assert svg.startswith('<svg role="img" aria-label="a &gt; b"')
+    assert re.findall(r">([^<>]+)</text>", svg) == ["a", "&lt;b&gt;", "c"]

@@ -9,6 +9,7 @@ from flyte_ddp.events import EpochFinished, NotLearning, SlowRank, Warned
 from flyte_ddp.text import counted
 
 GUESSING = 0.99  # above this share of a constant prediction's loss, a model counts as no better than guessing
+EARLY = 0.1  # share of the epochs in which a training may still be as bad as guessing
 LEAP = 0.3  # a rise of the loss above its lowest by this share of a constant prediction's loss is a leap
 WINDOW = 1000  # least number of samples to average a loss over: among fewer, some hard ones would look like a leap
 
@@ -20,6 +21,7 @@ class LossMonitor:
     Attributes:
         constant_loss: mean loss of the best constant prediction; for classes, the entropy of their frequencies. 0 if
             unknown.
+        epochs: of the training; 0 if unknown.
         scale: what a leap is measured by: constant_loss or, if unknown, the mean loss of the first window.
         lowest: the lowest mean training loss of any window since the last leap.
         loss_sum, samples: of the current window.
@@ -30,6 +32,7 @@ class LossMonitor:
     """
 
     constant_loss: float = 0.0
+    epochs: int = 0
     scale: float = 0.0
     lowest: float = math.inf
     loss_sum: float = 0.0
@@ -60,10 +63,13 @@ class LossMonitor:
         return []
 
     def after_evaluation(self, finished: EpochFinished, step: int, mismatched: float = 0.0) -> list[NotLearning]:
-        """Records the mean loss of the test or validation split; returns a warning once it is no better than guessing.
+        """Records the mean loss of the test or validation split; returns a warning once it is no better than guessing,
+        unless training has only just begun.
 
         mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
         """
+        if finished.position < EARLY * self.epochs:
+            return []
         loss, bound = finished.evaluated["loss"], self.constant_loss or mismatched
         was_guessing, self.guessing = self.guessing, bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
         if was_guessing or not self.guessing:
@@ -106,7 +112,7 @@ class LossMonitor:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         warnings = [SlowRank(**one) if "rank" in one else NotLearning(**one) for one in saved["warnings"]]
         new = [warning for warning in self.warnings if warning not in warnings]  # at this start
-        vars(self).update(saved, warnings=[*warnings, *new])
+        vars(self).update(saved, epochs=self.epochs, warnings=[*warnings, *new])
 
 
 def _epoch(position: float) -> int:

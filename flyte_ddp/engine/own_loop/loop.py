@@ -32,6 +32,7 @@ from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.progress import Progress
 from flyte_ddp.engine.torch_compat import pytree, uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
+from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -224,6 +225,7 @@ def run(
     with BlockCache(environment, job.options.cache_bytes) as cache:
         progress = Progress(environment, device, link, job)
         hook = register_optimizer_step_pre_hook(progress.before_optimizer)
+        link.emit(StartUp("calling your loop, up to its first epoch"))
         try:
             function(Loop(environment, progress, link, job, cache))
             return progress.finish()

@@ -177,8 +177,9 @@ def test_what_a_kill_has_left_is_removed_by_the_next_start(alone, digits, tmp_pa
 
 def test_validation_takes_whole_blocks(alone, digits, tmp_path):
     found, _, events = run(digits, tmp_path / "trained", validation_fraction=0.2)
-    assert events[0].validation_samples in (114, 120)
-    assert events[0].train_samples + events[0].validation_samples == SAMPLES
+    started = next(event for event in events if isinstance(event, RunStarted))
+    assert started.validation_samples in (114, 120)
+    assert started.train_samples + started.validation_samples == SAMPLES
     assert found.best_epoch
     with pytest.raises(InputError, match=r"takes whole blocks and must leave one on either side of 61, got 0\.001"):
         run(digits, tmp_path / "refused", validation_fraction=0.001)

@@ -60,6 +60,12 @@ def test_guessing_is_told_when_it_begins():
     assert reported == [True, False, False, True, False]
 
 
+def test_guessing_in_the_first_tenth_of_a_training_is_no_news():
+    monitor = LossMonitor(LOG10, epochs=60)
+    reported = [bool(monitor.after_evaluation(evaluated(epoch, LOG10), 100)) for epoch in range(8)]
+    assert reported == [False] * 5 + [True, False, False]
+
+
 def test_a_resumed_watch_goes_on_where_it_was():
     monitor = monitored([2.3, 0.1, 2.0])
     again = LossMonitor(LOG10)

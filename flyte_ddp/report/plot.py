@@ -1,0 +1,164 @@
+"""A plot as an SVG element, in the colours and the font of the page around it."""
+
+import html
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WIDTH, HEIGHT = 460, 290  # the page scales it; on one 360 pixels wide the text can still be read
+FONT, LETTER, LINE = 13, 7.0, 18  # the size of letters, their mean width, which only a browser knows, and a line
+MOST_LETTERS = 24  # of a name in a legend, of which the end is kept
+MOST_TICKS = 7
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where values are on an axis, and which of them have a label.
+
+    Attributes:
+        low, high: the values at its ends; of a logarithmic axis their logarithms.
+        begin, end: where its ends are.
+        labels: by value.
+    """
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    labels: Mapping[float, str]
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Where the value is; NaN if that is nowhere."""
+        if not math.isfinite(value) or (self.logarithmic and value <= 0):
+            return math.nan
+        shown = math.log10(value) if self.logarithmic else value
+        # halved, since the difference of two numbers may exceed all that there are
+        return self.begin + (shown / 2 - self.low / 2) / (self.high / 2 - self.low / 2) * (self.end - self.begin)
+
+    @property
+    def last(self) -> float:
+        """The value at its end."""
+        return 10.0**self.high if self.logarithmic else self.high
+
+
+def axis_of(
+    values: Iterable[float],
+    begin: float,
+    end: float,
+    write: Callable[[float], str] = lambda value: f"{value:,.10g}",
+    logarithmic: bool = False,
+    from_zero: bool = False,
+    integer: bool = False,
+    ticks: Sequence[float] = (),
+) -> Axis:
+    """An axis that shows all finite values. write: makes a label. ticks: if given, the only values with a label."""
+    shown = [value for value in values if math.isfinite(value)]
+    logarithmic = logarithmic and any(value > 0 for value in shown)
+    shown = [math.log10(value) for value in shown if value > 0] if logarithmic else shown or [0.0, 1.0]
+    low, high = min(shown), max(shown)
+    margin = (high / 2 - low / 2) * 0.1 or abs(high) * 0.1 or 0.5
+    low, high = 0.0 if from_zero else low - margin, high + margin
+    ticks = ticks or (round_powers(low, high) if logarithmic else round_numbers(low, high, integer))
+    return Axis(low, high, begin, end, {tick: write(tick) for tick in ticks}, logarithmic)
+
+
+def round_numbers(low: float, high: float, integer: bool = False) -> list[float]:
+    """At equal distances between low and high."""
+    magnitude = 10.0 ** math.floor(math.log10(high / MOST_TICKS - low / MOST_TICKS))
+    steps = [factor * magnitude for factor in (1, 2, 2.5, 5, 10, 20)]
+    step = next(step for step in steps if high / step - low / step < MOST_TICKS and not (integer and step % 1))
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def round_powers(low: float, high: float) -> list[float]:
+    """Powers of ten between these logarithms; where they are few, also numbers between them."""
+    powers = range(max(math.ceil(low), -300), min(math.floor(high), 300) + 1)
+    if len(powers) > 2:
+        return [10.0**power for power in powers[:: -(-len(powers) // MOST_TICKS)]]
+    between = [factor * 10.0**power for power in range(math.floor(low), math.floor(high) + 1) for factor in (1, 2, 5)]
+    found = [tick for tick in between if low <= math.log10(tick) <= high]
+    return found if len(found) > 1 else round_numbers(10.0**low, 10.0**high)
+
+
+class Plot:
+    """Axes with lines, symbols and a legend above them; what comes later covers what was there.
+
+    Attributes:
+        top, bottom, right: where the axes may end.
+    """
+
+    def __init__(self, legend: Sequence[tuple[str, str]] = ()):
+        """legend: names with their symbols, which are SVG elements around (0, 0), 20 wide."""
+        self._parts: list[str] = []
+        x, y = 0.0, 0.6 * LINE
+        for name, symbol in legend:
+            shown = name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}"
+            width = 40 + LETTER * len(shown)
+            if x and x + width > WIDTH:
+                x, y = 0.0, y + LINE
+            self._put(x + 12, y, symbol)
+            self._write(x + 26, y, shown)
+            x += width
+        self.top, self.bottom, self.right = y + 0.6 * LINE if legend else 8.0, HEIGHT - 2.4 * LINE, WIDTH - 12.0
+
+    def vertical(self, values: Sequence[float], **how: Any) -> Axis:
+        """See axis_of."""
+        return axis_of(values, self.bottom, self.top, **how)
+
+    def horizontal(self, values: Sequence[float], beside: Axis, **how: Any) -> Axis:
+        """Beginning where the labels of the vertical one end."""
+        left = 12 + 1.15 * LETTER * max(map(len, beside.labels.values()), default=0)
+        return axis_of(values, left, self.right, **how)
+
+    def axes(self, x: Axis, y: Axis, name: str) -> None:
+        """Grid and labels. name: what the horizontal axis shows."""
+        self._x, self._y = x, y
+        for value, label in y.labels.items():
+            self._rule(x.begin, y(value), x.end, y(value))
+            self._write(x.begin - 6, y(value), label, "end")
+        for value, label in x.labels.items():
+            self._rule(x(value), y.begin, x(value), y.end)
+            self._write(x(value), y.begin + 0.8 * LINE, label, "middle")
+        self._write((x.begin + x.end) / 2, HEIGHT - 0.5 * LINE, name, "middle")
+
+    def line(self, points: Points, pen: str) -> None:
+        """Interrupted where a value is nowhere. pen: attributes of SVG."""
+        path, command = "", "M"
+        for x, y in points:
+            at = self._x(x), self._y(y)
+            is_shown = math.isfinite(sum(at))
+            path += f"{command}{at[0]:.1f} {at[1]:.1f}" if is_shown else ""
+            command = "L" if is_shown else "M"
+        self._parts.append(f'<path d="{path}" fill="none" {pen}/>')
+
+    def across(self, x: float, pen: str) -> None:
+        """A vertical line at x."""
+        self._rule(self._x(x), self._y.begin, self._x(x), self._y.end, pen)
+
+    def symbols(self, points: Points, symbol: str) -> None:
+        for x, y in points:
+            if math.isfinite(self._x(x) + self._y(y)):
+                self._put(self._x(x), self._y(y), symbol)
+
+    def words(self, x: float, y: float, text: str) -> None:
+        self._write(self._x(x), self._y(y), text, "middle")
+
+    def svg(self, description: str) -> str:
+        """description: the text alternative."""
+        head = f'<svg role="img" aria-label="{html.escape(description)}" xmlns="http://www.w3.org/2000/svg" '
+        box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-size="{FONT}" fill="var(--ink)"'
+        return f"{head}{box}>{''.join(self._parts)}</svg>"
+
+    def _rule(self, x1: float, y1: float, x2: float, y2: float, pen: str = 'stroke="var(--line)"') -> None:
+        self._parts.append(f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" {pen}/>')
+
+    def _put(self, x: float, y: float, symbol: str) -> None:
+        self._parts.append(f'<g transform="translate({x:.1f} {y:.1f})">{symbol}</g>')
+
+    def _write(self, x: float, y: float, text: str, anchor: str = "start") -> None:
+        place = f'x="{x:.1f}" y="{y + 0.35 * FONT:.1f}" text-anchor="{anchor}"'
+        self._parts.append(f"<text {place}>{html.escape(text)}</text>")
