@@ -95,7 +95,12 @@ class Step(nn.Module):
                 bits.copy_(constants(bits_of(self.digests if is_last else {0}), sums.device))
             asked.copy_(constants(tuple(float(request and is_last) for request in requests), sums.device))
         # backward(gradient) would save this product, but imports sympy
-        return _Reaching.apply(self.world_size * (trained + self.carrier @ sums), *self.trainable)
+        return self.world_size * (trained + self.carrier @ sums)
+
+    def reaching(self, loss: Tensor) -> Tensor:
+        """The loss, whose backward pass reaches all parameters."""
+        reached: Tensor = _Reaching.apply(loss, *self.trainable)
+        return reached
 
     def split(self, sums: Tensor, norms: Tensor) -> "Totals":
         """sums: of all ranks. norms: of the gradients."""
@@ -152,7 +157,9 @@ class SingleStep(nn.Module):
         for parameter in self.module.trainable:
             if parameter.grad is None:  # such as an unused expert's
                 parameter.grad = torch.zeros_like(parameter)
-        return self.module.split(self.module.carrier.grad, torch_compat.norms(gradients_of(self.module)))
+        sums = self.module.carrier.grad
+        assert sums is not None  # after a backward pass
+        return self.module.split(sums, torch_compat.norms(gradients_of(self.module)))
 
     def finish_part(self, is_last: bool) -> None:
         """After the backward passes of one of the rank's parts."""
@@ -173,8 +180,7 @@ class ReplicatedStep(SingleStep):
         self.replicated.broadcast_buffers = False
 
     def forward(self, *args: Any) -> Tensor:
-        loss: Tensor = self.replicated(*args)
-        return loss
+        return self.module.reaching(self.replicated(*args))
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.replicated.no_sync()

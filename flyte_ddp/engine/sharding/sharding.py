@@ -182,6 +182,9 @@ class ShardedStep(SingleStep):
             if is_sharded(unit):  # ranks that call others exchange what doesn't belong together
                 unit.register_forward_pre_hook(partial(_note, step.mode, f"call {name}"))
 
+    def forward(self, *args: Any) -> Tensor:
+        return self.module.reaching(self.module(*args))
+
     def parts(self, batch: Batch, most: int) -> list[Batch]:
         """As many on each rank, since making a unit whole takes all of them."""
         return batch.parts(most, self.module.world_size)
