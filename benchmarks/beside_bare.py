@@ -23,7 +23,7 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Measures, Recipe
 from flyte_ddp.settings import TrainingSettings
 
-SAMPLES, WORDS, LENGTH, CLASSES = 25_600, 30_000, 32, 4
+SAMPLES, WORDS, LENGTH, CLASSES = 10_240, 30_000, 32, 4
 
 
 class Pairs(NamedTuple):
