@@ -1,6 +1,6 @@
 """What the engine adds to a loop as people write it: the same network, data, optimizer and batches, in one process.
 
-    python -m benchmarks.bare_loop --runs 5
+    python -m benchmarks.bare_loop --runs 3
 
 Every 20 steps of an epoch are followed by 20 of the bare loop, with a network, an optimizer and a loader of its own, so
 that both meet the same load of the machine. With several ranks the bare loop has DistributedDataParallel.
@@ -15,7 +15,7 @@ from benchmarks.stopwatch import BLOCK
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", default=list(NETWORKS))
     arguments = parser.parse_args()

@@ -78,7 +78,7 @@ class TrainingState:
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(step, total_steps))
         # A loss or gradient that is not finite sets this flag for good; then no step changes the weights
         self.flag = torch.zeros((), device=device)
-        # What gradients are divided by in an optimizer's step, if it can, which saves a pass over them. Such an optimizer
+        # What gradients are divided by in an optimizer's step, if it can, which saves a pass over them. Such a one
         # reads the flag, too, where the host would have to wait for it
         self._divisor, read = torch.ones((), device=device), None if device.type == "cpu" else self.flag
         self._divides = torch_compat.divide_in_steps(self.optimizer, self._divisor, read)
