@@ -76,13 +76,11 @@ class TrainingState:
         self.layout = Layout(self.model, optimizer)
         self.optimizer = on_shards(optimizer)
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(step, total_steps))
-        # A loss or gradient that is not finite sets this flag for good; then no step changes the weights
+        # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
         self.flag = torch.zeros((), device=device)
-        # What gradients are divided by in an optimizer's step, if it can, which saves a pass over them. Such a one
-        # reads the flag, too, where the host would have to wait for it
-        self._divisor, read = torch.ones((), device=device), None if device.type == "cpu" else self.flag
-        self._divides = torch_compat.divide_in_steps(self.optimizer, self._divisor, read)
-        self._is_guarded = self._divides and read is not None
+        # What an optimizer divides the gradients by in its step, if it can, which saves a pass over them
+        self._divisor = torch.ones((), device=device)
+        self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag, self._divisor)
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.world_size = world_size
@@ -136,11 +134,11 @@ class TrainingState:
         self._sums.add(totals, self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
-        if self._is_guarded or not self.flag:
-            if self._divides:
-                torch.reciprocal(scale, out=self._divisor)
-            else:
-                torch_compat.scale(self._gradients()[1], scale)
+        if self._is_guarded:
+            torch.reciprocal(scale, out=self._divisor)
+            self.optimizer.step()
+        elif not self.flag:
+            torch_compat.scale(self._gradients()[1], scale)
             self.optimizer.step()
         self.schedule.step()
         if self.average:

@@ -137,9 +137,9 @@ def has_forward_pre_hooks(layer: nn.Module) -> bool:
     return bool(layer._forward_pre_hooks)
 
 
-def divide_in_steps(optimizer: Optimizer, divisor: Tensor, flag: Tensor | None) -> bool:
-    """Makes an optimizer divide the gradients, in place, before it uses them, and leave the weights unchanged once flag
-    is 1, if there is one; returns False if this one cannot.
+def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
+    """Makes an optimizer leave the weights unchanged once flag is 1, and else divide the gradients, in place, before it
+    uses them; returns False if this one cannot.
 
     Fused optimizers can, without making the host wait. torch.amp.GradScaler does it in this way; it is public, but
     scales the loss and waits for the device.
@@ -147,7 +147,7 @@ def divide_in_steps(optimizer: Optimizer, divisor: Tensor, flag: Tensor | None) 
     can = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not (can and all(group.get("fused") for group in optimizer.param_groups)):
         return False
-    optimizer.grad_scale, optimizer.found_inf = divisor, flag  # type: ignore[attr-defined]
+    optimizer.found_inf, optimizer.grad_scale = flag, divisor  # type: ignore[attr-defined]
     return True
 
 

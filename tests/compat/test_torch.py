@@ -105,7 +105,7 @@ def test_a_fused_optimizer_heeds_flag_and_divisor_and_another_says_that_it_does_
     weight, flag, divisor = nn.Parameter(torch.ones(3)), torch.zeros(()), torch.tensor(4.0)
     weight.grad = torch.full((3,), 2.0)
     fused = kind([weight], lr=0.1, fused=True)
-    assert torch_compat.divide_in_steps(fused, divisor, flag)
+    assert torch_compat.guard_steps(fused, flag, divisor)
     fused.step()
     assert weight.max() < 1
     assert weight.grad.tolist() == [0.5] * 3  # who looks at gradients after a step sees what it has used
@@ -116,7 +116,7 @@ def test_a_fused_optimizer_heeds_flag_and_divisor_and_another_says_that_it_does_
     flag.fill_(1)
     fused.step()
     assert torch.equal(weight, before)
-    assert not torch_compat.divide_in_steps(kind([weight], lr=0.1, fused=False), divisor, None)
+    assert not torch_compat.guard_steps(kind([weight], lr=0.1, fused=False), flag, divisor)
 
 
 def test_many_tensors_are_measured_and_changed_in_one_call():
