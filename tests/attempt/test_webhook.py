@@ -205,6 +205,7 @@ def test_a_pod_that_lacks_its_gpus_is_told(server, monkeypatch, training):
 # --- registration ---
 
 
+@pytest.mark.slow
 def test_training_pods_know_the_webhook_or_its_secret():
     open_one, secret = (
         made.tasks["workflows.mnist.pytorch_mnist_task"] for made in (full_package(), sandbox_package())
@@ -222,6 +223,7 @@ def test_training_pods_know_the_webhook_or_its_secret():
     assert "DDP_WEBHOOK" not in {variable.key for variable in secret.container.env}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("registered", "field"), [(full_package, "slack"), (sandbox_package, "email")])
 def test_ready_made_launch_plans_notify(registered, field):
     plans = registered().launch_plans
@@ -232,6 +234,7 @@ def test_ready_made_launch_plans_notify(registered, field):
     assert not package().launch_plans["nightly"].spec.entity_metadata.notifications
 
 
+@pytest.mark.slow
 def test_the_documented_registration_shows_who_is_told(monkeypatch, capsys):
     page = (dry_run.ROOT / "docs" / "on-a-cluster.md").read_text()
     (variables, image) = re.findall(r"^((?:DDP_\w+=\S+ )+)make dry-run IMAGE=(\S+)$", page, re.MULTILINE)[0]
