@@ -4,8 +4,12 @@ Each name is looked up in its module only when it is asked for, so that a workfl
 flytekit. __init__.pyi tells type checkers the same.
 """
 
+import sys
 from importlib import import_module
 from typing import Any
+
+if sys.platform == "win32":
+    raise ImportError("flyte_ddp needs Linux or macOS, got Windows: install it in WSL, which is Linux")
 
 __version__ = "0.1.0"  # pyproject.toml takes it from here; pods and checkouts have the code, but no installed package
 

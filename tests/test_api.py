@@ -75,3 +75,9 @@ def test_pages_examples_and_template_import_from_it():
     imported = set().union(*map(_imported, programs))
     assert not imported & {(module, name) for name, module in flyte_ddp.MODULES.items()}
     assert {name for module, name in imported if module == "flyte_ddp"} <= {*flyte_ddp.MODULES, "schedules"}
+
+
+def test_under_windows_it_says_what_to_do():
+    program = "import sys; sys.platform = 'win32'; import flyte_ddp"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "ImportError: flyte_ddp needs Linux or macOS, got Windows: install it in WSL, which is Linux" in done.stderr

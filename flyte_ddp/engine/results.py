@@ -1,7 +1,6 @@
 """The results of a training: weights, predictions and pictures in files, and the figures of each rank."""
 
 import platform
-import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -23,6 +22,7 @@ from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.model_files.weights import first_names
 from flyte_ddp.recipe import CPU, Recipe
@@ -130,7 +130,7 @@ def result_of(setup: SetUp, tested: dict[str, float], digest: str, kept: list[Ke
         train_samples=len(setup.train.split),
         test_samples=len(setup.test.split),
         precision=setup.precision,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_bytes=peak_memory(),
         peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
         validation_samples=len(setup.validation.split) if setup.validation else 0,
         tested=tested,

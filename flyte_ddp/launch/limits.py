@@ -1,7 +1,12 @@
-"""A container's CPU and memory limits, from control groups version 1 and 2. Standard library only."""
+"""A container's CPU and memory limits, from control groups version 1 and 2, and what is used of it.
+
+Standard library only.
+"""
 
 import math
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +42,12 @@ def memory_kills(root: Path = ROOT) -> int:
                 lines = (line.split() for line in (group / name).read_text().splitlines())
                 counts += [int(count) for key, count in lines if key == "oom_kill"]
     return max(counts)
+
+
+def peak_memory(of_children: bool = False) -> int:
+    """Bytes that this process had in memory at most, or the largest of its children that have ended."""
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN if of_children else resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

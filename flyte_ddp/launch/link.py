@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import resource
 import shutil
 import signal
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 from flyte_ddp.events import Event, Printed
 from flyte_ddp.launch.hangs import Answer
 from flyte_ddp.launch.launch_compat import standing
+from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.phases import STARTING, STEPPING
 
 ALIVE_SECONDS = 1.0  # between two heartbeats, which cost a system call each
@@ -61,7 +61,7 @@ class ParentLink(Link):
         now = time.monotonic()
         if phase != self._phase or now >= self._next_alive:
             self._phase, self._next_alive = phase, now + ALIVE_SECONDS
-            self.send("heartbeat", (phase, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+            self.send("heartbeat", (phase, peak_memory()))
 
     def send(self, kind: str, content: Any) -> None:
         """Leaves it to another sender if there is one: it may be this very thread, in which a finalizer prints."""

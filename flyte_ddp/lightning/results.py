@@ -1,6 +1,5 @@
 """What the parent is told of a training under Lightning: at its start, and at its end."""
 
-import resource
 import time
 from collections.abc import Sized
 from typing import Any
@@ -16,6 +15,7 @@ from flyte_ddp.engine.results import layers_of
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.events import EpochFinished, RunStarted, Warned
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.lightning.job import LightningJob
 
 
@@ -73,7 +73,7 @@ def result_of(
         train_samples=started.train_samples,
         test_samples=samples_of(trainer.test_dataloaders),
         precision=job.settings.precision,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_bytes=peak_memory(),
         peak_gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         validation_samples=started.validation_samples,
         tested=tested,

@@ -1,6 +1,5 @@
 """The loading study's rank: reads a folder of images as training does, with each setting in turn, and times it."""
 
-import resource
 import time
 import warnings
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.launch.environment import Environment, available_cores
+from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import Link
 from flyte_ddp.loading.times import LoadingJob, LoadingTimes, TimedSetting
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -37,8 +37,7 @@ def run(environment: Environment, link: Link, job: LoadingJob) -> LoadingTimes:
             if turn:
                 one.seconds.append(seconds)
         print(f"Pass {turn} of {settings.passes}" if turn else "A first pass, not counted")
-    usages = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return LoadingTimes(timed, str(device), max(usages) * 1024)
+    return LoadingTimes(timed, str(device), max(peak_memory(), peak_memory(of_children=True)))
 
 
 def time_pass(split: Streamed, normalise: Normaliser, order: torch.Tensor, batch_size: int, link: Link) -> float:

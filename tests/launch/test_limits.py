@@ -1,11 +1,12 @@
 """The limits of control groups, in files as the kernel lays them out."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
-from flyte_ddp.launch.limits import cpu_limit, memory_kills, usable_memory
+from flyte_ddp.launch.limits import cpu_limit, memory_kills, peak_memory, usable_memory
 
 MACHINE = usable_memory(Path("/nonexistent"))
 NO_LIMIT = "9223372036854771712"
@@ -73,3 +74,11 @@ def test_processes_killed_for_want_of_memory_are_counted(tmp_path, file, content
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("5:memory:/\n0::/\n")
     assert memory_kills(tmp_path) == kills
+
+
+def test_peak_memory_is_in_bytes_as_each_system_counts_it(monkeypatch):
+    block = bytearray(2**28)
+    assert len(block) < peak_memory() < 2**36
+    linux = peak_memory()
+    monkeypatch.setattr(sys, "platform", "darwin")  # whose numbers are bytes, where Linux has KiB
+    assert peak_memory() == pytest.approx(linux / 1024, rel=0.1)

@@ -1,6 +1,5 @@
 """How far a loop of the user's own has come: its sums, what it tells of them, and what a checkpoint has."""
 
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.whole_files import writing_to
@@ -209,7 +209,7 @@ class Progress:
             train_samples=started.train_samples,
             test_samples=started.test_samples,
             precision=started.precision,
-            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_bytes=peak_memory(),
             peak_gpu_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
             tested=self._history[-1].test if self._history else {},
             parameters=sum(parameter.numel() for parameter in self.parts["model"].parameters()),
