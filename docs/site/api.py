@@ -63,7 +63,7 @@ def _directive(name: str) -> str:
 
 def _members(value: type) -> list[str]:
     """The methods and properties, inherited ones too, that pages or examples name; those of public bases are there."""
-    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.py")]
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.py")]
     text = "".join(file.read_text() for file in files)
     bases = [base for base in value.__mro__ if base is value or base.__name__ not in flyte_ddp.MODULES]
     names = {name: None for base in bases if base.__module__.startswith("flyte_ddp.") for name in vars(base)}
