@@ -23,7 +23,8 @@ extensions += ["docs.site.pages", "docs.site.api", "docs.site.sources"]
 root_doc = "README"
 # All of docs, so that a page that is not listed is an error
 include_patterns = ["docs/*.md", *(f"{page}.md" for page in listed_pages())]
-exclude_patterns = [".*", "**/.*", "build", "dist", "flyte_ddp", "tests"]  # folders that would take long to walk through
+# Folders that would take long to walk through
+exclude_patterns = [".*", "**/.*", "build", "dist", "flyte_ddp", "tests"]
 myst_heading_anchors = 4  # the links to headings are GitHub's
 highlight_language = "none"  # of blocks that name none
 copybutton_prompt_text = "$ "
