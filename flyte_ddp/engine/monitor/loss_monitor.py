@@ -9,7 +9,7 @@ from flyte_ddp.events import EpochFinished, NotLearning, SlowRank, Warned
 from flyte_ddp.text import counted
 
 GUESSING = 0.99  # above this share of a constant prediction's loss, a model counts as no better than guessing
-EARLY = 0.1  # share of the epochs in which a training may still be as bad as guessing
+EARLY, MOST_EARLY = 0.1, 3  # share of the epochs, and number, before which a training may still be as bad as guessing
 LEAP = 0.3  # a rise of the loss above its lowest by this share of a constant prediction's loss is a leap
 WINDOW = 1000  # least number of samples to average a loss over: among fewer, some hard ones would look like a leap
 
@@ -68,7 +68,7 @@ class LossMonitor:
 
         mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
         """
-        if finished.position < EARLY * self.epochs:
+        if finished.position < min(EARLY * self.epochs, MOST_EARLY):
             return []
         loss, bound = finished.evaluated["loss"], self.constant_loss or mismatched
         was_guessing, self.guessing = self.guessing, bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
