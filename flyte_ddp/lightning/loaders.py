@@ -8,10 +8,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, distributed
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
+from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 
@@ -72,3 +75,17 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
             f"ranks, where Lightning passes over all samples instead, got {type(sampler).__name__}({shown}): derive it "
             "from torch.utils.data.Sampler, or take WeightedRandomSampler"
         )
+
+
+def problems_of_ranks(batch: Any, world_size: int) -> list[str]:
+    """Says which ranks see the same samples in a step; a collective."""
+    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    own = [int(sum_of(leaf)) for leaf in leaves if leaf.layout == torch.strided]
+    sums: list[list[int]] = [[]] * world_size
+    distributed.all_gather_object(sums, own)
+    alike = [str(rank) for rank, of_rank in enumerate(sums) if of_rank and sums.count(of_rank) > 1]
+    problem = (
+        f"ranks {', '.join(alike)} see the same samples, at least in the first step: an IterableDataset has to share "
+        "them out itself, by torch.distributed.get_rank() and get_world_size()"
+    )
+    return [problem] if alike else []

@@ -43,3 +43,19 @@ class LoggedByValidation(DummyLogger):
         """What the module's training has logged last."""
         logged = self.trainer.callback_metrics.items()
         return measures_of({name: value for name, value in logged if name not in self._names})
+
+
+def problems_of_names(
+    headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool
+) -> list[str]:
+    """Of names that nothing has, and of those that validation lacks."""
+    logged, problems = {*trained, *validated}, []
+    if headline not in logged:
+        known = ", ".join(sorted(logged))
+        problems.append(f"headline must be a measure that the module logs: {known}, got {headline!r}: change it")
+    for name in sorted(({"loss", headline} & logged) - {*validated}) if has_validation else ():
+        got, remedy = ", ".join(sorted(validated)) or "nothing", f"log val_{name} in validation_step"
+        if any("/dataloader_idx_" in other for other in validated):
+            remedy += ", for one of the loaders, with add_dataloader_idx=False"
+        problems.append(f"{name} is not shown for the validation, which logs {got}: {remedy}")
+    return problems

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed
 
-from flyte_ddp.engine.digest import sum_of, weights_digest
+from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.machine import machine, moved
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
@@ -27,7 +27,8 @@ from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
-from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
+from flyte_ddp.lightning.loaders import problems_of_ranks
+from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
 from flyte_ddp.lightning.results import run_started
 
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
@@ -126,26 +127,12 @@ class RankObserver(Checkpoint):
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clock.lap(StepPart.DATA)
         if not self._is_compared:
-            self._compare(trainer, batch)
+            self._is_compared = True
+            self._warn(trainer.current_epoch, problems_of_ranks(batch, self._environment.world.size))
         steps = batch_idx + 1
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
         self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
-
-    def _compare(self, trainer: Trainer, batch: Any) -> None:
-        """Warns, at the first step, of ranks that see the same samples; a collective."""
-        self._is_compared = True
-        leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        own = [int(sum_of(leaf)) for leaf in leaves if leaf.layout == torch.strided]
-        found: list[list[int]] = [[]] * self._environment.world.size
-        distributed.all_gather_object(found, own)
-        alike = [str(rank) for rank, sums in enumerate(found) if sums and found.count(sums) > 1]
-        if alike:
-            self._warn(
-                trainer.current_epoch,
-                f"ranks {', '.join(alike)} see the same samples, at least in the first step: an IterableDataset has to "
-                "share them out itself, by torch.distributed.get_rank() and get_world_size()",
-            )
 
     # --- steps ---
 
@@ -272,7 +259,9 @@ class RankObserver(Checkpoint):
             )
         )
         self._link.emit(self.epochs[-1])
-        self._check_names({*self.epochs[-1].train}, validation)
+        if len(self.epochs) == 1:
+            trained = {*self.epochs[-1].train}
+            self._warn(epoch, problems_of_names(self._job.headline, trained, validation, so_far["evaluation"] > 0))
         warnings = self.loss_monitor.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
         if "loss" in validation:
             warnings += self.loss_monitor.after_evaluation(self.epochs[-1], steps)
@@ -282,24 +271,10 @@ class RankObserver(Checkpoint):
         if self._stopping:
             raise StopRequested(epoch + 1, 0)
 
-    def _check_names(self, trained: set[str], validated: Mapping[str, float]) -> None:
-        """Warns, after the first epoch, of names that nothing has, and of those that validation lacks."""
-        headline, logged, epoch = self._job.headline, {*trained, *validated}, self.epochs[-1].epoch
-        if len(self.epochs) > 1:
-            return
-        if headline not in logged:
-            known = ", ".join(sorted(logged))
-            self._warn(epoch, f"headline must be a measure that the module logs: {known}, got {headline!r}: change it")
-        if self._so_far["evaluation"]:
-            for name in sorted(({"loss", headline} & logged) - {*validated}):
-                got, remedy = ", ".join(sorted(validated)) or "nothing", f"log val_{name} in validation_step"
-                if any("/dataloader_idx_" in other for other in validated):
-                    remedy += ", for one of the loaders, with add_dataloader_idx=False"
-                self._warn(epoch, f"{name} is not shown for the validation, which logs {got}: {remedy}")
-
-    def _warn(self, epoch: int, reason: str) -> None:
-        self.loss_monitor.warnings.append(NotLearning(epoch, 0, reason))
-        self._link.emit(self.loss_monitor.warnings[-1])
+    def _warn(self, epoch: int, problems: Sequence[str]) -> None:
+        warnings = [NotLearning(epoch, 0, problem) for problem in problems]
+        self.loss_monitor.warnings += warnings
+        self._emit_all(warnings)
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step
