@@ -2,6 +2,7 @@
 
     python -m benchmarks.same_bits                    # digests on 1, 2, 3 and 4 ranks
     python -m benchmarks.same_bits --costs --runs 3   # a step's time, of that of the same without virtual ranks
+    python -m benchmarks.same_bits --audits --runs 3  # the same of audited steps, of those that are not
     python -m benchmarks.same_bits --accuracy --seeds 10   # final test losses with and without
 
 Costs are ratios of medians of steps' times. Both sides run in the same processes, by turns of a few steps, so that both
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_rows.training import IMAGES, train
+from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job
@@ -133,6 +135,20 @@ def show_costs(names: list[str], runs: int) -> None:
             )
 
 
+def show_audits(names: list[str], runs: int) -> None:
+    print("| model | ranks | virtual ranks | ms per audited step | of one that is not, median [range] |")
+    print("|---|---|---|---|---|")
+    for name in names:
+        for parts in (2, 8):
+            if name == "U-Net" and parts == 8:
+                continue  # see above
+            settings, target = settings_of(name, virtual_ranks=parts), "benchmarks.same_bits:compare_audited"
+            found = [train(JOBS[name][0], settings, world(2), data_of(name), target=target)[0] for _ in range(runs)]
+            times, ratios = zip(*found, strict=True)
+            ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
+            print(f"| {name} | 2 | {parts} | {statistics.median(times):.1f} | {ratio} |", flush=True)
+
+
 def compare(environment: Environment, link: Link, job: Job) -> tuple[float, float, int]:
     """Milliseconds of a step by virtual ranks, the ratio to those without, and how many had to be added up again."""
     leave_dynamo_out()
@@ -145,24 +161,45 @@ def compare(environment: Environment, link: Link, job: Job) -> tuple[float, floa
         )
         size = job.settings.batch_size // job.settings.virtual_ranks
         plain.state.micro_batch = size if job.settings.virtual_ranks > environment.world.size else 0
-        times: tuple[list[float], list[float]] = [], []
-        steps = [steps_of(side) for side in (exact, plain)]
-        for _ in range(TURNS):
-            for side, following, seconds in zip((exact, plain), steps, times, strict=True):
-                for _ in range(TURN):
-                    shares = next(following)
-                    started = clock(device)
-                    side.state.train_step(shares, False)
-                    seconds.append(clock(device) - started)
-                link.heartbeat()
-        medians = [statistics.median(seconds[TURN:]) for seconds in times]
+        seconds, ratio = by_turns(exact, plain, device, link)
         assert isinstance(exact.state.parallel, ExactStep)
-        return medians[0] * 1e3, medians[0] / medians[1], exact.state.parallel.repeated
+        return seconds * 1e3, ratio, exact.state.parallel.repeated
+
+
+def compare_audited(environment: Environment, link: Link, job: Job) -> tuple[float, float]:
+    """Milliseconds of a step that is audited, and the ratio to one that isn't."""
+    leave_dynamo_out()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    with process_group(environment, job.options.timeout_seconds) as device:
+        audited, plain = (set_up(environment, device, job, BlockCache(environment)) for _ in range(2))
+        assert isinstance(audited.state.parallel, ExactStep)
+        places = [("host", "device")] * environment.world.size
+        audited.state.audit = Audit(audited.state.parallel, audited.train, 1, places, print)
+        seconds, ratio = by_turns(audited, plain, device, link)
+        return seconds * 1e3, ratio
+
+
+def by_turns(one: SetUp, other: SetUp, device: torch.device, link: Link) -> tuple[float, float]:
+    """Seconds of a step of the first, and their ratio to the other's."""
+    times: tuple[list[float], list[float]] = [], []
+    steps = [steps_of(side) for side in (one, other)]
+    for _ in range(TURNS):
+        for side, following, seconds in zip((one, other), steps, times, strict=True):
+            for _ in range(TURN):
+                shares = next(following)
+                started = clock(device)
+                side.state.train_step(shares, False)
+                seconds.append(clock(device) - started)
+            link.heartbeat()
+    medians = [statistics.median(seconds[TURN:]) for seconds in times]
+    return medians[0], medians[0] / medians[1]
 
 
 def steps_of(side: SetUp) -> Any:
     side.state.parallel.train()
     while True:
+        side.state.step = 0
         for shares in side.train.steps(0):
             if shares[0].share.size == side.train.batch_size:
                 yield shares
@@ -177,6 +214,7 @@ def clock(device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", action="store_true", help="measure steps instead of comparing digests")
+    parser.add_argument("--audits", action="store_true", help="measure audited steps instead")
     parser.add_argument("--accuracy", action="store_true", help="compare final losses instead")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=10)
@@ -187,6 +225,8 @@ def main() -> None:
     print(f"{device}; torch {torch.__version__}, one thread a rank\n", flush=True)
     if arguments.accuracy:
         show_accuracy(arguments.seeds)
+    elif arguments.audits:
+        show_audits(arguments.only, arguments.runs)
     elif arguments.costs:
         show_costs(arguments.only, arguments.runs)
     else:

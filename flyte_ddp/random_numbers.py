@@ -36,6 +36,7 @@ class Use(Enum):
     TEST_SAMPLE = b"test sample"
     LIGHTNING = b"lightning"
     OWN_STEP = b"own step"
+    AUDIT = b"audit"
 
 
 def key_of(use: Use, *position: int) -> int:

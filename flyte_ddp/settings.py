@@ -122,6 +122,8 @@ class RunOptions(Settings):
         sharding: with full, each rank keeps a part of the weights, gradients and optimizer state, and the layers that
             Recipe.fsdp_units names are made whole one after the other; for models that are too large for one GPU. With
             hybrid, it shares them with the ranks of its node alone, and each node has a copy.
+        audit_every: each time after so many steps, another rank computes a part of the batch, too; if their bits
+            differ, the attempt ends and names who was wrong. Needs virtual_ranks; 0 is off.
         compile: whether torch.compile compiles, one by one, the layers that Recipe.fsdp_units names, or else the
             network; for GPUs.
     """
@@ -145,4 +147,5 @@ class RunOptions(Settings):
     keep_best: int = setting(0, minimum=0)
     cache_bytes: int = setting(0, minimum=0)
     sharding: str = setting("off", choices=SHARDING)
+    audit_every: int = setting(0, minimum=0)
     compile: bool = setting(False)

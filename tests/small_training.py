@@ -78,6 +78,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         loader_workers: int = 0,
         init: Path | None = None,
         keep_best: int = 0,
+        audit_every: int = 0,
         keep_checkpoint: bool = True,
         **hyperparameters: Any,
     ) -> Any:
@@ -92,6 +93,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
             loader_workers=loader_workers,
             keep_checkpoint=keep_checkpoint,
             keep_best=keep_best,
+            audit_every=audit_every,
         )
         subject = subject_of(find_code(recipe), hp, data, init, prepared.read_description(data))
         job = job_in(folder, subject, options)

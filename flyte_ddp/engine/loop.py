@@ -89,6 +89,7 @@ def fit(
         done = state.evaluations_of_epoch
         begin, end = (len(train) * number // evaluations for number in (done, done + 1))
         sums = train_epoch(state, train, end, log_interval, link, checkpoints, stragglers)
+        state.compare_between_ranks(end - 1)
         started = time.perf_counter()
         evaluated = evaluate(
             state, split, link, "validation" if state.best_tracker else "test", state.epoch + end / len(train)
@@ -181,6 +182,7 @@ def train_epoch(
             if state.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(state.epoch, state.gradient_histograms()))
         if sums.stop or (sums.saves > before.saves and not is_last):
+            state.compare_between_ranks(state.step - 1)
             link.heartbeat(WRITING)
             checkpoints.save(state, sums.stop)
         if sums.stop:

@@ -17,6 +17,12 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
+def device_with_serial(device: torch.device) -> str:
+    """By which a GPU is found among its host's."""
+    number = getattr(torch.cuda.get_device_properties(device), "uuid", "") if device.type == "cuda" else ""
+    return f"{hardware(device)}, {number}" if number else hardware(device)
+
+
 def machine(environment: Environment, device: torch.device, precision: str, options: RunOptions) -> dict[str, Any]:
     """What all ranks run on, in plain values; a collective."""
     names = [""] * environment.world.size

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import rank_0s, torch_compat
+from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import weights_digest
@@ -95,6 +96,7 @@ class TrainingState:
         self.ran_on: list[dict[str, Any]] = []  # see machine.py
         self.loss_monitor = LossMonitor(constant_loss, recipe.settings.epochs)
         self.best_tracker: BestTracker | None = None  # None without a validation split
+        self.audit: Audit | None = None
 
     @property
     def evaluated(self) -> nn.Module:
@@ -117,7 +119,11 @@ class TrainingState:
         """
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         before = [(tensor, tensor.clone()) for tensor in self.changing] if self._may_repeat(shares) else []
-        totals = self.parallel.added_up(partial(self._backward, shares, (stop, save), before))
+        backward = partial(self._backward, (stop, save), before)
+        if self.audit:
+            totals = self.audit.added_up(backward, shares, self.epoch, self.step)
+        else:
+            totals = self.parallel.added_up(partial(backward, shares))
         # From here on no rank asks another: the totals are those of all ranks together, bit for bit the same on each,
         # so flag, scale and clipping, which follow from them, are, too, and either all ranks step or none. Nor does the
         # host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
@@ -151,7 +157,7 @@ class TrainingState:
         return isinstance(self.parallel, ExactStep) or len(self.parallel.parts(shares[0], self.micro_batch)) > 1
 
     def _backward(
-        self, shares: Sequence[Batch], asked: tuple[bool, bool], before: Sequence[tuple[Tensor, Tensor]]
+        self, asked: tuple[bool, bool], before: Sequence[tuple[Tensor, Tensor]], shares: Sequence[Batch]
     ) -> None:
         """before: what a forward pass changes, as it was; a step changes it once, in however many passes."""
         self.parallel.module.digests.clear()
@@ -254,6 +260,14 @@ class TrainingState:
         """Those of the network that is evaluated, without the base."""
         weights: dict[str, Tensor | Shard] = self.layout.marked({"model": self.base.without(self.evaluated)})["model"]
         return weights
+
+    def compare_between_ranks(self, step: int) -> None:
+        """After this step of the epoch; a collective if steps are audited, see Audit.compare_states."""
+        if self.audit and self.audit.every:
+            content = self.state_dict()
+            kept = [content["model"], content["average"], content["optimizer"]]
+            tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(kept) if isinstance(leaf, Tensor)]
+            self.audit.compare_states(tensors, self.epoch, step)
 
     def digest(self) -> str:
         """Of the weights that are evaluated; a collective."""

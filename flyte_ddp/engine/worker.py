@@ -9,6 +9,7 @@ from torch import distributed
 
 from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
+from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import resume
@@ -18,7 +19,7 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.load import load_named
 from flyte_ddp.engine.loop import fit, look_at_test
-from flyte_ddp.engine.machine import machine, moved
+from flyte_ddp.engine.machine import device_with_serial, machine, moved
 from flyte_ddp.engine.monitor.profile import profiling
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.network.compiled import compile_now
@@ -27,8 +28,9 @@ from flyte_ddp.engine.own_loop.loop import run as run_own_loop
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.errors import NonFiniteError, UnevenShapesError
-from flyte_ddp.events import RunStarted, StartUp, all_of, digests_of
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
+from flyte_ddp.errors import NonFiniteError, UnevenShapesError, WrongBitsError
+from flyte_ddp.events import NotLearning, RunStarted, StartUp, all_of, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -82,8 +84,17 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         torch.cuda.reset_peak_memory_stats(device)
     state.ran_on, moves = moved(state.ran_on, machine(environment, device, setup.precision, job.options))
     setup.remarks.extend(moves)
-    hosts = [""] * environment.world.size
-    distributed.all_gather_object(hosts, environment.host)
+    places = [("", "")] * environment.world.size
+    distributed.all_gather_object(places, (environment.host, device_with_serial(device)))
+    hosts = [host for host, _ in places]
+    if isinstance(state.parallel, ExactStep) and (len(places) > 1 or job.options.audit_every):
+
+        def warn(epoch: int, step: int, reason: str) -> None:
+            warning = NotLearning(epoch, step, reason)
+            state.loss_monitor.warnings.append(warning)
+            link.emit(warning)
+
+        state.audit = Audit(state.parallel, setup.train, job.options.audit_every, places, warn)
     link.emit(run_started(setup, environment, job, hosts))
     for warning in setup.warnings:
         link.emit(warning)
@@ -99,7 +110,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
                 state, setup.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
                 Stragglers(hosts, setup.train.split.remedy, meet_within=is_sharded(state.model)),
             )  # fmt: skip
-    except (NonFiniteError, UnevenShapesError):  # raised on all ranks at once; the first report of it ends them all
+    except (NonFiniteError, UnevenShapesError, WrongBitsError):
+        # Raised on all ranks at once; the first report of it ends them all
         link.heartbeat(WRITING)
         checkpoints.close()
         distributed.barrier()

@@ -147,6 +147,11 @@ class _Batches:
         start, stop = self.samples_until(step), self.samples_until(step + 1)
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks, self.ghost_batch_size or 1))
 
+    def parts_with_samples(self, step: int) -> list[int]:
+        """Of the virtual ranks' parts; a short batch may leave some without."""
+        cuts = ((number, self._cut(step, number)) for number in range(self.virtual_ranks))
+        return [number for number, cut in cuts if cut.start < cut.stop]
+
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
         """keys: of each pass over the samples. origin: see Shuffled."""
         if isinstance(self.split, BlockSplit):

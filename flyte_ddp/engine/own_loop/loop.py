@@ -44,7 +44,7 @@ UNUSED: dict[type, tuple[str, ...]] = {
         "virtual_ranks", "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "patience",
         "minimum_delta", "freeze", "init_leave_out",
     ),
-    RunOptions: ("profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "compile"),
+    RunOptions: ("profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "audit_every", "compile"),
 }  # fmt: skip
 
 

@@ -6,7 +6,8 @@ The gradients of the parts become whole numbers (whole_numbers.py); what they me
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.step import SingleStep, Step, Totals, gradients_of
 from flyte_ddp.engine.virtual_ranks.whole_numbers import Bucket, Digits, buckets_of
@@ -24,6 +26,10 @@ class ExactStep(SingleStep):
 
     Before them go the statistics of batch norm, and what the parts measure, each part's in a place of its own, where
     the other ranks have zeros: so it can be added up in the order of the parts.
+
+    Attributes:
+        repeated: how many steps had numbers that did not fit.
+        seen: (buckets,) int64, the digest of the gradients of the part that is watched, if it was this rank's.
     """
 
     def __init__(self, step: Step, virtual_ranks: int):
@@ -43,12 +49,14 @@ class ExactStep(SingleStep):
             parameter.grad = view
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
         self._is_looking, self._has_grid = False, False
-        self.repeated = 0  # how many steps had numbers that did not fit
+        self.repeated, self._part, self._watched = 0, -1, -1
+        self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
         if distributed.get_world_size() > 1:
             # They may have other bits on another host's processor
             rank_0s.take((*step.model.parameters(), *step.model.buffers()))
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
+        self._part = -1 if batch.share.borrowed else batch.share.part
         trained, measured = self.module.computed(batch)
         running, digests = self.module.mode.running, self.module.digests
         with torch.no_grad():
@@ -93,13 +101,14 @@ class ExactStep(SingleStep):
 
     def finish_part(self, is_last: bool) -> None:
         if self._is_looking:
-            for bucket in self._buckets:
+            for number, bucket in enumerate(self._buckets):
+                self._watch(number)
                 bucket.look()
         elif is_last:
             self._send(len(self._buckets))  # those of which a gradient has not come, such as an unused expert's
         else:
-            for bucket in self._buckets:
-                bucket.add()
+            for number in range(len(self._buckets)):
+                self._add(number)
         if self._is_looking or not is_last:
             self.zero_grad()
 
@@ -112,10 +121,36 @@ class ExactStep(SingleStep):
 
     def _send(self, end: int) -> None:
         """Adds and sends the buckets before this one, in the same order on all ranks."""
-        for bucket in self._buckets[self._next : end]:
-            bucket.add()
-            bucket.send()
+        for number in range(self._next, end):
+            self._add(number)
+            self._buckets[number].send()
         self._next = end
+
+    def _add(self, number: int) -> None:
+        self._watch(number)
+        self._buckets[number].add()
+
+    def _watch(self, number: int) -> None:
+        """Has to come before the gradients become something else."""
+        if number and self._part == self._watched >= 0:  # the first bucket's are not those of a part
+            self.seen[number] = sum_of(self._buckets[number].gradients) * (2 * number + 1)
+
+    @contextmanager
+    def watching(self, part: int) -> Iterator[None]:
+        """Of a step, in which seen is filled."""
+        self.seen.zero_()
+        self._watched = part
+        yield
+        self._watched = -1
+
+    def digest_of(self, part: int, backward: Callable[[], None]) -> Tensor:
+        """() int64: of the gradients of this part, which backward computes; they are in no sum. To be called before
+        added_up."""
+        self._is_looking = True
+        self.zero_grad()
+        with self.watching(part):
+            backward()
+        return self.seen.sum()
 
     def _sum(self, backward: Callable[[], None]) -> bool:
         """From gradients that are 0; whether the addends of all ranks fitted."""

@@ -12,6 +12,11 @@ OFF = "set virtual_ranks to 0, with which the result is the same up to rounding"
 def check_settings(settings: TrainingSettings, options: RunOptions, world_size: int) -> None:
     """Raises InputError for more ranks than can share a batch, and for what cannot be done by virtual ranks."""
     check_ranks(world_size, settings.batch_size, settings.virtual_ranks)
+    if options.audit_every and not settings.virtual_ranks:
+        raise InputError(
+            f"audit_every must be 0 without virtual_ranks, since others may then round otherwise, got "
+            f"{options.audit_every}: set virtual_ranks, or leave audit_every out"
+        )
     if settings.virtual_ranks and options.sharding != "off":
         raise InputError(
             f"virtual_ranks must be 0 with sharding, which rounds sums of gradients, got {settings.virtual_ranks}: set "

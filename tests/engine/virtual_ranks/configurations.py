@@ -16,10 +16,12 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loop import evaluate
 from flyte_ddp.engine.set_up import SetUp, set_up
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.fields import setting
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.link import Link
@@ -194,7 +196,10 @@ def _trained(
     until: int = STEPS,
     saved: Path | None = None,
 ) -> str:
-    """The digest on rank 0 of weights, optimizer and measures; saves the state where that is not the end."""
+    """The digest on rank 0 of weights, optimizer and measures; saves the state where that is not the end.
+
+    Steps of several ranks are audited.
+    """
     if environment.rank >= ranks:
         return ""
     environment = replace(environment, world=World(ranks, ranks, "gloo", "cpu"))
@@ -202,6 +207,9 @@ def _trained(
         setup = set_up(environment, device, job, BlockCache(environment))
         if saved:
             setup.state.load_state_dict(copy.deepcopy(torch.load(saved, weights_only=True)))
+        if ranks > 1:
+            assert isinstance(setup.state.parallel, ExactStep)
+            setup.state.audit = Audit(setup.state.parallel, setup.train, 1, [("host", "CPU")] * ranks, complain)
         _train(setup, until)
         if until < STEPS and environment.rank == 0:
             torch.save(setup.state.state_dict(), path.with_suffix(".pt"))
@@ -212,6 +220,10 @@ def _trained(
     tensors = [value for value in (*weights, *moments) if isinstance(value, Tensor)]
     content = b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(content + repr((measures, setup.state.sums().pairs)).encode()).hexdigest()
+
+
+def complain(epoch: int, step: int, reason: str) -> None:
+    raise AssertionError(reason)
 
 
 def _train(setup: SetUp, until: int) -> None:

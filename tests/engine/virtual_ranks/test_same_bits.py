@@ -139,8 +139,8 @@ def test_another_number_of_virtual_ranks_is_another_training(train):
 
 
 def test_what_is_not_finite_is_named_with_its_rank(train):
-    # The first step has two forward passes, and in the eighth on rank 1 a gradient is NaN
-    with pytest.raises(RankError, match=r"NonFiniteError: gradient is not finite in epoch 1, step 7, on rank 1"):
+    # The first step has three forward passes, and in the eighth on rank 1 a gradient is NaN
+    with pytest.raises(RankError, match=r"NonFiniteError: gradient is not finite in epoch 1, step 6, on rank 1"):
         train(3, target="tests.launch.targets:break_gradient_of_rank_one", checkpoint_seconds=0, virtual_ranks=3)
 
 

@@ -1,0 +1,152 @@
+"""A rank that computes other bits than the others is named, and nobody else is."""
+
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import distributed
+
+from flyte_ddp.engine.audit import chosen
+from flyte_ddp.engine.batches.batches import TrainBatches
+from flyte_ddp.engine.batches.splits import Resident
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import NotLearning
+from flyte_ddp.launch.failures import RankError, RecoverableRankError
+from flyte_ddp.recipes.images import ImageClassifier
+from tests.commands import ROOT, free_port
+from tests.engine.virtual_ranks.test_same_bits import BATCH_NORM, SHORT
+from tests.small_training import identical
+
+HALVES = {"precision": "bfloat16", "validation_fraction": 0.1}
+SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 2)))  # `make faults` tries more
+
+
+class Flipping(ImageClassifier):
+    """From the fourth step on, one rank flips a random bit of its gradients in each first pass of a step."""
+
+    rank, always, now, flipped = 1, False, 0, -1
+
+    def model(self):
+        model = super().model()
+        self.random = random.Random(self.settings.seed)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.flip)
+        self.victim = self.random.randrange(len(list(model.parameters())))
+        self.of = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+        return model
+
+    def lr_lambda(self, step, total_steps):
+        self.now = step
+        return super().lr_lambda(step, total_steps)
+
+    def flip(self, parameter):
+        if self.of.get(id(parameter)) != self.victim or self.now < 3 or distributed.get_rank() != self.rank:
+            return
+        if self.always or self.flipped != self.now:
+            self.flipped = self.now
+            # In whole numbers: the gradient of a virtual rank has its memory
+            place = torch.tensor(self.random.randrange(parameter.numel()))
+            bits = parameter.grad[torch.unravel_index(place, parameter.shape)].view(torch.int32)
+            bits ^= 1 << self.random.randrange(31)
+
+
+class AlwaysFlipping(Flipping):
+    always = True
+
+
+class Drifting(ImageClassifier):
+    """On rank 2, an optimizer's step once goes wrong in the last bit of a weight."""
+
+    def lr_lambda(self, step, total_steps):
+        if step == 7 and distributed.get_rank() == 2:
+            next(self.network.parameters()).data.view(-1)[5:6].view(torch.int32).bitwise_xor_(1)
+        return super().lr_lambda(step, total_steps)
+
+    def optimizer(self, model):
+        self.network = model
+        return super().optimizer(model)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_with_a_wrong_bit_in_a_gradient_is_named_within_100_steps(train, seed, ranks):
+    with pytest.raises(RecoverableRankError, match="WrongBitsError") as raised:
+        train(ranks, recipe=f"{__name__}:Flipping", virtual_ranks=ranks, audit_every=5, epochs=5, seed=seed)
+    found = re.findall(r"in epoch \d, step (\d+), rank 1 on \S+ \(CPU, \w+\) computed", str(raised.value))
+    assert [int(step) % 5 for step in found] == [0]
+
+
+def test_a_rank_that_is_always_wrong_is_named_by_a_majority(train):
+    with pytest.raises(RankError, match=r"rank 1 on \S+ \(CPU, \w+\) computed other gradients .* than the others: its"):
+        train(3, recipe=f"{__name__}:AlwaysFlipping", virtual_ranks=4, audit_every=1)
+
+
+def test_of_two_that_differ_each_time_both_are_named(train):
+    with pytest.raises(RankError, match=r"rank 0 on .*, rank 1 on .* which of them is right cannot be told"):
+        train(2, recipe=f"{__name__}:AlwaysFlipping", virtual_ranks=2, audit_every=1)
+
+
+def test_a_rank_whose_optimizer_has_gone_wrong_is_named_at_the_evaluation(train):
+    with pytest.raises(RecoverableRankError, match=r"in epoch 1, step 20, rank 2 on \S+ .* has other weights, or opti"):
+        train(3, recipe=f"{__name__}:Drifting", virtual_ranks=3, audit_every=1000)
+
+
+@pytest.mark.parametrize("settings", [BATCH_NORM, SHORT, HALVES, *[{"seed": seed} for seed in SEEDS]])
+def test_what_is_right_gives_the_same_bits_as_without_and_no_word(train, whole, settings):
+    plain = whole(1, virtual_ranks=4, **settings)
+    for ranks in (1, 2, 3):
+        audited = train(ranks, name=f"{ranks}", virtual_ranks=4, audit_every=1, **settings)
+        assert identical(plain, audited)
+        assert not [event for event in audited.events if isinstance(event, NotLearning) and "bits" in event.reason]
+
+
+PROGRAM = """
+import sys
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train
+data, every = sys.argv[1:]
+hp, options = Hyperparameters(epochs=1, virtual_ranks=2), RunOptions(audit_every=int(every), tracking="off")
+train("flyte_ddp.recipes.images:ImageClassifier", hp, options, data=data, output="out", on_event=print)
+"""
+SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+
+
+@pytest.mark.parametrize(
+    ("every", "words"), [(0, r"NotLearning\(.*{}: the result depends"), (5, r"audit_every must be 0 .* got 5: {}")]
+)
+def test_processors_that_compute_other_bits_are_named_before_the_first_step(tmp_path, small_data, every, words):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "program.py", small_data, str(every)], cwd=tmp_path, text=True,
+            env={**os.environ, **meeting, "RANK": str(rank), **capability},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank, capability in enumerate(({}, SSE))
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    odd = r"rank 1 on \S+ \(CPU, DEFAULT\) computes other bits than rank 0 on \S+ \(CPU, \w+\)"
+    assert re.search(words.format(odd), said[0]), said
+    assert [rank.returncode == 0 for rank in ranks] == [not every] * 2
+
+
+def test_each_rank_of_many_is_audited_and_always_by_one_of_another_host():
+    samples = Resident(torch.zeros(1024), torch.device("cpu"))
+    train = TrainBatches(samples, 1024, 1, 0, 512, virtual_ranks=512)
+    hosts = [f"host {rank // 8}" for rank in range(512)]
+    triples = [chosen(train, hosts, epoch, 0) for epoch in range(4000)]
+    assert all(hosts[owner] != hosts[other] for _, owner, other in triples)
+    assert all(part == owner for part, owner, _ in triples)
+    assert len({owner for _, owner, _ in triples}) == len({other for _, _, other in triples}) == 512
+    assert triples == [chosen(train, hosts, epoch, 0) for epoch in range(4000)]
+
+
+def test_without_virtual_ranks_it_is_refused(train):
+    with pytest.raises(InputError, match=r"audit_every must be 0 without virtual_ranks, .* got 10: set virtual_ranks"):
+        train(2, audit_every=10)
