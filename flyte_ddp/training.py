@@ -28,8 +28,9 @@ from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
 from flyte_ddp.report.background import Background
 from flyte_ddp.report.console import Console, open_console, show_output
+from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.own_observers import OBSERVER_SECONDS, OwnObservers
-from flyte_ddp.report.progress import FILE, ProgressFile
+from flyte_ddp.report.progress import FILE, ProgressFile, attempts_in
 from flyte_ddp.report.record import RunFailed, RunFinished
 from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -145,11 +146,13 @@ def run_in(
     """Trains into the folder, and tells the user and the observers."""
     started = time.time()
     own = OwnObservers(watching if is_first_rank() else ())
-    progress = progress_in(folder) if is_first_rank() else OwnObservers(())
+    earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
+    goodput = Goodput(started, earlier=earlier)
+    progress = progress_in(folder, goodput) if is_first_rank() else OwnObservers(())
     console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
     try:
         with nullcontext(on_event) if on_event else closing(console()) as listen:
-            tell = all_of(listen, own, progress)
+            tell = all_of(goodput, listen, own, progress)
             if is_first_rank():
                 tell(StartUp("importing torch"))
             results = run_job(job, TimeLeft(tell))
@@ -158,7 +161,9 @@ def run_in(
             observer.close(RunFailed.by(error))
         raise
     predictions = folder / PREDICTIONS
-    finished = RunFinished(results, predictions if predictions.exists() else None, time.time() - started)
+    goodput.wait(time.time())
+    pictures = predictions if predictions.exists() else None
+    finished = RunFinished(results, pictures, time.time() - started, goodput.seconds)
     for observer in (own, progress):
         observer.close(finished)
     result = results[0]
@@ -169,10 +174,11 @@ def run_in(
     )
 
 
-def progress_in(folder: Path) -> Background:
+def progress_in(folder: Path, goodput: Goodput) -> Background:
     """Writes progress.jsonl anew; an attempt that resumes knows the digests before it."""
     (folder / FILE).unlink(missing_ok=True)
-    return Background("progress.jsonl", partial(ProgressFile, folder, folder.name), OBSERVER_SECONDS)
+    make = partial(ProgressFile, folder, folder.name, goodput=goodput)
+    return Background("progress.jsonl", make, OBSERVER_SECONDS)
 
 
 def existing(data: str | Path | None) -> Path | StoredData | None:

@@ -12,6 +12,7 @@ from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.progress import attempts_in
 from flyte_ddp.settings import RunOptions
 from tests.commands import pyflyte
 from tests.pod import Pod, is_whole, literal, package, package_for_here, small_dataset
@@ -94,6 +95,9 @@ def test_logs_of_a_killed_pod_are_in_storage_and_the_next_attempt_says_where(pla
     second = training_pod(small, place / "after", RunOptions(), previous=first)
     second.run()
     assert f"; those of the previous attempt: {stored.parent}\n" in second.log
+    before, now = attempts_in(place / "after" / "raw" / "logs" / "progress.jsonl")
+    assert before.seconds["training"] + before.seconds["lost"] > 0
+    assert now.seconds["between"] == pytest.approx(now.began - before.ended)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, one_line
 from flyte_ddp.report.console import open_console, warn
+from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.own_observers import OwnObservers
 from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
@@ -35,15 +36,16 @@ class Observers:
         report_path: Path,
         publish: Callable[[str], None],
         *others: Observer,
+        goodput: Goodput,
         own: Sequence[UserCode] = (),
     ):
         """publish: shows the page, as HTML, where people see it live. own: the user's."""
-        self.record, self._report_path, self._publish = Record(info), report_path, publish
+        self.record, self._report_path, self._publish = Record(info, goodput), report_path, publish
         self._tracker = open_tracker(info, report_path.parent, self._on_url)
         self._console = open_console()
         self._own = OwnObservers(own)
         self._report = Background("the report", self._open_report, REPORT_SECONDS)
-        self._progress = ProgressFile(info.logs, info.name, info.attempt)
+        self._progress = ProgressFile(info.logs, info.name, info.attempt, goodput)
         self._listening: list[Observer] = [
             self.record, self._console, self._report, self._progress, *others, self._own,
         ]  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from flyte_ddp.engine.job import KeptModel, TrainingResult
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.peaks import peak
+from flyte_ddp.report.goodput import share_of
 from flyte_ddp.report.record import RunFinished
 
 
@@ -17,6 +18,8 @@ class RunSummary:
         test_samples: number of test samples.
         train_seconds: in the training loops alone.
         total_seconds: of the whole task.
+        seconds: of all attempts, by cause, see flyte_ddp.report.goodput.
+        goodput: the share of training and evaluating in them, from 0 to 1.
         samples_per_second: training samples, all ranks together, per second of train_seconds.
         world_size: number of ranks.
         backend: nccl or gloo.
@@ -40,6 +43,8 @@ class RunSummary:
     test_samples: int
     train_seconds: float
     total_seconds: float
+    seconds: dict[str, float]
+    goodput: float
     samples_per_second: float
     world_size: int
     backend: str
@@ -98,6 +103,8 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         test_samples=result.test_samples,
         train_seconds=train_seconds,
         total_seconds=finished.total_seconds,
+        seconds=finished.seconds,
+        goodput=share_of(finished.seconds),
         samples_per_second=rate,
         world_size=world.size,
         backend=world.backend,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore
+from flyte_ddp.attempt.earlier import earlier_attempts, leave_progress
 from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.restarts import Start
@@ -15,6 +16,7 @@ from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.engine.job import PREDICTIONS, Subject, TrainingResult, job_of
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
+from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
@@ -98,10 +100,14 @@ def train_by(
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
-        with Observers(info, report, publish, run.store, run.logs, own=own_observers) as observers:
+        goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run))
+        with Observers(info, report, publish, run.store, run.logs, goodput=goodput, own=own_observers) as observers:
+            leave_progress(platform, run)
             observers(StartUp("importing torch"))
             results = start(job, TimeLeft(observers))
-            finished = RunFinished(results, predictions if predictions.exists() else None, time.time() - started)
+            goodput.wait(time.time())
+            pictures = predictions if predictions.exists() else None
+            finished = RunFinished(results, pictures, time.time() - started, goodput.seconds)
             observers.end(finished)
     say_summary(observers.record, model, report, show_paths=platform.is_local())
     return Trained(

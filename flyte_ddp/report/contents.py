@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flyte_ddp.fields import Settings
+from flyte_ddp.report.goodput import LABELS, share_of
 from flyte_ddp.report.ranks import Table, rank_tables
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, duration, in_words, time_left
@@ -17,6 +18,7 @@ MOST_MEASURES = 4  # in a table
 MOST_EPOCHS = 20  # lines in a table
 MOST_SHOWN = 15
 MOST_RANKS = 16  # lines in a table
+MOST_ATTEMPTS = 8
 
 
 def tiles(record: Record) -> list[tuple[str, str]]:
@@ -82,11 +84,33 @@ def kept_table(record: Record) -> dict[str, Any] | None:
     return {"heads": ["File", "Epoch", f"Validation {in_words(measure)}"], "lines": lines}
 
 
-def phase_bars(record: Record) -> list[tuple[str, list[str], float]]:
-    """Each phase's seconds, and them as a share of the longest one's, in percent."""
-    phases = record.phases()
-    most = max(seconds for _, seconds in phases) or 1
-    return [(name, [f"{seconds:.2f}"], round(100 * seconds / most, 1)) for name, seconds in phases]
+def cause_bars(record: Record) -> list[tuple[str, list[str], float]]:
+    """The seconds that went into each cause, and them as a share of most, in percent."""
+    seconds = record.goodput.seconds
+    most = max(seconds.values(), default=0.0) or 1.0
+    return [(LABELS[cause], [f"{value:,.2f}"], round(100 * value / most, 1)) for cause, value in seconds.items()]
+
+
+def attempts_table(record: Record) -> dict[str, Any] | None:
+    """Where each attempt's seconds have gone, in percent of the longest one's and in numbers, if there are several; of
+    many, the last ones'."""
+    attempts = record.goodput.attempts
+    if len(attempts) == 1:
+        return None
+    causes = [cause for cause in LABELS if cause in record.goodput.seconds]
+    numbered = [*enumerate(attempts, 1)][-MOST_ATTEMPTS:]
+    most = max(sum(attempt.seconds.values()) for _, attempt in numbered) or 1.0
+    names = [f"{number}, {datetime.fromtimestamp(one.began, timezone.utc):%d %b %H:%M}" for number, one in numbered]
+    shares = [[(cause, round(100 * one.seconds[cause] / most, 2)) for cause in causes] for _, one in numbered]
+    lines = [[LABELS[cause], *(f"{one.seconds[cause]:,.1f}" for _, one in numbered)] for cause in causes]
+    lines.append(["All", *(f"{sum(one.seconds.values()):,.1f}" for _, one in numbered)])
+    return {
+        "title": f"Seconds of {len(attempts)} attempts, goodput {share_of(record.goodput.seconds):.1%}",
+        "heads": ["Cause", *(f"Attempt {number}" for number, _ in numbered)],
+        "lines": lines,
+        "bars": list(zip(names, shares, strict=True)),
+        "legend": [(cause, LABELS[cause]) for cause in causes],
+    }
 
 
 def ranks(record: Record) -> list[Table]:

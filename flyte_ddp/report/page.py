@@ -56,6 +56,16 @@ STYLE = """
 .ddp .bar { display: block; height: .5rem; border-radius: .25rem; background: var(--line); min-width: 2rem;
   margin-top: .45rem; }
 .ddp .bar i { display: block; height: 100%; border-radius: .25rem; background: var(--c1); }
+.ddp .stack { display: grid; grid-template-columns: 9rem 1fr; gap: .75rem; align-items: center; font-size: .875rem;
+  margin: .4rem 0; }
+.ddp .stack div { display: flex; height: 1.1rem; border-radius: .25rem; overflow: hidden; }
+.ddp .key { white-space: nowrap; margin-right: 1rem; }
+.ddp .key i { display: inline-block; width: .8em; height: .8em; border-radius: .15em; margin-right: .35em; }
+.ddp .of-training { background: var(--c1); } .ddp .of-evaluating { background: var(--c3); }
+.ddp .of-data { background: var(--c7); } .ddp .of-stragglers { background: var(--c2); }
+.ddp .of-checkpoints { background: var(--c4); } .ddp .of-fetching { background: var(--c6); }
+.ddp .of-starting, .ddp .of-recovering { background: var(--c8); } .ddp .of-lost { background: var(--bad); }
+.ddp .of-between { background: var(--line); } .ddp .of-finishing { background: var(--soft); }
 .ddp .bars td:last-child { width: 35%; padding-right: 0; }
 .ddp .bars th { min-width: 4.2rem; }
 .ddp .confusion { table-layout: fixed; font-size: .8rem; }
@@ -103,6 +113,18 @@ MACROS = """
 <td><span class="bar" aria-hidden="true"><i style="width: {{ percent }}%"></i></span></td></tr>
 {% endfor %}
 </tbody></table></div>
+{% endmacro %}
+
+{% macro stacks(title, lines, legend) %}
+<figure><figcaption>{{ title }}</figcaption>
+{% for label, parts in lines %}
+<div class="stack"><span>{{ label }}</span><div aria-hidden="true">
+{% for cause, percent in parts %}<i class="of-{{ cause }}" style="width: {{ percent }}%"></i>{% endfor %}
+</div></div>
+{% endfor %}
+<p class="soft">
+{% for cause, name in legend %}<span class="key"><i class="of-{{ cause }}"></i>{{ name }}</span>{% endfor %}
+</p></figure>
 {% endmacro %}
 
 {% macro grid_table(title, heads, lines, code=False) %}
@@ -209,9 +231,11 @@ REPORT = """
 </div>
 {% endif %}
 
-<h2>Speed</h2><div class="columns">{{ bars("Seconds by phase", ("Phase", "Seconds"), phases) }}
+<h2>Speed</h2><div class="columns">{{ bars("Where the seconds have gone", ("Cause", "Seconds"), causes) }}
 {% for shown in speed %}{{ figure(shown) }}{% endfor %}
 </div>
+{% if attempts %}<div class="apart">{{ stacks(attempts.title, attempts.bars, attempts.legend) }}</div>
+<div class="apart">{{ grid_table("The same in numbers", attempts.heads, attempts.lines) }}</div>{% endif %}
 {% for table in ranks %}<div class="apart">{{ grid_table(table.title, table.heads, table.lines) }}</div>{% endfor %}
 {% if operators %}
 <div class="apart">{{ grid_table(operators.title, operators.heads, operators.lines, True) }}</div>

@@ -4,11 +4,13 @@ import dataclasses
 import json
 import math
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp import events
+from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.report.record import RunFailed, RunFinished
 
 FORMAT = 2
@@ -37,14 +39,21 @@ WRITTEN_STEPS = 1000  # so many steps are all written; after them, one for each 
 class ProgressFile(events.Observer):
     """Appends a line for each event of a run; on a cluster the file goes to Flyte's storage with the other logs."""
 
-    def __init__(self, logs: Path, name: str, attempt: int = 0):
-        """logs: the folder. name: of the run. attempt: the number of earlier ones."""
-        self._path, self._run = logs / FILE, {"run": name, "attempt": attempt}
+    def __init__(self, logs: Path, name: str, attempt: int = 0, goodput: Goodput | None = None):
+        """logs: the folder. name: of the run. attempt: the number of earlier ones. goodput: which others tell of each
+        event before this."""
+        self._path, self._run, self._goodput = logs / FILE, {"run": name, "attempt": attempt}, goodput
+        self._tell_beginning()
         self._started: events.RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0
 
+    def _tell_beginning(self) -> None:
+        if self._goodput:
+            self._write("attempt", self._goodput.beginning())
+
     def on_run_started(self, event: events.RunStarted) -> None:
+        self._tell_beginning()  # since now it is known what earlier attempts have lost
         self._started, self._since = event, time.monotonic()
         self._write("started", {"format": FORMAT, **self._run, **fields_of(event)})
 
@@ -63,7 +72,8 @@ class ProgressFile(events.Observer):
 
     def on_run_finished(self, event: RunFinished) -> None:
         result = event.results[0]
-        self._write("finished", {"total_seconds": event.total_seconds, "test": result.tested, "digest": result.digest})
+        figures = {"total_seconds": event.total_seconds, "seconds": event.seconds}
+        self._write("finished", {**figures, "test": result.tested, "digest": result.digest})
 
     def on_run_failed(self, event: RunFailed) -> None:
         self._write("failed", {"reason": event.reason})
@@ -106,3 +116,33 @@ def event_of(line: dict[str, Any]) -> Any:
         if name in values:
             values[name] = {measure: math.nan if one is None else one for measure, one in line[name].items()}
     return kind(**values)
+
+
+class TimesRead:
+    """Where the seconds have gone that the lines of a progress file tell of.
+
+    Attributes:
+        goodput: None before a line that says when they began.
+    """
+
+    def __init__(self) -> None:
+        self.goodput: Goodput | None = None
+
+    def read(self, line: dict[str, Any]) -> None:
+        """The next line."""
+        if line["event"] == "attempt":
+            begun = Goodput.begun(line)
+            if self.goodput:  # said again, with what earlier attempts have lost
+                self.goodput.attempts[:-1] = begun.attempts[:-1]
+            self.goodput = self.goodput or begun
+        elif self.goodput:
+            self.goodput.add(event_of(line), datetime.fromisoformat(line["time"]).timestamp())
+
+
+def attempts_in(path: Path) -> list[Attempt]:
+    """Those that a progress file tells of, the last one's own included; none if it cannot be read."""
+    times = TimesRead()
+    with suppress(Exception):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            times.read(json.loads(text))
+    return times.goodput.attempts if times.goodput else []

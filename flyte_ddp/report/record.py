@@ -1,13 +1,17 @@
 """What a report shows of a training run, collected from its events and computed from them."""
 
+import copy
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from flyte_ddp import events
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.engine.job import KeptModel, TrainingResult
 from flyte_ddp.launch.failures import message_of
+from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.text import shortened
@@ -26,11 +30,13 @@ class RunFinished:
         predictions_path: .npy of the recipe's predictions, an image classifier's log-probabilities (N, classes); None
             if there are none.
         total_seconds: of the task so far.
+        seconds: those of all attempts, by cause, see goodput.py.
     """
 
     results: list[TrainingResult]
     predictions_path: Path | None
     total_seconds: float
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class Record(events.Observer):
     """The run so far."""
 
     info: RunInfo
+    goodput: Goodput = field(default_factory=lambda: Goodput(time.time()))
     doing: str = ""  # while it starts
     started: events.RunStarted | None = None
     steps: list[events.StepLogged] = field(default_factory=list)
@@ -105,6 +112,10 @@ class Record(events.Observer):
     tracking_url: str = ""
     _every: int = 1  # one in this many logged steps is kept
     _seen: int = 0
+
+    def __call__(self, event: Any) -> None:
+        self.goodput(event)
+        super().__call__(event)
 
     def on_start_up(self, event: events.StartUp) -> None:
         self.doing = event.doing
@@ -168,8 +179,8 @@ class Record(events.Observer):
 
     def so_far(self) -> "Record":
         """A copy that stays as it is, for another thread to read."""
-        lists = {name: list(getattr(self, name)) for name in ("steps", "epochs", "warnings", "notes")}
-        return replace(self, **lists)  # type: ignore[arg-type]
+        lists: dict[str, Any] = {name: list(getattr(self, name)) for name in ("steps", "epochs", "warnings", "notes")}
+        return replace(self, goodput=copy.deepcopy(self.goodput), **lists)
 
     @property
     def status(self) -> str:
@@ -234,23 +245,6 @@ class Record(events.Observer):
     def position(self, step: events.StepLogged | events.Warned) -> float:
         """The position of a step in epochs, with fractions."""
         return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
-
-    def phases(self) -> list[tuple[str, float]]:
-        """Seconds by phase, the rest of the total last. Of checkpoints only the time that training waited counts."""
-        train = sum(epoch.train_seconds for epoch in self.epochs)
-        evaluate = sum(epoch.evaluate_seconds for epoch in self.epochs) + (self.tested.seconds if self.tested else 0)
-        start = self.started.startup_seconds if self.started else 0.0
-        phases = [
-            ("Data: fetch and verify", self.info.data_seconds),
-            ("Start of the ranks", start),
-            ("Training", train),
-            ("Evaluation", evaluate),
-            ("Checkpoints", self.stall_seconds),
-        ]
-        if self.finished:
-            rest = self.finished.total_seconds - sum(seconds for _, seconds in phases)
-            phases.append(("Other", max(0.0, rest)))
-        return phases
 
     def _note(self, text: str) -> None:
         if len(self.notes) < MOST_NOTES:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from flyte_ddp.report.console import say_last
+from flyte_ddp.report.goodput import spent
 from flyte_ddp.report.record import Record, RunInfo
 from flyte_ddp.report.words import capitalised, in_words, split_sizes
 from flyte_ddp.text import counted
@@ -24,7 +25,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
     if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may do without
         lines.append((capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"))
-    lines.append(("Seconds", ", ".join(f"{name.lower()} {seconds:.1f}" for name, seconds in record.phases())))
+    lines.append(("Seconds", spent(record.goodput.seconds)))
     if record.tested:
         chosen, value = "Chosen" if record.tested.is_best else "Last", record.written(name, record.tested.measures)
         lines.insert(-1, (chosen, f"epoch {counted(record.tested.position)}; {value} on the test {record.samples}"))

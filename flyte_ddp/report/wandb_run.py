@@ -14,6 +14,7 @@ import requests
 from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer, RunStarted, StepLogged
 from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
+from flyte_ddp.report.goodput import share_of
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.tracker import DIGEST, apart, figures_of, parameters_of, world_of
@@ -99,6 +100,8 @@ class WandbRun(Observer):
         self._run.summary.update(
             {
                 "total_seconds": event.total_seconds,
+                "goodput": share_of(event.seconds),
+                "seconds": event.seconds,
                 DIGEST: event.results[0].digest,
                 "warnings": [warning.reason for warning in event.results[0].warnings],
                 "rank_peak_bytes": [rank.peak_bytes for rank in event.results],

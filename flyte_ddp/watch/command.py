@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,8 @@ import fsspec
 
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.report.console import open_console, say
-from flyte_ddp.report.progress import FILE, FORMAT, event_of
+from flyte_ddp.report.goodput import spent
+from flyte_ddp.report.progress import FILE, FORMAT, TimesRead, event_of
 from flyte_ddp.report.record import RunFailed
 from flyte_ddp.text import encodable, without_controls
 
@@ -62,28 +63,35 @@ class File:
 def watch(path: str, timeout: float | None) -> None:
     """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
 
-    In the end, or when you leave it by Ctrl-C, it tells where the seconds of ranks and hosts have gone so far.
+    In the end, or when you leave it by Ctrl-C, it tells where the seconds of ranks and hosts, and those of all attempts
+    at the training, have gone so far.
 
     PLACE is what a run prints after "Logs:", its output `logs`, the folder that this is in, or the progress.jsonl in
     it. The exit status is 0 if the training has succeeded, and 1 if it has failed or nothing new has come.
     """
-    file = File(path)
+    file, times = File(path), TimesRead()
     console = open_console()
     try:
-        last = show(file, console, timeout)
+        last = show(file, console, timeout, times.read)
     finally:
         console.say_ranks()
         console.close()
+        if times.goodput:
+            say(f"Seconds: {spent(times.goodput.seconds)}")
     if isinstance(last, RunFailed):
         raise ReportedError(f"The training failed: {last.reason}")
     say(f"The training has finished, after {last:.1f} s")
 
 
-def show(file: File, console: Any, timeout: float | None) -> RunFailed | float:
-    """Passes each event to the console; returns how the training failed, or how many seconds it took."""
+def show(
+    file: File, console: Any, timeout: float | None, read: Callable[[dict[str, Any]], None] = lambda line: None
+) -> RunFailed | float:
+    """Passes each event to the console, and each line to read; returns how the training failed, or how many seconds it
+    took."""
     for text in lines_of(file, timeout):
         try:
             line = printable(json.loads(text, parse_constant=finite, parse_float=finite))
+            read(line)
             if line["event"] == "failed":
                 return RunFailed(str(line["reason"]))
             if line["event"] == "finished":

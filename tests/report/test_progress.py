@@ -20,6 +20,7 @@ from flyte_ddp.events import (
     StartUp,
     StepLogged,
 )
+from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.progress import EVENTS, LEFT_OUT, ProgressFile, event_of
 from flyte_ddp.report.record import RunFailed
 
@@ -41,7 +42,7 @@ OTHERS = (
 @pytest.fixture
 def written(recorded, tmp_path):
     """The lines of the recorded run, and one of each other kind."""
-    progress = ProgressFile(tmp_path, "run")
+    progress = ProgressFile(tmp_path, "run", goodput=Goodput(0.0))
     for event in (*recorded.events, *OTHERS):
         progress(event)
     return [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
