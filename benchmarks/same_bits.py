@@ -28,6 +28,7 @@ from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.machine import Place
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.worker import keep_freed_memory
@@ -174,7 +175,7 @@ def compare_audited(environment: Environment, link: Link, job: Job) -> tuple[flo
     with process_group(environment, job.options.timeout_seconds) as device:
         audited, plain = (set_up(environment, device, job, BlockCache(environment)) for _ in range(2))
         assert isinstance(audited.state.parallel, ExactStep)
-        places = [("host", "device")] * environment.world.size
+        places = [Place("host", "device")] * environment.world.size
         audited.state.audit = Audit(audited.state.parallel, audited.train, 1, places, print)
         seconds, ratio = by_turns(audited, plain, device, link)
         return seconds * 1e3, ratio

@@ -111,6 +111,14 @@ def any_ranks(machine: Machine) -> str:
     return f"3 virtual ranks on 1, 2 and 3 ranks under gloo, {HP.model}: weights {digests.pop()}"
 
 
+def audited(machine: Machine) -> str:
+    data, hp = images.made_up((1, 28, 28), 1270, machine.place), replace(HP, virtual_ranks=3)
+    (plain, _), (found, _) = (train(IMAGES, hp, machine.world(2), str(data), audit_every=every) for every in (0, 1))
+    expect(found.warnings == [], f"{found.warnings}")
+    expect(found.digest == plain.digest, f"digests {plain.digest}, {found.digest}")
+    return f"each step of 2 ranks under gloo, {HP.model}: weights {found.digest} as without"
+
+
 def resumed_bits(machine: Machine) -> str:
     data, world = images.made_up((1, 28, 28), 1270, machine.place), machine.world()
 
@@ -140,5 +148,6 @@ ROWS = [
     Row("a rank that borrows a sample, batch norm in bfloat16", borrowed_share),
     Row("same seed, same bits", same_bits),
     Row("the same bits on any number of ranks", any_ranks),
+    Row("audits name nobody, and change nothing", audited),
     Row("interrupted and resumed, same bits", resumed_bits),
 ]

@@ -18,6 +18,7 @@ from flyte_ddp.engine.checks.comparison import is_close, tolerance_of
 from flyte_ddp.engine.global_batch.batch_norm import Normalise
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.loop import gather
+from flyte_ddp.engine.machine import facts_of, serial, teraflops
 from flyte_ddp.recipes.models import build_model
 
 SHAPES = ((16, 6, 8, 8), (16, 6), (16, 6, 1, 1), (16, 6, 9), (16, 6, 4, 4, 4))
@@ -183,3 +184,13 @@ def exchanged(device: torch.device) -> str:
             found[samples] = values
         expect(torch.equal(found, rows.cpu()), f"{kind}: other predictions")
     return f"{len(kinds)} types"
+
+
+def compared(device: torch.device) -> str:
+    """The GPU's serial number, the driver's version, and how fast it is."""
+    facts, speed = facts_of(device), teraflops(device)
+    expect(
+        {"GPU", "GPU memory", "NVIDIA driver"} <= facts.keys() or device.type == "cpu", f"only {', '.join(facts)} known"
+    )
+    expect(speed > 1 or device.type == "cpu", f"{speed:.3g} TFLOPS")
+    return f"{serial(device) or 'no serial number'}, {speed:.0f} TFLOPS, {facts}"

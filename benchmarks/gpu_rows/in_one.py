@@ -17,6 +17,7 @@ CASES = {
     "operations that add up, in the same order": "computing:deterministic",
     "rounding is not taken for coupling": "computing:close_enough",
     "rows of all types are exchanged": "computing:exchanged",
+    "what hosts are compared by": "computing:compared",
 }
 Outcomes = dict[str, tuple[str, str]]
 _found: dict[str, Outcomes] = {}  # by the machine's folder

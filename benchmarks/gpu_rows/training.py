@@ -30,6 +30,7 @@ def train(
     loader_workers: int = 0,
     sharding: str = "off",
     compile: bool = False,
+    audit_every: int = 0,
     source: str = "",
 ) -> list[Any]:
     """What the target returns on each rank; model and checkpoint are written to folder, if given. data: a prepared
@@ -41,6 +42,7 @@ def train(
             loader_workers=loader_workers,
             sharding=sharding,
             compile=compile,
+            audit_every=audit_every,
         )
         description = read_description(data) if data else None
         path = Path(data or source) if data or source else None

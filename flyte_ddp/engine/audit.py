@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
 from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.machine import Place, some
 from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.step import Totals
 from flyte_ddp.engine.torch_compat import pytree
@@ -22,7 +23,6 @@ from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.errors import InputError, WrongBitsError
 from flyte_ddp.random_numbers import Use, key_of
 
-MOST_NAMED = 4
 Backward = Callable[[Sequence[Batch]], None]
 
 
@@ -34,10 +34,10 @@ class Audit:
     """
 
     def __init__(
-        self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[tuple[str, str]],
+        self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[Place],
         warn: Callable[[int, int, str], None],
     ):  # fmt: skip
-        """every: so many steps; with 0, only the first is. places: host and device of each rank. warn(epoch, step,
+        """every: so many steps; with 0, only the first is. places: of each rank. warn(epoch, step,
         reason) is called on all ranks."""
         self._step, self._train, self.every, self._places, self._warn = step, train, every, places, warn
         self._rank, self._device, self._is_first = distributed.get_rank(), step.module.carrier.device, True
@@ -53,7 +53,7 @@ class Audit:
         add_up = partial(self._step.added_up, partial(backward, shares))
         if not self.every or (step + 1) % self.every:
             return add_up()
-        part, owner, other = chosen(self._train, [host for host, _ in self._places], epoch, step)
+        part, owner, other = chosen(self._train, [place.host for place in self._places], epoch, step)
         batch = self._sent(shares, part, owner)
         digests = torch.zeros(2, dtype=torch.int64, device=self._device)
         if self._rank == other:
@@ -123,9 +123,8 @@ class Audit:
 
     def _named(self, ranks: Sequence[int]) -> str:
         """With their hosts and devices."""
-        each = [f"rank {rank} on {host} ({device})" for rank, (host, device) in enumerate(self._places)]
-        more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-        return ", ".join(each[rank] for rank in ranks[:MOST_NAMED]) + more
+        each = [f"rank {rank} on {place.host} ({place.device})" for rank, place in enumerate(self._places)]
+        return some([each[rank] for rank in ranks])
 
 
 def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.load import load_named
 from flyte_ddp.engine.loop import fit, look_at_test
-from flyte_ddp.engine.machine import device_with_serial, machine, moved
+from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
 from flyte_ddp.engine.monitor.profile import profiling
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.network.compiled import compile_now
@@ -82,22 +82,23 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     if device.type == "cuda":  # without what the trials have taken
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    state.ran_on, moves = moved(state.ran_on, machine(environment, device, setup.precision, job.options))
+    places = places_of_ranks(environment, device)
+    state.ran_on, moves = moved(state.ran_on, machine(places, setup.precision, job.options))
     setup.remarks.extend(moves)
-    places = [("", "")] * environment.world.size
-    distributed.all_gather_object(places, (environment.host, device_with_serial(device)))
-    hosts = [host for host, _ in places]
-    if isinstance(state.parallel, ExactStep) and (len(places) > 1 or job.options.audit_every):
-
-        def warn(epoch: int, step: int, reason: str) -> None:
-            warning = NotLearning(epoch, step, reason)
-            state.loss_monitor.warnings.append(warning)
-            link.emit(warning)
-
-        state.audit = Audit(state.parallel, setup.train, job.options.audit_every, places, warn)
+    hosts = [place.host for place in places]
     link.emit(run_started(setup, environment, job, hosts))
+
+    def warn(epoch: int, step: int, reason: str) -> None:
+        warning = NotLearning(epoch, step, reason)
+        state.loss_monitor.warnings.append(warning)
+        link.emit(warning)
+
     for warning in setup.warnings:
         link.emit(warning)
+    for reason in unlike(places):
+        warn(state.epoch, state.step, reason)
+    if isinstance(state.parallel, ExactStep) and (len(places) > 1 or job.options.audit_every):
+        state.audit = Audit(state.parallel, setup.train, job.options.audit_every, places, warn)
     kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
     if kept:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from torch import distributed
 
 from flyte_ddp.engine.digest import weights_digest
-from flyte_ddp.engine.machine import machine, moved
+from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
@@ -99,17 +98,18 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "
                 "give it more samples, a smaller batch size, or drop_last=False"
             )
-        hosts = [""] * self._environment.world.size
-        distributed.all_gather_object(hosts, self._environment.host)
+        places = places_of_ranks(self._environment, trainer.strategy.root_device)
+        hosts = [place.host for place in places]
         remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
         self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
-        now = machine(self._environment, trainer.strategy.root_device, self._job.settings.precision, self._job.options)
+        now = machine(places, self._job.settings.precision, self._job.options)
         self.ran_on, remarks = moved(self.ran_on, now)
         started = run_started(self._environment, self._job, trainer, *self.position, hosts)
         self.started = replace(
             started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
         )
         self._link.emit(self.started)
+        self._warn(trainer.current_epoch, unlike(places))
         return self.started
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:

@@ -14,7 +14,7 @@ from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.machine import hardware, machine, moved
+from flyte_ddp.engine.machine import hardware, machine, moved, places_of_ranks, unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
@@ -23,7 +23,7 @@ from flyte_ddp.engine.step import Totals
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, RunStarted, StepLogged, digests_of
+from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import Link
@@ -79,9 +79,9 @@ class Progress:
             missing = "loop.keep" if self.batches else "loop.batches"
             raise InputError(f"call {missing} before loop.epochs: a checkpoint could not be resumed without")
         job, world = self._job, self._environment.world
-        self._ran_on, moves = moved(self._ran_on, machine(self._environment, self.device, precision, job.options))
-        hosts = [""] * world.size
-        distributed.all_gather_object(hosts, self._environment.host)
+        places = places_of_ranks(self._environment, self.device)
+        self._ran_on, moves = moved(self._ran_on, machine(places, precision, job.options))
+        hosts = [place.host for place in places]
         self._stragglers = Stragglers(hosts, self.batches.split.remedy, meet_within=True)  # in the backward pass
         self._started = RunStarted(
             dataset=job.dataset,
@@ -108,6 +108,9 @@ class Progress:
             earlier=digests_of(self._history),
         )
         self._link.emit(self._started)
+        for reason in unlike(places):
+            self._monitor.warnings.append(NotLearning(self.epoch, self.step, reason))
+            self._link.emit(self._monitor.warnings[-1])
         self._since = time.perf_counter() - self._seconds
 
     def begin_step(self) -> None:

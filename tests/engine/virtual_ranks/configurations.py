@@ -20,6 +20,7 @@ from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loop import evaluate
+from flyte_ddp.engine.machine import Place
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.fields import setting
@@ -209,7 +210,7 @@ def _trained(
             setup.state.load_state_dict(copy.deepcopy(torch.load(saved, weights_only=True)))
         if ranks > 1:
             assert isinstance(setup.state.parallel, ExactStep)
-            setup.state.audit = Audit(setup.state.parallel, setup.train, 1, [("host", "CPU")] * ranks, complain)
+            setup.state.audit = Audit(setup.state.parallel, setup.train, 1, [Place("host", "CPU")] * ranks, complain)
         _train(setup, until)
         if until < STEPS and environment.rank == 0:
             torch.save(setup.state.state_dict(), path.with_suffix(".pt"))
