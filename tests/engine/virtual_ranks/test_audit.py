@@ -25,6 +25,11 @@ HALVES = {"precision": "bfloat16", "validation_fraction": 0.1}
 SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 2)))  # `make faults` tries more
 
 
+def first_and_slow(first, *others):
+    """Values for `make test`, and more for `make test-all`."""
+    return [first, *(pytest.param(one, marks=pytest.mark.slow) for one in others)]
+
+
 class Flipping(ImageClassifier):
     """From the fourth step on, one rank flips a random bit of its gradients in each first pass of a step."""
 
@@ -71,7 +76,7 @@ class Drifting(ImageClassifier):
         return super().optimizer(model)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", first_and_slow(*SEEDS))
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_with_a_wrong_bit_in_a_gradient_is_named_within_100_steps(train, seed, ranks):
     with pytest.raises(RecoverableRankError, match="WrongBitsError") as raised:
@@ -80,11 +85,13 @@ def test_a_rank_with_a_wrong_bit_in_a_gradient_is_named_within_100_steps(train, 
     assert [int(step) % 5 for step in found] == [0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_always_wrong_is_named_by_a_majority(train):
     with pytest.raises(RankError, match=r"rank 1 on \S+ \(CPU, \w+\) computed other gradients .* than the others: its"):
         train(3, recipe=f"{__name__}:AlwaysFlipping", virtual_ranks=4, audit_every=1)
 
 
+@pytest.mark.slow
 def test_of_two_that_differ_each_time_both_are_named(train):
     with pytest.raises(RankError, match=r"rank 0 on .*, rank 1 on .* which of them is right cannot be told"):
         train(2, recipe=f"{__name__}:AlwaysFlipping", virtual_ranks=2, audit_every=1)
@@ -95,7 +102,7 @@ def test_a_rank_whose_optimizer_has_gone_wrong_is_named_at_the_evaluation(train)
         train(3, recipe=f"{__name__}:Drifting", virtual_ranks=3, audit_every=1000)
 
 
-@pytest.mark.parametrize("settings", [BATCH_NORM, SHORT, HALVES, *[{"seed": seed} for seed in SEEDS]])
+@pytest.mark.parametrize("settings", first_and_slow(SHORT, BATCH_NORM, HALVES, *({"seed": seed} for seed in SEEDS)))
 def test_what_is_right_gives_the_same_bits_as_without_and_no_word(train, whole, settings):
     plain = whole(1, virtual_ranks=4, **settings)
     for ranks in (1, 2, 3):
@@ -137,14 +144,13 @@ def test_processors_that_compute_other_bits_are_named_before_the_first_step(tmp_
 
 
 def test_each_rank_of_many_is_audited_and_always_by_one_of_another_host():
-    samples = Resident(torch.zeros(1024), torch.device("cpu"))
-    train = TrainBatches(samples, 1024, 1, 0, 512, virtual_ranks=512)
-    hosts = [f"host {rank // 8}" for rank in range(512)]
-    triples = [chosen(train, hosts, epoch, 0) for epoch in range(4000)]
+    train = TrainBatches(Resident(torch.zeros(128), torch.device("cpu")), 128, 1, 0, 64, virtual_ranks=64)
+    hosts = [f"host {rank // 8}" for rank in range(64)]
+    triples = [chosen(train, hosts, epoch, 0) for epoch in range(1000)]
     assert all(hosts[owner] != hosts[other] for _, owner, other in triples)
     assert all(part == owner for part, owner, _ in triples)
-    assert len({owner for _, owner, _ in triples}) == len({other for _, _, other in triples}) == 512
-    assert triples == [chosen(train, hosts, epoch, 0) for epoch in range(4000)]
+    assert len({owner for _, owner, _ in triples}) == len({other for _, _, other in triples}) == 64
+    assert triples == [chosen(train, hosts, epoch, 0) for epoch in range(1000)]
 
 
 def test_without_virtual_ranks_it_is_refused(train):
