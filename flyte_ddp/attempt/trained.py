@@ -100,7 +100,7 @@ def train_by(
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
-        goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run))
+        goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run, options.resume))
         with Observers(info, report, publish, run.store, run.logs, goodput=goodput, own=own_observers) as observers:
             leave_progress(platform, run)
             observers(StartUp("importing torch"))

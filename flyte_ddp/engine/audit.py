@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -16,10 +17,9 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.machine import Place, some
-from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.step import Totals
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
 from flyte_ddp.errors import InputError, WrongBitsError
 from flyte_ddp.random_numbers import Use, key_of
 
@@ -51,7 +51,7 @@ class Audit:
             self._is_first = False
             self._compare_processors(backward, shares, epoch, step)
         add_up = partial(self._step.added_up, partial(backward, shares))
-        if not self.every or (step + 1) % self.every:
+        if not self.every or (epoch * len(self._train) + step + 1) % self.every:
             return add_up()
         part, owner, other = chosen(self._train, [place.host for place in self._places], epoch, step)
         batch = self._sent(shares, part, owner)
@@ -76,22 +76,34 @@ class Audit:
         total = sum(
             (sum_of(tensor.detach().to(self._device)) * (2 * number + 1) for number, tensor in enumerate(tensors)), zero
         )
-        wrong, is_known = _who_is_wrong(self._of_all(total), [])
-        if wrong:
+        digests = self._of_all(total)
+        if len({*digests}) > 1:
+            wrong, is_known = _who_is_wrong(digests, [])
             raise WrongBitsError(self._named(wrong), is_known, epoch, step, "has other weights, or optimizer state")
 
     def _sent(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
-        """The part of the global batch, on all ranks."""
-        batches: list[Batch | None] = [None]
-        own = next((one for one in shares if one.share.part == part and self._rank == owner), None)
+        """The part of the global batch, on all ranks, with the strides that it has, by which kernels go."""
+        outlines: list[Any] = [None]
+        own = next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None)
         if own:
+            leaves = pytree.tree_leaves(own.tree)
             outline = pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), own.tree)
-            batches = [replace(own, tree=outline)]
-        distributed.broadcast_object_list(batches, owner)
-        batch = own or batches[0]
-        assert batch is not None
-        send = partial(broadcast, device=self._device, source=owner)
-        return replace(batch, tree=pytree.tree_map_only(Tensor, send, batch.tree))
+            outlines = [(replace(own, tree=outline), [str(getattr(leaf, "device", "")) for leaf in leaves])]
+        distributed.broadcast_object_list(outlines, owner)
+        batch, devices = outlines[0]
+        leaves, structure = pytree.tree_flatten((own or batch).tree)
+        sent = [
+            self._sent_leaf(leaf, device, owner) if isinstance(leaf, Tensor) else leaf
+            for leaf, device in zip(leaves, devices, strict=True)
+        ]
+        return replace(batch, tree=pytree.tree_unflatten(sent, structure))
+
+    def _sent_leaf(self, leaf: Tensor, device: str, owner: int) -> Tensor:
+        """Of which all but the owner have a meta tensor; device: on which it is there."""
+        sent = torch.empty_like(leaf, device=self._device) if leaf.is_meta else leaf.to(self._device)
+        in_memory = sent.as_strided((sent.numel(),), (1,))  # a copy is dense
+        distributed.broadcast(in_memory.view(torch.uint8), owner)
+        return sent.to("cpu") if device == "cpu" else sent
 
     def _digests(self, backward: Backward, batch: Batch) -> list[int]:
         """Of the gradients that each rank computes of this part."""
@@ -113,9 +125,13 @@ class Audit:
         odd = [rank for rank, digest in enumerate(digests) if digest != most]
         if not odd:
             return
+        usual = digests.index(most)
+        if self.every and all(self._places[rank].hardware == self._places[usual].hardware for rank in odd):
+            wrong, is_known = _who_is_wrong(digests, [])
+            raise WrongBitsError(self._named(wrong), is_known, epoch, step)
         reason = (
-            f"{self._named(odd)} computes other bits than {self._named([digests.index(most)])}: the result depends on "
-            "which of them computes what; use processors of one kind, and as many threads on each"
+            f"{self._named(odd)} computes other bits than {self._named([usual])}: the result depends on which of them "
+            "computes what; use processors of one kind, and as many threads on each"
         )
         if self.every:
             raise InputError(f"audit_every must be 0 where processors differ, got {self.every}: {reason}")
@@ -145,11 +161,13 @@ def owner_of(part: int, virtual_ranks: int, world_size: int) -> int:
 
 
 def _who_is_wrong(digests: Sequence[int], before: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
-    """The ranks with other digests than most, and whether that is known, which of two with equal rights it isn't.
+    """The ranks with other digests than most, or than they have had before; else all, and that it is not known.
 
     digests: of all ranks. before: of some, what they have had before.
     """
     truth, count = Counter(digests).most_common(1)[0]
-    is_known = 2 * count > len(digests)
-    each = [*enumerate(digests), *before]
-    return sorted({rank for rank, digest in each if not is_known or digest != truth}), is_known
+    if 2 * count > len(digests):
+        wrong = {rank for rank, digest in (*enumerate(digests), *before) if digest != truth}
+    else:
+        wrong = {rank for rank, digest in before if digest != digests[rank]}
+    return sorted(wrong) or [*range(len(digests))], bool(wrong)

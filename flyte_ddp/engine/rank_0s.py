@@ -1,7 +1,4 @@
-"""Rank 0's tensors, or another's, on all ranks; all of it collectives.
-
-They go as bytes, as not all types can be sent.
-"""
+"""Rank 0's tensors, on all ranks; all of it collectives. They go as bytes, as not all types can be sent."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,11 +7,11 @@ import torch
 from torch import Tensor, distributed
 
 
-def broadcast(value: Tensor, device: torch.device, receivers: Any = None, source: int = 0) -> Tensor:
-    """That of one of the receivers, by default the first of all ranks, on the device; the others have the same, or a
-    meta tensor."""
+def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
+    """That of the first of the receivers, by default of all ranks, on the device; the others have the same, or a meta
+    tensor."""
     sent = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
-    distributed.broadcast(sent.view(-1).view(torch.uint8), group=receivers, group_src=source)
+    distributed.broadcast(sent.view(-1).view(torch.uint8), group=receivers, group_src=0)
     return sent
 
 

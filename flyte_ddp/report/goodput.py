@@ -44,7 +44,18 @@ class Attempt:
     began: float
     ended: float
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LABELS, 0.0))
-    marks: list[tuple[int, int, dict[str, float]]] = field(default_factory=list)
+    marks: list[tuple[int, int, float]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> "Attempt":
+        """As asdict gives it, perhaps of another version."""
+        seconds = {cause: float(written["seconds"].get(cause, 0.0)) for cause in LABELS}
+        marks = [(int(epoch), int(step), float(work)) for epoch, step, work in written["marks"]]
+        return cls(float(written["began"]), float(written["ended"]), seconds, marks)
+
+    @property
+    def work(self) -> float:
+        return sum(self.seconds[cause] for cause in WORK)
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """At most those that are there."""
@@ -53,19 +64,25 @@ class Attempt:
         self.seconds[target] += moved
 
     def mark(self, epoch: int, step: int, written_since: float = 0.0) -> None:
-        """written_since: seconds of training that the checkpoint of this position does not have."""
-        done = {cause: self.seconds[cause] for cause in WORK}
-        done["training"] = max(0.0, done["training"] - written_since)
+        """written_since: seconds of work that the checkpoint of this position does not have."""
+        done = self.work - min(written_since, self.seconds["training"])
         self.marks = [*self.marks[:1], *self.marks[1:][1 - MOST_MARKS :], (epoch, step, done)]
 
-    def lose(self, epoch: int, step: int) -> None:
-        """What was done after this position, as training goes on from there; after its own start if that is unknown."""
-        found = [done for *position, done in self.marks if position == [epoch, step]]
-        if self.marks:
-            done = (found or [self.marks[0][2]])[-1]
-            for cause in WORK:
-                self.move(cause, "lost", self.seconds[cause] - done[cause])
-        self.marks = []
+    def lose(self, epoch: int, step: int) -> bool:
+        """What was done after this position, as training goes on from there; False if this attempt began after it.
+
+        What is not known of, such as a checkpoint that was made known too late, is taken for lost.
+        """
+        if not self.marks:
+            return False
+        first, *rest = self.marks
+        self.marks = [first, *(mark for mark in rest if mark[:2] <= (epoch, step))]
+        lost = self.work - self.marks[-1][2]
+        for cause in WORK:
+            before = self.seconds["lost"]
+            self.move(cause, "lost", lost)
+            lost -= self.seconds["lost"] - before
+        return first[:2] <= (epoch, step)
 
 
 class Goodput:
@@ -74,7 +91,8 @@ class Goodput:
     def __init__(self, began: float, fetched: float = 0.0, earlier: Sequence[Attempt] = ()):
         """began: in seconds since 1970. fetched: seconds of that since then that went into fetching data. earlier: the
         attempts before."""
-        self.attempts = [*copy.deepcopy(list(earlier)), Attempt(began, began)]
+        heard = max(began, *(attempt.ended for attempt in earlier)) if earlier else began  # no second counts twice
+        self.attempts = [*copy.deepcopy(list(earlier)), Attempt(began, heard)]
         self._cause = "recovering" if earlier else "starting"
         self._data = self._stragglers = 0.0  # since the ranks began
         self._epochs = 0
@@ -86,8 +104,7 @@ class Goodput:
     @classmethod
     def begun(cls, line: Mapping[str, Any]) -> "Goodput":
         """From a line that beginning has made."""
-        earlier = [Attempt(**{**one, "marks": [tuple(mark) for mark in one["marks"]]}) for one in line["earlier"]]
-        return cls(line["began"], line["fetched"], earlier)
+        return cls(line["began"], line["fetched"], [Attempt.read(one) for one in line["earlier"]])
 
     def __call__(self, event: Any) -> None:
         self.add(event, time.time())
@@ -108,11 +125,10 @@ class Goodput:
         now = self._now
         if isinstance(event, events.RunStarted):
             position = event.first_epoch, event.first_step
-            before = next((one for one in reversed(self.attempts) if one.marks), None)
-            if before:
-                before.lose(*position)
+            any(attempt.lose(*position) for attempt in reversed(self.attempts))  # up to the one that it goes on from
             now.mark(*position)
-            self._cause, self._epochs, self._data, self._stragglers = "training", event.epochs, 0.0, 0.0
+            self._cause = "training" if event.first_epoch < event.epochs else "finishing"
+            self._epochs, self._data, self._stragglers = event.epochs, 0.0, 0.0
         elif isinstance(event, events.EpochFinished):
             now.move("training", "evaluating", event.evaluate_seconds)
             self._cause = "finishing" if event.position >= self._epochs else "training"
@@ -120,7 +136,7 @@ class Goodput:
             now.move(self._cause, "evaluating", event.seconds)
             self._cause = "finishing"
         elif isinstance(event, events.CheckpointWritten):
-            now.move("training", "checkpoints", event.stall_seconds)
+            now.move(self._cause, "checkpoints", event.stall_seconds)
             now.mark(event.epoch, event.step, event.write_seconds)
         elif isinstance(event, events.RanksTimed):
             data, stragglers = statistics.median(event.data), max(event.waited_for)

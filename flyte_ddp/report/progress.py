@@ -43,7 +43,8 @@ class ProgressFile(events.Observer):
         """logs: the folder. name: of the run. attempt: the number of earlier ones. goodput: which others tell of each
         event before this."""
         self._path, self._run, self._goodput = logs / FILE, {"run": name, "attempt": attempt}, goodput
-        self._tell_beginning()
+        with suppress(OSError):  # as on a full disk: then each event is told of by itself, or none
+            self._tell_beginning()
         self._started: events.RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0

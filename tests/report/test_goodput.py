@@ -73,8 +73,11 @@ def test_seconds_of_two_attempts_by_cause():
     }  # fmt: skip
     second = followed(Goodput(50.0, fetched=0.5, earlier=first.attempts), SECOND)
     assert second.seconds == {
-        "training": 9.5 + 7.5 + 6.0,  # until each checkpoint that was gone on from, and then to the end
+        # 9.5 + 7.5 until each checkpoint that was gone on from, and 6 to the end; 3 of these were waited
+        "training": 20.0,
         "evaluating": 5.0,
+        "data": 1.0,
+        "stragglers": 2.0,
         "checkpoints": 1.5,
         "fetching": 1.5,
         "starting": 9.0,
@@ -84,8 +87,8 @@ def test_seconds_of_two_attempts_by_cause():
         "finishing": 2.0,
     }
     assert sum(second.seconds.values()) == SECOND[-1][0]
-    assert share_of(second.seconds) == 28 / 101
-    assert spent(second.seconds).endswith("between attempts 10.0, finishing 2.0 (goodput 28%)")
+    assert share_of(second.seconds) == 25 / 101
+    assert spent(second.seconds).endswith("between attempts 10.0, finishing 2.0 (goodput 25%)")
     assert len(first.attempts[0].marks) == 2, "what another goes on with stays as it is"
 
 
@@ -95,6 +98,37 @@ def test_work_without_a_checkpoint_is_lost_and_an_attempt_that_never_trained_los
     third = followed(Goodput(40.0, earlier=second.attempts), [(45.0, started()), (50.0, finished(1, 1.0))])
     expected = {"training": 4, "evaluating": 1, "starting": 10, "recovering": 9, "lost": 20, "between": 6}
     assert third.seconds == expected
+
+
+def test_a_checkpoint_that_was_made_known_too_late_loses_only_what_came_after_the_one_before():
+    first = followed(Goodput(0.0), [*FIRST, (50.0, step(1, 1))])
+    second = followed(Goodput(51.0, earlier=first.attempts), [(60.0, started(0, 9))])
+    assert second.seconds["lost"] == first.attempts[0].work - 9.5
+
+
+def test_an_attempt_that_starts_afresh_has_lost_all_attempts_before():
+    first = followed(Goodput(0.0), FIRST)
+    second = followed(Goodput(40.0, earlier=first.attempts), [(50.0, started(0, 5)), (60.0, step(0, 9))])
+    third = followed(Goodput(60.0, earlier=second.attempts), [(70.0, started()), (80.0, step(0, 5))])
+    assert third.seconds == {"training": 10, "checkpoints": 0.5, "starting": 10, "recovering": 20, "lost": 39.5}
+
+
+def test_attempts_that_overlap_count_each_second_once():
+    first = followed(Goodput(0.0), FIRST)
+    second = followed(Goodput(30.0, fetched=1.0, earlier=first.attempts), [(60.0, started())])
+    assert sum(second.seconds.values()) == 60
+
+
+def test_what_another_version_has_written_is_read():
+    written = {
+        "began": 1,
+        "ended": 5,
+        "seconds": {"training": 4, "daydreaming": 1.0},
+        "marks": [[0, 0, 0]],
+        "mood": "good",
+    }
+    attempt = Attempt.read(written)
+    assert (attempt.ended, attempt.work, attempt.marks) == (5.0, 4.0, [(0, 0, 0.0)])
 
 
 def test_clocks_that_go_back_take_no_seconds():

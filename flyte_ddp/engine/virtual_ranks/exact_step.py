@@ -8,6 +8,7 @@ The gradients of the parts become whole numbers (whole_numbers.py); what they me
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.step import SingleStep, Step, Totals, gradients_of
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.whole_numbers import Bucket, Digits, buckets_of
 
 
@@ -80,6 +82,10 @@ class ExactStep(SingleStep):
         """Keeps the gradients where they are."""
         for bucket in self._buckets:
             bucket.gradients.zero_()
+
+    def parts(self, batch: Batch, most: int) -> list[Batch]:
+        """Copies, since a forward pass may change what it is given, and may be repeated, also by another rank."""
+        return [copied(part) for part in super().parts(batch, most)]
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
         """Calls backward again if a number does not fit, and makes all NaN if one is not finite.
@@ -193,3 +199,9 @@ class ExactStep(SingleStep):
         if exponents is not None and self._has_grid:
             for bucket, of_bucket in zip(self._buckets, self._by_bucket(exponents), strict=True):
                 bucket.follow(of_bucket.to(bucket.exponents.device))
+
+
+def copied(batch: Batch) -> Batch:
+    """With tensors of its own, which are dense, in the order of their strides."""
+    tree = pytree.tree_map_only(Tensor, lambda leaf: leaf.resolve_conj().resolve_neg().clone(), batch.tree)
+    return replace(batch, tree=tree)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.audit import chosen
+from flyte_ddp.engine.audit import _who_is_wrong, chosen
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.errors import InputError
@@ -21,6 +21,7 @@ from tests.commands import ROOT, free_port
 from tests.engine.virtual_ranks.test_same_bits import BATCH_NORM, SHORT
 from tests.small_training import identical
 
+IN_PLACE = {"recipe": f"{__name__}:InPlace", "batch_size": 15}
 HALVES = {"precision": "bfloat16", "validation_fraction": 0.1}
 SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 2)))  # `make faults` tries more
 
@@ -33,7 +34,7 @@ def first_and_slow(first, *others):
 class Flipping(ImageClassifier):
     """From the fourth step on, one rank flips a random bit of its gradients in each first pass of a step."""
 
-    rank, always, now, flipped = 1, False, 0, -1
+    rank, first, always, now, flipped = 1, 3, False, 0, -1
 
     def model(self):
         model = super().model()
@@ -49,7 +50,7 @@ class Flipping(ImageClassifier):
         return super().lr_lambda(step, total_steps)
 
     def flip(self, parameter):
-        if self.of.get(id(parameter)) != self.victim or self.now < 3 or distributed.get_rank() != self.rank:
+        if self.of.get(id(parameter)) != self.victim or self.now < self.first or distributed.get_rank() != self.rank:
             return
         if self.always or self.flipped != self.now:
             self.flipped = self.now
@@ -61,6 +62,38 @@ class Flipping(ImageClassifier):
 
 class AlwaysFlipping(Flipping):
     always = True
+
+
+class FlippingFromTheStart(Flipping):
+    first, always = 0, True
+
+
+class Stuck(AlwaysFlipping):
+    """It is the same bit each time."""
+
+    def flip(self, parameter):
+        self.random = random.Random(1)
+        super().flip(parameter)
+
+
+class InPlace(ImageClassifier):
+    """Its forward pass changes what it is given, which it is given in another layout."""
+
+    def augment(self, batch, draw):
+        images, labels = batch
+        return images.transpose(2, 3).contiguous().transpose(2, 3), labels
+
+    def forward(self, model, batch):
+        batch[0].mul_(2)
+        return super().forward(model, batch)
+
+
+class Depending(ImageClassifier):
+    may_depend_on_ranks = True
+
+    def forward(self, model, batch):
+        outputs = super().forward(model, batch)
+        return outputs - outputs.mean(0)
 
 
 class Drifting(ImageClassifier):
@@ -80,9 +113,9 @@ class Drifting(ImageClassifier):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_with_a_wrong_bit_in_a_gradient_is_named_within_100_steps(train, seed, ranks):
     with pytest.raises(RecoverableRankError, match="WrongBitsError") as raised:
-        train(ranks, recipe=f"{__name__}:Flipping", virtual_ranks=ranks, audit_every=5, epochs=5, seed=seed)
-    found = re.findall(r"in epoch \d, step (\d+), rank 1 on \S+ \(CPU, \w+\) computed", str(raised.value))
-    assert [int(step) % 5 for step in found] == [0]
+        train(ranks, recipe=f"{__name__}:Flipping", virtual_ranks=ranks, audit_every=7, epochs=5, seed=seed)
+    found = re.findall(r"in epoch (\d), step (\d+), rank 1 on \S+ \(CPU, \w+\) computed", str(raised.value))
+    assert [(20 * (int(epoch) - 1) + int(step)) % 7 for epoch, step in found] == [0]
 
 
 @pytest.mark.slow
@@ -92,9 +125,30 @@ def test_a_rank_that_is_always_wrong_is_named_by_a_majority(train):
 
 
 @pytest.mark.slow
-def test_of_two_that_differ_each_time_both_are_named(train):
+def test_of_two_that_differ_in_the_same_way_each_time_both_are_named(train):
     with pytest.raises(RankError, match=r"rank 0 on .*, rank 1 on .* which of them is right cannot be told"):
-        train(2, recipe=f"{__name__}:AlwaysFlipping", virtual_ranks=2, audit_every=1)
+        train(2, recipe=f"{__name__}:Stuck", virtual_ranks=2, audit_every=1)
+
+
+@pytest.mark.slow
+def test_one_that_is_wrong_from_the_start_is_worth_another_attempt(train):
+    with pytest.raises(RecoverableRankError, match=r"in epoch 1, step 1, rank 1 on \S+ \(CPU, \w+\) computed other"):
+        train(3, recipe=f"{__name__}:FlippingFromTheStart", virtual_ranks=3, audit_every=100)
+
+
+@pytest.mark.parametrize(
+    ("digests", "before", "expected"),
+    [
+        ([1, 1, 1], [(0, 1), (2, 5)], ([2], True)),
+        ([1, 1, 7], [(0, 1), (2, 7)], ([2], True)),
+        ([1, 7], [(0, 1), (1, 5)], ([1], True)),
+        ([1, 7], [(0, 1), (1, 7)], ([0, 1], False)),
+        ([1, 1, 7, 7], [], ([0, 1, 2, 3], False)),
+        ([7, 1, 1, 1], [(0, 1), (1, 1)], ([0], True)),
+    ],
+)
+def test_who_is_wrong_follows_from_most_or_from_who_contradicts_itself(digests, before, expected):
+    assert _who_is_wrong(digests, before) == expected
 
 
 def test_a_rank_whose_optimizer_has_gone_wrong_is_named_at_the_evaluation(train):
@@ -102,7 +156,9 @@ def test_a_rank_whose_optimizer_has_gone_wrong_is_named_at_the_evaluation(train)
         train(3, recipe=f"{__name__}:Drifting", virtual_ranks=3, audit_every=1000)
 
 
-@pytest.mark.parametrize("settings", first_and_slow(SHORT, BATCH_NORM, HALVES, *({"seed": seed} for seed in SEEDS)))
+@pytest.mark.parametrize(
+    "settings", first_and_slow(IN_PLACE, SHORT, BATCH_NORM, HALVES, *({"seed": seed} for seed in SEEDS))
+)
 def test_what_is_right_gives_the_same_bits_as_without_and_no_word(train, whole, settings):
     plain = whole(1, virtual_ranks=4, **settings)
     for ranks in (1, 2, 3):
@@ -156,3 +212,8 @@ def test_each_rank_of_many_is_audited_and_always_by_one_of_another_host():
 def test_without_virtual_ranks_it_is_refused(train):
     with pytest.raises(InputError, match=r"audit_every must be 0 without virtual_ranks, .* got 10: set virtual_ranks"):
         train(2, audit_every=10)
+
+
+def test_a_recipe_that_depends_on_the_ranks_is_refused(train):
+    with pytest.raises(InputError, match=r"audit_every must be 0 for a recipe whose result depends on .* got 5: "):
+        train(2, recipe=f"{__name__}:Depending", virtual_ranks=2, audit_every=5)
