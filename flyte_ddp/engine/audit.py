@@ -17,13 +17,14 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.machine import Place, some
-from flyte_ddp.engine.step import Totals
+from flyte_ddp.engine.step import SingleStep, Totals
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
 from flyte_ddp.errors import InputError, WrongBitsError
 from flyte_ddp.random_numbers import Use, key_of
 
 Backward = Callable[[Sequence[Batch]], None]
+Warn = Callable[[int, int, str], None]  # of epoch, step and reason
 
 
 class Audit:
@@ -33,12 +34,8 @@ class Audit:
     to the other rank, so what it finds is not about data.
     """
 
-    def __init__(
-        self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[Place],
-        warn: Callable[[int, int, str], None],
-    ):  # fmt: skip
-        """every: so many steps; with 0, only the first is. places: of each rank. warn(epoch, step,
-        reason) is called on all ranks."""
+    def __init__(self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn):
+        """every: so many steps; with 0, only the first is. places: of each rank. warn is called on all ranks."""
         self._step, self._train, self.every, self._places, self._warn = step, train, every, places, warn
         self._rank, self._device, self._is_first = distributed.get_rank(), step.module.carrier.device, True
 
@@ -141,6 +138,20 @@ class Audit:
         """With their hosts and devices."""
         each = [f"rank {rank} on {place.host} ({place.device})" for rank, place in enumerate(self._places)]
         return some([each[rank] for rank in ranks])
+
+
+def audit_of(
+    step: SingleStep, train: TrainBatches, every: int, places: Sequence[Place], reasons: Sequence[str], warn: Warn
+) -> Audit | None:
+    """None where no rank has the same bits as another, or none is to be compared. reasons: why the result depends on
+    the ranks, with which nothing can be audited. The other arguments are Audit's."""
+    if reasons and every:
+        raise InputError(
+            f"audit_every must be 0 for a recipe whose result depends on the number of ranks, got {every}: {reasons[0]}"
+        )
+    if not isinstance(step, ExactStep) or reasons or (len(places) == 1 and not every):
+        return None
+    return Audit(step, train, every, places, warn)
 
 
 def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:

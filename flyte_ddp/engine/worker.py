@@ -9,7 +9,7 @@ from torch import distributed
 
 from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.audit import Audit
+from flyte_ddp.engine.audit import audit_of
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import resume
@@ -28,8 +28,7 @@ from flyte_ddp.engine.own_loop.loop import run as run_own_loop
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
-from flyte_ddp.errors import InputError, NonFiniteError, UnevenShapesError, WrongBitsError
+from flyte_ddp.errors import NonFiniteError, UnevenShapesError, WrongBitsError
 from flyte_ddp.events import NotLearning, RunStarted, StartUp, all_of, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -97,14 +96,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         link.emit(warning)
     for reason in unlike(places):
         warn(state.epoch, state.step, reason)
-    reasons = setup.probed.reasons
-    if reasons and job.options.audit_every:
-        raise InputError(
-            f"audit_every must be 0 for a recipe whose result depends on the number of ranks, got "
-            f"{job.options.audit_every}: {reasons[0]}"
-        )
-    if isinstance(state.parallel, ExactStep) and not reasons and (len(places) > 1 or job.options.audit_every):
-        state.audit = Audit(state.parallel, setup.train, job.options.audit_every, places, warn)
+    state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, setup.probed.reasons, warn)
     kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
     if kept:
