@@ -1,0 +1,119 @@
+"""The promoted model answers requests, follows promotions, and survives nonsense."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flyte_ddp.data.prepared import prepared
+from flyte_ddp.errors import InputError
+from flyte_ddp.flyte2 import platform
+from flyte_ddp.promote import serve
+from flyte_ddp.promote.place import PROMOTED, Place
+from flyte_ddp.whole_files import content_digest
+from tests.commands import ROOT, free_port
+
+
+def promoted(place, model, version):
+    place.add(version, model, {"sha256": content_digest(model)})
+    assert place.point(place.read(), version, PROMOTED)
+
+
+@pytest.fixture
+def place(whole, tmp_path):
+    """With a small training's model."""
+    place = Place(platform, str(tmp_path / "place"))
+    promoted(place, whole(2, epochs=4).folder / "model.pt", "one")
+    return place
+
+
+@pytest.fixture
+def url(place, monkeypatch):
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.0)
+    with serve.server(serve.Served(place), "127.0.0.1", 0) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}/"
+        http.shutdown()
+        thread.join()
+
+
+def ask(url, body=None):
+    try:
+        with urllib.request.urlopen(url, body, timeout=30) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)
+
+
+def png(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels[0]).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_images_get_the_classes_that_the_training_gave_them(url, whole, small_data):
+    trained = whole(2, epochs=4)
+    images, labels = prepared.open_split(small_data, "test")
+    answers = [ask(url, png(image)) for image in images]
+    assert {status for status, _ in answers} == {200}
+    right = np.mean([answer["class"] == str(label) for (_, answer), label in zip(answers, labels, strict=True)])
+    assert right == pytest.approx(trained.result.tested["accuracy"])
+    (_, answer), *_ = answers
+    assert sum(answer["probabilities"].values()) == pytest.approx(1)
+    assert answer["probability"] == answer["probabilities"][answer["class"]] == max(answer["probabilities"].values())
+    assert ask(url) == (200, {"version": "one"})
+
+
+def test_a_promotion_is_followed_and_a_damaged_one_is_not(url, place, whole, small_data, capsys):
+    image = png(prepared.open_split(small_data, "test")[0][0])
+    promoted(place, whole(2, seed=2).folder / "model.pt", "two")
+    assert ask(url, image)[1]["version"] == "two"
+    promoted(place, whole(2, seed=2).folder / "model.pt", "three")
+    model = Path(place.root, "versions", "three", "model.pt")
+    model.write_bytes(model.read_bytes()[:-1])
+    assert ask(url, image)[1]["version"] == "two"
+    assert "Still serving two: version three" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [(b"no image", 400, "must be an image file: cannot identify"), (b"", 413, "must be an image file of at most")],
+)
+def test_what_is_no_image_is_refused_and_the_next_is_answered(url, small_data, body, status, says):
+    refused, answer = ask(url, body)
+    assert refused == status
+    assert says in answer["error"]
+    assert ask(url, png(prepared.open_split(small_data, "test")[0][0]))[0] == 200
+
+
+def test_without_a_promoted_model_it_does_not_start(tmp_path):
+    with pytest.raises(InputError, match="must have a promoted model to serve, but has none: promote one first"):
+        serve.Served(Place(platform, str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_the_apps_command_serves(place, small_data, monkeypatch):
+    monkeypatch.setenv("DDP_PROMOTE_TO", place.root)
+    shown = "import flyte2.serve; import json; print(json.dumps(flyte2.serve.app.command))"
+    done = subprocess.run([sys.executable, "-c", shown], cwd=ROOT, check=True, capture_output=True, text=True)
+    _, *command = [place.root if one == "" else one for one in json.loads(done.stdout)]
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, *command[:-1], "127.0.0.1", "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr
+    try:
+        assert any("Listening" in line for line in process.stderr)
+        assert ask(f"http://127.0.0.1:{port}/") == (200, {"version": "one"})
+    finally:
+        process.terminate()
+        process.wait()
