@@ -1,7 +1,6 @@
 """The house rules that no linter knows."""
 
 import ast
-import json
 import os
 import pwd
 import re
@@ -66,8 +65,7 @@ def test_what_ranks_import_is_light():
         print(json.dumps(blame))
     """
     result = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == {}, "each is imported by the module named beside it"
+    assert result.stdout == "{}\n", f"each is imported by the module named beside it: {result.stdout} {result.stderr}"
 
 
 def test_init_files_have_no_code():

@@ -73,6 +73,7 @@ def test_images_get_the_classes_that_the_training_gave_them(url, whole, small_da
     assert ask(url) == (200, {"version": "one"})
 
 
+@pytest.mark.slow
 def test_a_promotion_is_followed_and_a_damaged_one_is_not(url, place, whole, small_data, capsys):
     image = png(prepared.open_split(small_data, "test")[0][0])
     promoted(place, whole(2, seed=2).folder / "model.pt", "two")

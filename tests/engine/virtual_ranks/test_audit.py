@@ -21,7 +21,7 @@ from tests.commands import ROOT, free_port
 from tests.engine.virtual_ranks.test_same_bits import BATCH_NORM, SHORT
 from tests.small_training import identical
 
-IN_PLACE = {"recipe": f"{__name__}:InPlace", "batch_size": 15}
+IN_PLACE = {"recipe": f"{__name__}:InPlace", "batch_size": 15, "train_fraction": 64 / 318}
 HALVES = {"precision": "bfloat16", "validation_fraction": 0.1}
 SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 2)))  # `make faults` tries more
 
@@ -179,6 +179,7 @@ train("flyte_ddp.recipes.images:ImageClassifier", hp, options, data=data, output
 SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "words"), [(0, r"NotLearning\(.*{}: the result depends"), (5, r"audit_every must be 0 .* got 5: {}")]
 )
