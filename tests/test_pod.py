@@ -57,6 +57,7 @@ def undisturbed(place, small):
     return accuracies(training_pod(small, place / "undisturbed", RunOptions()).run())
 
 
+@pytest.mark.slow
 def test_pods_train_as_a_local_run_does(place, prepared):
     pod = training_pod(prepared, place / "train", RunOptions(), hp=HP)
     outputs = pod.run()

@@ -169,6 +169,7 @@ def test_no_world_at_all_is_refused(monkeypatch):
         environment_from_torchrun("gloo", (2, 2), 2)
 
 
+@pytest.mark.slow
 def test_registered_as_a_pytorchjob():
     task = package(**TWO_NODES).tasks["workflows.multinode.pytorch_multinode_task"]
     assert task.type == "pytorch"

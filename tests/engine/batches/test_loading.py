@@ -57,6 +57,7 @@ def test_batches_depend_neither_on_workers_nor_on_ranks(digits):
                 assert np.array_equal(np.concatenate(found), expected)
 
 
+@pytest.mark.slow
 def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
     def run(nproc: int, workers: int, **more) -> Trained:
         return train(nproc, data=dataset(digits), loader_workers=workers, learning_rate=0.02, log_interval=1, **more)

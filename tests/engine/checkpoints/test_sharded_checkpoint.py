@@ -89,6 +89,7 @@ def go_on(cut, folder, sharding, damage=None, left=10**9, **settings):
     return None, seen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_it_is_read_on_one_rank_with_and_without_sharding(cut, tmp_path):
     whole = run("Everything", tmp_path / "whole", "off", **WHOLE)

@@ -22,6 +22,7 @@ def started(trained):
 # --- training on ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"ema_decay": 0.9, "validation_fraction": 0.2, "patience": 3, "nesterov": False}])
 def test_two_and_three_epochs_equal_five_bit_for_bit(train, whole, tmp_path, more):
     settings = {**CONSTANT, **more}

@@ -1,8 +1,10 @@
 """What the benchmarks measure is the engine: a training with the stopwatch in it ends with the same bits."""
 
+import pytest
 import torch
 
 
+@pytest.mark.slow
 def test_a_measured_training_ends_with_the_bits_of_the_plain_one(train, tmp_path):
     plain = train(ema_decay=0.9, shift_pixels=1, epochs=2)
     for target in ("count_cost", "compare_with_fixed_batch"):

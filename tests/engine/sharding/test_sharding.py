@@ -67,6 +67,7 @@ def test_it_starts_from_weights_and_goes_on_from_a_checkpoint_as_without_shardin
     assert kept == {name for name in before if name.startswith("blocks.0.")}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_an_optimizers_state_goes_on_with_the_strides_of_its_weights(tmp_path):
     first = {kind: run("ChannelsLast", tmp_path / kind, kind)[1].output / "final-checkpoint" for kind in KINDS}
