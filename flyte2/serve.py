@@ -9,13 +9,11 @@ import flyte.app
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.flyte2.environment import IMAGE
 
-PORT = 8080
-
 app = flyte.app.AppEnvironment(
     name="classifier",
     image=IMAGE,
     command=["python", "-m", "flyte_ddp.promote.serve", registration().promote_to, "--host", "0.0.0.0"],
-    port=PORT,
+    port=8080,
     resources=flyte.Resources(cpu=1, memory="2Gi"),
     scaling=flyte.app.Scaling(replicas=(1, 3)),
 )

@@ -39,7 +39,7 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     images, rows = read_images(job, description)
     model = load_model(job.model_path, job.options.model, description.image_shape, len(description.classes))
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    normalise = Normaliser(description, device)
+    normalise = Normaliser(description.mean, description.std, device)
     predictions: list[tuple[float, int]] = []
     for batch in EvaluationBatches(Resident(images, device), job.options.batch_size, rank=0, world_size=1):
         scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)

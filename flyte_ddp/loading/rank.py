@@ -21,7 +21,7 @@ def run(environment: Environment, link: Link, job: LoadingJob) -> LoadingTimes:
     torch.set_num_threads(environment.threads)
     device, settings = torch.device(environment.world.device), job.settings
     recipe = ImageClassifier(Hyperparameters(), Path(job.data))
-    files, normalise = recipe.data("train"), Normaliser(recipe.description, device)
+    files, normalise = recipe.data("train"), Normaliser(recipe.description.mean, recipe.description.std, device)
     most = settings.most_workers or min(16, 2 * available_cores())
     images = min(settings.most_images, len(files))
     timed = [

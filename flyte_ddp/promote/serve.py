@@ -21,6 +21,8 @@ from flyte_ddp.data.image_files import decode
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote.place import Place
+from flyte_ddp.recipe import CPU
+from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.recipes.models import load_model
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, show_output
@@ -35,14 +37,25 @@ class Served:
     def __init__(self, place: Place):
         self._place, self._lock, self._due = place, threading.Lock(), 0.0
         self.version = ""
-        self.follow()
+        self._load()
         if not self.version:
             raise InputError(f"place {place.root} must have a promoted model to serve, but has none: promote one first")
 
+    def newest(self) -> str:
+        """The version that answers."""
+        with self._lock:
+            self.follow()
+            return self.version
+
     def follow(self) -> None:
         """Loads what has been promoted since the last look, if that was long ago."""
-        if time.monotonic() < self._due:
-            return
+        if time.monotonic() >= self._due:
+            try:
+                self._load()
+            except (InputError, ReportedError) as problem:
+                say(f"Still serving {self.version}: {problem}")
+
+    def _load(self) -> None:
         self._due = time.monotonic() + LOOK_SECONDS
         version = self._place.read().version
         if version != self.version:
@@ -53,23 +66,20 @@ class Served:
                 if not metadata or "image_shape" not in metadata.facts:
                     raise InputError(f"version {version} in {self._place.root} must be an image classifier's")
                 self._model, self._facts, self.version = load_model(path), metadata.facts, version
+                self._normalise = Normaliser(self._facts["mean"], self._facts["std"], CPU)
             say(f"Serving {version}")
 
     @torch.inference_mode()
     def answer(self, image: bytes) -> dict[str, Any]:
         """Raises ValueError for what is no image."""
         with self._lock:
-            try:
-                self.follow()
-            except (InputError, ReportedError) as problem:
-                say(f"Still serving {self.version}: {problem}")
-            model, facts, version = self._model, self._facts, self.version
+            self.follow()
+            model, facts, version, normalise = self._model, self._facts, self.version, self._normalise
         try:
             pixels = torch.tensor(decode(io.BytesIO(image), tuple(facts["image_shape"])))
         except Exception as error:  # Pillow has many types
             raise ValueError(f"the body must be an image file: {one_line(error)}") from None
-        mean, std = (torch.tensor(facts[name]).view(-1, 1, 1) for name in ("mean", "std"))
-        probabilities = model(((pixels / 255 - mean) / std)[None]).softmax(1)[0].tolist()
+        probabilities = model(normalise(pixels[None])).softmax(1)[0].tolist()
         by_class = dict(zip(facts["classes"], probabilities, strict=True))
         best = max(by_class, key=by_class.__getitem__)
         return {"version": version, "class": best, "probability": by_class[best], "probabilities": by_class}
@@ -80,7 +90,7 @@ def server(served: Served, host: str, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._reply(200, {"version": served.version})
+            self._reply(200, {"version": served.newest()})
 
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
@@ -106,18 +116,28 @@ def server(served: Served, host: str, port: int) -> ThreadingHTTPServer:
     return ThreadingHTTPServer((host, port), Handler)
 
 
+def own_platform() -> Platform:
+    """That of the Flyte that is installed; it says how the storage is opened."""
+    try:
+        from flyte_ddp.flyte2 import platform as of_flyte_2
+    except ModuleNotFoundError:  # it is an extra
+        from flyte_ddp.flyte1 import platform as of_flyte_1
+
+        return of_flyte_1
+    return of_flyte_2
+
+
 @click.command()
 @click.argument("place")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Whose requests: 0.0.0.0 is everyone's.")
 @click.option("--port", default=8080, show_default=True)
 def main(place: str, host: str, port: int) -> None:
     """Serve the image classifier that is promoted at PLACE, a folder or a URL of the storage."""
-    from flyte_ddp.flyte2 import platform
-
     show_output()
-    known: Platform = platform
+    if not place:
+        raise InputError("place must be a folder or a URL, got '': DDP_PROMOTE_TO names it where an app is deployed")
     root = place if "://" in place else str(Path(place).absolute())
-    with server(Served(Place(known, root)), host, port) as http:
+    with server(Served(Place(own_platform(), root)), host, port) as http:
         say(f"Listening on http://{host}:{http.server_port}")
         http.serve_forever()
 

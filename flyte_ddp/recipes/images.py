@@ -1,5 +1,6 @@
 """The built-in recipe: classifies the images of a prepared dataset or of a folder of files."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp import schedules
-from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.image_files import ImageFiles
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.recipe import Random
@@ -62,7 +62,7 @@ class ImageClassifier(Classifier):
         return torch.from_numpy(images), torch.from_numpy(labels)
 
     def model(self) -> nn.Module:
-        self.normalise = Normaliser(self.description, self.device)
+        self.normalise = Normaliser(self.description.mean, self.description.std, self.device)
         model = models.MODELS[self.settings.model](self.description.image_shape, len(self.description.classes))
         if isinstance(model, Airbench94):
             images = prepared.open_images(self.folder, "train")[0]
@@ -119,8 +119,9 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> list[dict[str, An
 class Normaliser:
     """Pixels (n, C, H, W) uint8 to float32 with mean 0 and standard deviation 1 by channel."""
 
-    def __init__(self, description: DatasetDescription, device: torch.device):
-        mean, std = torch.tensor(description.mean), torch.tensor(description.std)
+    def __init__(self, means: Sequence[float], deviations: Sequence[float], device: torch.device):
+        """means, deviations: by channel, of pixels from 0 to 1."""
+        mean, std = torch.tensor(means), torch.tensor(deviations)
         # (x / 255 - mean) / std as one multiplication and one addition
         self.scale = (1 / (255 * std)).view(1, -1, 1, 1).to(device)
         self.offset = (-mean / std).view(1, -1, 1, 1).to(device)

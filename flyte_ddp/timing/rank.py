@@ -27,7 +27,7 @@ def run(environment: Environment, link: Link, job: TimingJob) -> list[Measuremen
     with process_group(environment, options.timeout_seconds) as device:
         description = prepared.read_description(job.data)
         images = torch.from_numpy(prepared.open_split(job.data, "test")[0])
-        normalise = Normaliser(description, torch.device("cpu"))
+        normalise = Normaliser(description.mean, description.std, torch.device("cpu"))
         model = build_model(options.model, 1, description.image_shape, len(description.classes)).eval()
         model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         timings = []

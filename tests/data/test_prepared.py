@@ -70,7 +70,7 @@ def test_a_channel_of_one_value_or_nearly_so_can_be_normalised(tmp_path, spare):
     train[:, 1] = 77
     train[:spare, 1, 0, 0] = 78
     description = write_prepared(tmp_path / "flat", "flat", ("cat", "dog"), train, *others)
-    images = Normaliser(description, torch.device("cpu"))(torch.from_numpy(train))
+    images = Normaliser(description.mean, description.std, torch.device("cpu"))(torch.from_numpy(train))
     assert images.isfinite().all()
     mean, std = images[:, 1].double().mean(), images[:, 1].double().std(correction=0)
     assert abs(mean) < 0.02

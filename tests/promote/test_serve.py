@@ -11,15 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1 import platform as flyte1_platform
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.promote import serve
 from flyte_ddp.promote.place import PROMOTED, Place
 from flyte_ddp.whole_files import content_digest
-from tests.commands import ROOT, free_port
+from tests.commands import ROOT, free_port, words
 
 
 def promoted(place, model, version):
@@ -101,12 +103,24 @@ def test_without_a_promoted_model_it_does_not_start(tmp_path):
         serve.Served(Place(platform, str(tmp_path)))
 
 
+def test_a_place_that_is_not_named_is_refused_with_the_variable_that_names_it():
+    done = CliRunner().invoke(serve.main, [""])
+    assert done.exit_code == 2
+    assert "place must be a folder or a URL, got '': DDP_PROMOTE_TO names it" in words(done.output)
+
+
+def test_where_flyte_2_is_not_installed_it_serves_too(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flyte_ddp.flyte2", None)
+    assert serve.own_platform() is flyte1_platform
+    assert serve.Served(Place(serve.own_platform(), place.root)).newest() == "one"
+
+
 @pytest.mark.slow
 def test_the_apps_command_serves(place, small_data, monkeypatch):
     monkeypatch.setenv("DDP_PROMOTE_TO", place.root)
     shown = "import flyte2.serve; import json; print(json.dumps(flyte2.serve.app.command))"
     done = subprocess.run([sys.executable, "-c", shown], cwd=ROOT, check=True, capture_output=True, text=True)
-    _, *command = [place.root if one == "" else one for one in json.loads(done.stdout)]
+    _, *command = json.loads(done.stdout)
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, *command[:-1], "127.0.0.1", "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
