@@ -24,7 +24,7 @@ from flyte_ddp.errors import InputError, WrongBitsError
 from flyte_ddp.random_numbers import Use, key_of
 
 Backward = Callable[[Sequence[Batch]], None]
-Warn = Callable[[int, int, str], None]  # of epoch, step and reason
+Warn = Callable[[int, int, Sequence[str]], None]  # of epoch, step and reasons
 
 
 class Audit:
@@ -132,7 +132,7 @@ class Audit:
         )
         if self.every:
             raise InputError(f"audit_every must be 0 where processors differ, got {self.every}: {reason}")
-        self._warn(epoch, step, reason)
+        self._warn(epoch, step, [reason])
 
     def _named(self, ranks: Sequence[int]) -> str:
         """With their hosts and devices."""

@@ -1,4 +1,4 @@
-"""Checks what a recipe returns for a batch, and turns its measures into the reported figures."""
+"""Checks what a recipe's methods return, and turns its measures into the reported figures."""
 
 import inspect
 import math
@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
@@ -34,6 +35,21 @@ def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
         called = f"{method}({', '.join(map(str, arguments))})"
         raise InputError(f"{code_location(recipe, method)} must return a finite number, got {returned!r} from {called}")
     return number
+
+
+def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """The recipe's; InputError for one of other weights. A trial could not tell: a recipe may keep the network of
+    model(), of which those that it is tried with are copies."""
+    optimizer = recipe.optimizer(model)
+    own = {id(weight) for weight in model.parameters()}
+    others = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]
+    if others:
+        raise InputError(
+            f"{code_location(recipe, 'optimizer')} must be given the network's parameters, got one of shape "
+            f"{tuple(others[0].shape)} that is none of them: no gradient of it would be exchanged, or kept on a "
+            "resume; make it a part of the network that model() returns"
+        )
+    return optimizer
 
 
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:

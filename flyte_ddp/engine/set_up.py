@@ -120,8 +120,7 @@ def set_up(
     if validation:
         state.best_tracker = best_tracker_of(recipe, probed.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in probed.reasons]
-    warnings = [NotLearning(0, 0, reason) for reason in (*reasons, *probed.alike)]
-    state.loss_monitor.warnings += warnings
+    warnings = state.loss_monitor.noted(0, 0, (*reasons, *probed.alike))
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, mixed, settings.virtual_ranks

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import rank_0s, torch_compat
@@ -19,17 +18,17 @@ from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
-from flyte_ddp.engine.measures import code_location, ratios, trained_measure
+from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
+from flyte_ddp.engine.parallel import parallel_of
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
-from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
-from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
+from flyte_ddp.engine.sharding.sharding import local, on_shards
+from flyte_ddp.engine.step import Step
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
-from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
@@ -68,12 +67,12 @@ class TrainingState:
         mode.waiting = self.clock.waiting
         self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, mode, self.names, world_size, autocast)
-        self.parallel = _parallel(step, virtual_ranks)
+        self.parallel = parallel_of(step, virtual_ranks)
         if average and virtual_ranks and world_size > 1:
             rank_0s.take(
                 (*average.model.parameters(), *average.model.buffers())
             )  # a copy from before the network had them
-        optimizer = _own_optimizer(recipe, model)
+        optimizer = own_optimizer(recipe, model)
         self.layout = Layout(self.model, optimizer)
         self.optimizer = on_shards(optimizer)
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(step, total_steps))
@@ -299,26 +298,3 @@ class TrainingState:
         self.loss_monitor.load_state_dict(saved["watch"])
         if self.best_tracker:
             self.best_tracker.load_state_dict(saved["choice"])
-
-
-def _parallel(step: Step, virtual_ranks: int) -> SingleStep:
-    if is_sharded(step.model):
-        return ShardedStep(step)
-    if virtual_ranks:
-        return ExactStep(step, virtual_ranks)
-    return ReplicatedStep(step) if step.world_size > 1 else SingleStep(step)
-
-
-def _own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The recipe's; InputError for one of other weights. A trial could not tell: a recipe may keep the network of
-    model(), of which those that it is tried with are copies."""
-    optimizer = recipe.optimizer(model)
-    own = {id(weight) for weight in model.parameters()}
-    others = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]
-    if others:
-        raise InputError(
-            f"{code_location(recipe, 'optimizer')} must be given the network's parameters, got one of shape "
-            f"{tuple(others[0].shape)} that is none of them: no gradient of it would be exchanged, or kept on a "
-            "resume; make it a part of the network that model() returns"
-        )
-    return optimizer

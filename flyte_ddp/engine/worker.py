@@ -3,6 +3,7 @@
 import inspect
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import distributed
@@ -29,7 +30,7 @@ from flyte_ddp.engine.results import layers_of, result_of, write_last, write_res
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.errors import NonFiniteError, UnevenShapesError, WrongBitsError
-from flyte_ddp.events import NotLearning, RunStarted, StartUp, all_of, digests_of
+from flyte_ddp.events import RunStarted, StartUp, all_of, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -87,15 +88,13 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     hosts = [place.host for place in places]
     link.emit(run_started(setup, environment, job, hosts))
 
-    def warn(epoch: int, step: int, reason: str) -> None:
-        warning = NotLearning(epoch, step, reason)
-        state.loss_monitor.warnings.append(warning)
-        link.emit(warning)
+    def warn(epoch: int, step: int, reasons: Sequence[str]) -> None:
+        for warning in state.loss_monitor.noted(epoch, step, reasons):
+            link.emit(warning)
 
     for warning in setup.warnings:
         link.emit(warning)
-    for reason in unlike(places):
-        warn(state.epoch, state.step, reason)
+    warn(state.epoch, state.step, unlike(places))
     state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, setup.probed.reasons, warn)
     kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)

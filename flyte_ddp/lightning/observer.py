@@ -19,7 +19,7 @@ from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged, digests_of
+from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -272,9 +272,7 @@ class RankObserver(Checkpoint):
             raise StopRequested(epoch + 1, 0)
 
     def _warn(self, epoch: int, problems: Sequence[str]) -> None:
-        warnings = [NotLearning(epoch, 0, problem) for problem in problems]
-        self.loss_monitor.warnings += warnings
-        self._emit_all(warnings)
+        self._emit_all(self.loss_monitor.noted(epoch, 0, problems))
 
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step

@@ -42,6 +42,12 @@ class LossMonitor:
     warnings: list[Warned] = field(default_factory=list)
     remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
+    def noted(self, epoch: int, step: int, reasons: Iterable[str]) -> list[NotLearning]:
+        """Warnings for these reasons, which others have found."""
+        warnings = [NotLearning(epoch, step, reason) for reason in reasons]
+        self.warnings += warnings
+        return warnings
+
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
         """Records the mean loss of the latest samples, NaN if there is none; returns a warning if it has leapt."""
         if math.isnan(loss):

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,21 +13,20 @@ from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.machine import hardware, machine, moved, places_of_ranks, unlike
+from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
-from flyte_ddp.engine.results import export_model, layers_of
+from flyte_ddp.engine.own_loop.results import result_of, write_model
+from flyte_ddp.engine.results import layers_of
 from flyte_ddp.engine.step import Totals
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, NotLearning, RunStarted, StepLogged, digests_of
+from flyte_ddp.events import EpochFinished, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
-from flyte_ddp.whole_files import writing_to
 
 
 class Progress:
@@ -108,9 +106,8 @@ class Progress:
             earlier=digests_of(self._history),
         )
         self._link.emit(self._started)
-        for reason in unlike(places):
-            self._monitor.warnings.append(NotLearning(self.epoch, self.step, reason))
-            self._link.emit(self._monitor.warnings[-1])
+        for warning in self._monitor.noted(self.epoch, self.step, unlike(places)):
+            self._link.emit(warning)
         self._since = time.perf_counter() - self._seconds
 
     def begin_step(self) -> None:
@@ -195,29 +192,15 @@ class Progress:
 
     def finish(self) -> TrainingResult:
         """Once the user's function has returned: rank 0 writes the weights; a collective."""
-        job, started = self._job, self._started
-        if not started:
-            raise InputError(f"{job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
+        if not self._started:
+            raise InputError(f"{self._job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
         if self.evaluated:  # the loop over the epochs was left
             self.end_epoch()
         self.close()
-        weights = self.parts["model"].state_dict()
         if self._environment.rank == 0:
-            with writing_to(Path(job.model_path).parent, job.chosen_by):
-                export_model(weights, Path(job.model_path))
-        return TrainingResult(
-            epochs=self._history,
-            warnings=self._monitor.warnings,
-            headline=started.headline,
-            train_samples=started.train_samples,
-            test_samples=started.test_samples,
-            precision=started.precision,
-            peak_bytes=peak_memory(),
-            peak_gpu_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
-            tested=self._history[-1].test if self._history else {},
-            parameters=sum(parameter.numel() for parameter in self.parts["model"].parameters()),
-            hardware=hardware(self.device),
-            digest=self._digest(),
+            write_model(self.parts["model"], self._job)
+        return result_of(
+            self._started, self._history, self._monitor.warnings, self.parts["model"], self.device, self._digest()
         )
 
     def close(self) -> None:

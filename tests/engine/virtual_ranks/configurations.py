@@ -223,8 +223,8 @@ def _trained(
     return hashlib.sha256(content + repr((measures, setup.state.sums().pairs)).encode()).hexdigest()
 
 
-def complain(epoch: int, step: int, reason: str) -> None:
-    raise AssertionError(reason)
+def complain(epoch: int, step: int, reasons: Sequence[str]) -> None:
+    raise AssertionError(reasons)
 
 
 def _train(setup: SetUp, until: int) -> None:

@@ -1,0 +1,13 @@
+"""How the ranks take a step together, by what is trained."""
+
+from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded
+from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
+
+
+def parallel_of(step: Step, virtual_ranks: int) -> SingleStep:
+    if is_sharded(step.model):
+        return ShardedStep(step)
+    if virtual_ranks:
+        return ExactStep(step, virtual_ranks)
+    return ReplicatedStep(step) if step.world_size > 1 else SingleStep(step)
