@@ -62,7 +62,7 @@ def test_what_ranks_import_is_light():
             importlib.import_module(module)
             for name in heavy & set(sys.modules) - before - set(blame):
                 blame[name] = module
-        print(json.dumps(blame))
+        print(json.dumps(blame), flush=True)  # fork_server ends the interpreter without it
     """
     result = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == "{}\n", f"each is imported by the module named beside it: {result.stdout} {result.stderr}"
