@@ -42,6 +42,7 @@ TESTS = {
     "tests/engine/test_training.py": "training",
     "tests/engine/test_resume.py": "training",
     "tests/engine/virtual_ranks/test_audit.py": "wrong bits",
+    "tests/flyte2/test_sizes.py": "fewer nodes",
     "tests/launch/test_launcher.py": "processes",
     "tests/test_whole_files.py": "disk",
     "tests/test_settings.py": "input",

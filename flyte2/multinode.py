@@ -1,6 +1,8 @@
 """MNIST on many nodes under Flyte 2: a JobSet of Kubernetes, each of whose pods runs torchrun.
 
 DDP_NNODES=4 flyte run flyte2/multinode.py main --hp '{"epochs": 1}'
+
+DDP_NNODES=8,4,2 trains on fewer nodes where eight are not to be had.
 """
 
 from flyte.io import Dir, File
@@ -9,6 +11,7 @@ from flyte2.mnist import preparation, prepare
 from flyte_ddp.flyte2.data import by_content
 from flyte_ddp.flyte2.environment import clustered, workflow_environment
 from flyte_ddp.flyte2.prepare import resolve_for_multinode
+from flyte_ddp.flyte2.sizes import on_available_nodes
 from flyte_ddp.flyte2.train import TrainingOutputs, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -31,6 +34,5 @@ async def main(
 ) -> TrainingOutputs:
     """Like flyte2/mnist.py, on many nodes."""
     data = await prepare(resolve_for_multinode(hp))
-    outputs = await train(hp, data, options, by_content(init))
-    assert outputs is not None  # they are rank 0's
+    outputs: TrainingOutputs = await on_available_nodes(train, hp, data, options, by_content(init))  # rank 0's
     return outputs

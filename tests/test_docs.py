@@ -96,6 +96,7 @@ def test_the_readmes_own_model_trains_under_flyte_2_by_the_pages_file(tmp_path):
     (tmp_path / "flowers" / "__init__.py").touch()
     (command,) = re.findall(r"`(flyte run --local flowers/[^`]+)`", page)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command += " && python -m flowers.many_nodes"
     done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Epoch 30 of 30: test accuracy" in done.stderr

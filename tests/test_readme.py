@@ -31,7 +31,7 @@ NOT_RUN = {
     '\'{"resume_from": "s3://my-bucket/metadata/.../_flytecheckpoints"}\'': CLUSTER,
     "flyte run --image trainer=registry.example.org/me/trainer:1 flyte2/mnist.py main --hp '{\"epochs\": 1}'": CLUSTER,
     "flyte deploy --image trainer=registry.example.org/me/trainer:1 flyte2/mnist.py workflow": CLUSTER,
-    "DDP_GPUS=8 DDP_NNODES=4 flyte run --image trainer=registry.example.org/me/trainer:1 flyte2/multinode.py main": (
+    "DDP_GPUS=8 DDP_NNODES=4,2 flyte run --image trainer=registry.example.org/me/trainer:1 flyte2/multinode.py main": (
         CLUSTER
     ),
     "DDP_PROMOTE_TO=s3://bucket/mnist flyte deploy --image trainer=registry.example.org/me/trainer:1 "

@@ -7,6 +7,7 @@ from flyte_ddp.code.code_version import OTHER_CODE
 from flyte_ddp.errors import RecoverableError, ReportedError
 
 CODE_VARIABLE, GPUS_VARIABLE = "DDP_TRAINING_CODE", "DDP_POD_GPUS"  # where they are not set, nothing is checked
+HANDOVER_VARIABLE, PREVIOUS_VARIABLE = "DDP_HANDOVER", "DDP_PREVIOUS_CHECKPOINT"  # see flyte_ddp.flyte2.handover
 
 
 def check_code(version: str) -> None:

@@ -56,9 +56,12 @@ class Registration(Settings):
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
             lacks never starts, so none is requested unless named.
         mlflow_secret: GROUP/KEY of the Flyte secret with the address of the MLflow server, if it has a password.
-        nnodes: number of nodes of workflows/multinode.py, or a range MIN:MAX.
+        nnodes: number of nodes of workflows/multinode.py and flyte2/multinode.py; or several, each of which will do:
+            8,4,2, or MIN:MAX. A PyTorchJob starts with as many nodes as come, from the smallest number to the largest;
+            Flyte 2 asks for one number after the other, of a range for MAX, its half, and so on.
         nproc_per_node: ranks per node there; 0 is one per GPU, or two with profile sandbox.
         join_minutes: how long the first nodes wait for the last: one has the image, another must be created.
+        queue_minutes: under Flyte 2, how long to wait for a number of nodes before a smaller one is asked for.
         concurrency: how many shards of workflows/inference.py run at a time; 0 leaves it to the cluster.
         promote_to: where workflows/promote.py, and then also the launch plan nightly, promotes models to: a URL of
             Flyte's storage, or the path of a folder that all pods can access.
@@ -94,6 +97,7 @@ class Registration(Settings):
     nnodes: str = setting("2")
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
     join_minutes: int = setting(15, minimum=1, maximum=1440)
+    queue_minutes: int = setting(30, minimum=1, maximum=10080)
     concurrency: int = setting(0, minimum=0)
     promote_to: str = setting("")
     notify: str = setting("")
@@ -147,16 +151,24 @@ class Registration(Settings):
         return self.nproc_per_node or self.training_gpus or DEFAULT_CPU_RANKS
 
     @property
-    def node_range(self) -> tuple[int, int]:
-        """The smallest and the largest number of nodes; raises InputError if nnodes is neither a number nor MIN:MAX."""
-        least, _, most = self.nnodes.partition(":")
-        most = most or least
-        if not (least.isdecimal() and most.isdecimal() and 2 <= int(least) <= int(most)):
+    def node_sizes(self) -> list[int]:
+        """The numbers of nodes, each of which will do, the largest first; raises InputError for what is none."""
+        is_well_formed = re.fullmatch(r"[1-9]\d*(:[1-9]\d*|(,[1-9]\d*)*)", self.nnodes)
+        numbers = [int(number) for number in re.split("[:,]", self.nnodes)] if is_well_formed else [0]
+        is_range, least, most = ":" in self.nnodes, min(numbers), max(numbers)
+        if most < 2 or (is_range and numbers[0] > numbers[1]):
             raise InputError(
-                "environment variable DDP_NNODES must be a number of at least 2, or MIN:MAX, got "
-                f"{json.dumps(self.nnodes)}: for one node there is workflows/mnist.py"
+                "environment variable DDP_NNODES must be a number of at least 2, MIN:MAX, or several numbers such as "
+                f"8,4,2, got {json.dumps(self.nnodes)}: for one node there is workflows/mnist.py"
             )
-        return int(least), int(most)
+        if is_range:
+            numbers += [half for halvings in range(most.bit_length()) if (half := most >> halvings) > least]
+        return sorted({*numbers}, reverse=True)
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The smallest and the largest number of nodes."""
+        return self.node_sizes[-1], self.node_sizes[0]
 
 
 def registration() -> Registration:

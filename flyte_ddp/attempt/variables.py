@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
+from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABLE, PREVIOUS_VARIABLE
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
@@ -14,6 +14,8 @@ PREFIX = "DDP_"
 OTHERS = (
     CODE_VARIABLE,
     GPUS_VARIABLE,
+    HANDOVER_VARIABLE,
+    PREVIOUS_VARIABLE,
     WEBHOOK_SECRET_VARIABLE,
     MIRROR_VARIABLE,
     "DDP_DATA_DIR",

@@ -80,19 +80,15 @@ def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any
     """Arguments of training_environment for the registered number of nodes: a JobSet, each of whose pods runs torchrun.
 
     If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice; if its node is taken
-    away for maintenance, as often as that happens.
+    away for maintenance, as often as that happens. With several numbers of nodes, see flyte_ddp.flyte2.sizes, these are
+    the largest.
     """
     from flyte.clustered import ClusteredTaskEnvironment, ClusterFailurePolicy, TorchRun
 
     asked = registration()
-    least, most = asked.node_range
-    if least != most:
-        raise InputError(
-            f"environment variable DDP_NNODES must be one number, got {asked.nnodes}: Flyte 2 starts all nodes or none"
-        )
     return {
         "kind": ClusteredTaskEnvironment,
-        "replicas": most,
+        "replicas": asked.node_sizes[0],
         "nproc_per_node": asked.ranks_per_node,
         "runtime": TorchRun(rdzv_backend=rendezvous),
         "failure_policy": ClusterFailurePolicy(max_restarts=2, restart_on_host_maintenance=True),

@@ -3,11 +3,13 @@
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import click
 from flyte._persistence._db import LocalDB
 from flyte.cli._params import JsonParamType
+from flyte.clustered import ClusterFailurePolicy
 from flyte.types import TypeEngine, TypeTransformerFailedError
 
 
@@ -61,3 +63,9 @@ def local_cache() -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(path if path.exists() else ":memory:")) as connection, connection:
         connection.execute("CREATE TABLE IF NOT EXISTS task_cache (key TEXT PRIMARY KEY, value BLOB)")
         yield connection
+
+
+def with_replicas(clustered: Any, replicas: int) -> Any:
+    """The plugin_config of a task of a ClusteredTaskEnvironment, for another number of pods; none is restarted."""
+    settings = replace(clustered.settings, replicas=replicas, failure_policy=ClusterFailurePolicy())
+    return replace(clustered, settings=settings)

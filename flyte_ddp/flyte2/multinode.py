@@ -1,18 +1,15 @@
 """Training on many nodes, which Flyte 2 starts as a JobSet whose pods run torchrun."""
 
-import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 from flyte import storage
 
 from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
 from flyte_ddp.attempt.webhook import telling_webhook
-from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2 import handover, platform
 from flyte_ddp.launch.failures import Failure
 
 
@@ -30,18 +27,12 @@ def naming_the_cause() -> Iterator[None]:
         if (own.is_effect or own.kind == "hang") and rank == "0":
             own = next(iter(_causes(others)), own)
         elif not own.is_effect:
-            _leave(own, f"{others}/rank-{rank}.json")
+            handover.put_failure(own, f"{others}/rank-{rank}.json")
         if rank == "0":
+            handover.leave_failure(own)
             with telling_webhook(platform):
                 raise attempt_error(platform, own, urls_of(platform)) from None
         raise
-
-
-def _leave(failure: Failure, url: str) -> None:
-    with suppress(Exception), tempfile.NamedTemporaryFile("w") as file:  # storage fails: rank 0 then says what it knows
-        json.dump(dataclasses.asdict(failure), file)
-        file.flush()
-        platform.put(Path(file.name), url)
 
 
 def _causes(folder: str) -> list[Failure]:

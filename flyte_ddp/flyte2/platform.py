@@ -14,6 +14,7 @@ from flyte import storage
 from flyte.models import CheckpointPaths
 from flyte.syncify import syncify
 
+from flyte_ddp.attempt.pod import HANDOVER_VARIABLE, PREVIOUS_VARIABLE
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
 from flyte_ddp.launch.failures import Failure
 
@@ -36,7 +37,9 @@ def _working_folder(*attempt: object) -> Path:
 
 
 def earlier_attempts() -> int:
-    return flyte.ctx().attempt_number if flyte.ctx() else 0
+    """With those of the actions before, if the training is one of several sizes."""
+    before = int(os.environ.get(HANDOVER_VARIABLE, "0").rpartition("/")[2])
+    return before + (flyte.ctx().attempt_number if flyte.ctx() else 0)
 
 
 def execution() -> tuple[str, str]:
@@ -61,8 +64,10 @@ def logs_url() -> str:
 def previous_logs_url() -> str:
     """That of the killed pod before this one, if it is of the same attempt."""
     *earlier, _ = _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)
-    previous = previous_checkpoint_url()
-    return earlier[-1] if earlier else f"{previous.rpartition('/')[0]}/logs" if previous else ""
+    if not earlier and (previous := previous_checkpoint_url()):
+        first, *later = _logs_urls(previous.rpartition("/")[0], None)
+        earlier = [first, *later[:-1]]  # of the last one, which is not there, it is known by that
+    return earlier[-1] if earlier else ""
 
 
 @cache
@@ -90,7 +95,8 @@ def checkpoint_url() -> str:
 
 
 def previous_checkpoint_url() -> str:
-    return _path(_checkpoint_paths().prev_checkpoint_path)
+    """That of the attempt before, or of the action before; see flyte_ddp.flyte2.handover."""
+    return _path(_checkpoint_paths().prev_checkpoint_path) or os.environ.get(PREVIOUS_VARIABLE, "")
 
 
 def _checkpoint_paths() -> CheckpointPaths:

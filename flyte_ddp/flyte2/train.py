@@ -1,5 +1,6 @@
 """Training within a task of Flyte 2, from typed inputs to typed outputs; and that of the built-in image classifiers."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -12,7 +13,7 @@ from flyte_ddp.attempt.prediction import predicted
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.flyte2 import platform
+from flyte_ddp.flyte2 import handover, platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, downloaded_once, output_file, output_folder
 from flyte_ddp.flyte2.environment import training_arguments, training_environment
@@ -63,6 +64,8 @@ class Flyte2Training(Training[Data, Outputs]):
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
     ) -> Outputs | None:  # as its base says, in a task whose environment is clustered
         with naming_the_cause():
+            if os.environ.get("RANK") == "0":
+                handover.leave_place()
             return super().run_as_rank(settings, options, data, init)
 
     def predict(

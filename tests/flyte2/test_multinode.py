@@ -1,87 +1,20 @@
-"""The pods of a JobSet on this machine: the command that the SDK writes, with the variables that the backend sets."""
+"""Training on the nodes of a JobSet: what happens if one of them is lost, or fails."""
 
-import importlib
-import os
-import shutil
-import subprocess
-import sys
+import json
 
 import pytest
 from flyte.clustered import ClusteredTaskEnvironment
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
 
-from flyte_ddp.data.prepared import prepared
+from flyte_ddp.attempt.pod import HANDOVER_VARIABLE
 from flyte_ddp.errors import InputError
-from flyte_ddp.flyte2.environment import clustered
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from tests.commands import free_port, same
+from tests.commands import same
+from tests.flyte2.jobset import HP
 from tests.flyte2.pod import Pod2, weights
-from tests.object_storage import object_storage
 
-HP = Hyperparameters(epochs=4, batch_size=16, precision="float32")
-# Its processes end with it, also those that torchrun starts in sessions of their own; its name and hosts are its own
-CONTAINER = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-MASTER = "job-workers-0-0.job.here.svc.cluster.local"
 CHECKPOINT = "bucket/run/nodes/1/_flytecheckpoints/checkpoint"
-
-
-@pytest.fixture(scope="module")
-def tasks():
-    """Those of flyte2/multinode.py, registered for two nodes of one rank, and the one for a single node."""
-    with pytest.MonkeyPatch.context() as here:
-        here.setenv("DDP_PROFILE", "sandbox")
-        here.setenv("DDP_NPROC_PER_NODE", "1")
-        here.delitem(sys.modules, "flyte2.multinode", raising=False)  # registered otherwise
-        return importlib.import_module("flyte2.multinode"), importlib.import_module("flyte2.mnist")
-
-
-@pytest.fixture
-def storage(small_data):
-    with object_storage() as server:
-        for file in small_data.iterdir():
-            server.objects[f"bucket/small/{file.name}"] = file.read_bytes()
-        yield server
-
-
-@pytest.fixture
-def node(tasks, storage, small_data, tmp_path):
-    """A function that makes a pod; all of a JobSet's restart meet at one port."""
-    tools = all(map(shutil.which, ("unshare", "taskset")))
-    if os.geteuid() != 0 or not tools or subprocess.run([*CONTAINER, "true"]).returncode:
-        pytest.skip("the pods find each other by a name of the cluster, which only root can give to this machine")
-    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.0.2 pod-0 {MASTER}\n127.0.0.3 pod-1\n")
-    ports, data = free_port(), Dir(path="s3://bucket/small", hash=prepared.read_description(small_data).digest)
-
-    def make(number, restart=0, timeout_seconds=100.0, rendezvous="static", **environment):
-        jobset = {
-            "JOBSET_NAME": "job",
-            "POD_NAMESPACE": "here",
-            "JOB_COMPLETION_INDEX": str(number),
-            "JOBSET_RESTART_ATTEMPT": str(restart),
-            "JOBSET_MAX_RESTARTS": str(restart),
-            "NNODES": "2",
-            "NPROC_PER_NODE": "1",
-            "RDZV_BACKEND": rendezvous,
-            "MASTER_PORT": str(ports + restart),
-            "TMPDIR": str(tmp_path / f"{number}-{restart}"),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        (tmp_path / f"{number}-{restart}").mkdir()
-        options = RunOptions(
-            checkpoint_seconds=0.2, timeout_seconds=timeout_seconds, start_timeout_seconds=timeout_seconds
-        )
-        values = {"hp": HP, "data": data, "options": options}
-        pod = Pod2(tasks[0].train, values, storage, action="nodes", environment={**jobset, **environment})
-        assert pod.command[0] == "clustered"
-        hosts = f'hostname pod-{number} && mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
-        cores = sorted(os.sched_getaffinity(0))
-        core = cores[number % len(cores)]  # one thread for each rank, as if both were on one node
-        pod.before = [*CONTAINER, "taskset", "-c", str(core), "sh", "-ec", hosts, "sh"]
-        return pod
-
-    return make
 
 
 @pytest.mark.slow
@@ -106,24 +39,24 @@ def test_a_lost_node_restarts_all_and_they_go_on_where_they_were(node, storage, 
 
 
 @pytest.mark.slow
-def test_the_failure_of_another_rank_is_the_one_that_flyte_hears_of(node):
-    first, second = node(0, timeout_seconds=3), node(1, timeout_seconds=3, DDP_TRAINING_CODE="yesterday's")
+def test_the_failure_of_another_rank_is_the_one_that_flyte_hears_of(node, storage):
+    handover = {HANDOVER_VARIABLE: "s3://bucket/run/main/actions/0"}
+    first, second = (
+        node(number, timeout_seconds=3, **handover, **other)
+        for number, other in enumerate([{}, {"DDP_TRAINING_CODE": "yesterday's"}])
+    )
     with first.running() as process, second.running() as other:
         assert (process.wait(250), other.wait(20)) == (1, 1), first.log
     assert first.error.error.kind == ContainerError.NON_RECOVERABLE
     assert "is not the code that was registered" in first.error.error.message
+    left = json.loads(storage.objects["bucket/run/main/actions/0/failure.json"])
+    assert left["recoverable"] is False, "so that it is not tried on other nodes"
 
 
 def test_without_torchrun_a_rank_says_what_it_lacks(tasks):
     training = tasks[0].image_training
     with pytest.raises(InputError, match="WORLD_SIZE is not set: many nodes train under torchrun"):
         training.run_as_rank(HP, RunOptions(), None)
-
-
-def test_a_range_of_nodes_is_refused(monkeypatch):
-    monkeypatch.setenv("DDP_NNODES", "2:4")
-    with pytest.raises(InputError, match="DDP_NNODES must be one number, got 2:4: Flyte 2 starts all nodes or none"):
-        clustered()
 
 
 def test_the_jobset_is_as_registered(tasks):

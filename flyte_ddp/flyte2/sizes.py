@@ -1,0 +1,70 @@
+"""A training that goes on with fewer nodes where as many as wanted are not to be had.
+
+Flyte 2 starts all nodes of an action or none. So each size is an action of its own, of the same task with the same
+inputs, and each goes on from the checkpoint of the one before.
+"""
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import flyte
+from flyte.errors import ActionAbortedError, BaseRuntimeError, MaxQueuedTimeExceededError
+
+from flyte_ddp.attempt.registration import registration
+from flyte_ddp.flyte2 import handover, platform
+from flyte_ddp.flyte2.environment import PAUSES
+from flyte_ddp.flyte2.flyte_compat import with_replicas
+from flyte_ddp.report.background import one_line
+from flyte_ddp.report.console import say
+
+
+async def on_available_nodes(train: Any, *inputs: Any) -> Any:
+    """What a task of a clustered environment returns, run on one of the numbers of nodes in DDP_NNODES.
+
+    It asks for the largest number; if these are not there within DDP_QUEUE_MINUTES, for the next smaller one, and for
+    the smallest as long as it takes. If nodes are lost or preempted, or the training fails in another way that may not
+    recur, it goes on from the last checkpoint and begins to ask anew, up to DDP_RETRIES times; what ends it then, or
+    would come again, is raised. With a single number, and in a local run, it is a plain call.
+    """
+    if platform.is_local() or len(registration().node_sizes) == 1:
+        return await train(*inputs)
+    return await _on_available_nodes(train, inputs, f"{platform.checkpoint_url()}/actions")
+
+
+async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) -> Any:
+    """folder: the same if this action's own pod is lost and comes again: then it asks for the same actions in the same
+    order, and Flyte knows how they have ended."""
+    asked, failures, previous = registration(), 0, ""
+    sizes = iter(asked.node_sizes)
+    while True:
+        nodes, left = next(sizes), f"{folder}/{failures}"
+        minutes = asked.queue_minutes if nodes > asked.node_sizes[-1] else 0
+        say(f"Training on {nodes} node{'s' * (nodes > 1)}")
+        try:
+            return await _sized(train, nodes, minutes, handover.variables(left, previous))(*inputs)
+        except ActionAbortedError:  # somebody wants it to end
+            raise
+        except MaxQueuedTimeExceededError:
+            say(f"{nodes} nodes were not there within {minutes} minutes (DDP_QUEUE_MINUTES)")
+        except BaseRuntimeError as error:
+            failure = handover.failure_left(left)
+            if failures == asked.retries or (failure and not failure.recoverable):
+                raise
+            say(f"On {nodes} it has ended ({one_line(error)}), and goes on from its last checkpoint")
+            await asyncio.sleep(PAUSES.compute_delay(failures).total_seconds())
+            failures, sizes = failures + 1, iter(asked.node_sizes)
+        previous = handover.place_left(left) or previous
+
+
+def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str]) -> Any:
+    """The task for this number of nodes, which Flyte itself tries once: again, it would ask for as many. minutes: 0 for
+    any."""
+    return train.override(
+        short_name=f"{train.short_name} on {nodes}",
+        plugin_config=with_replicas(train.plugin_config, nodes),
+        retries=flyte.RetryStrategy(0),
+        timeout=replace(train.timeout, max_queued_time=timedelta(minutes=minutes)),
+        env_vars={**(train.env_vars or {}), **variables},
+    )

@@ -1,0 +1,8 @@
+"""What tests of a JobSet's pods have in common."""
+
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+
+HP = Hyperparameters(epochs=4, batch_size=16, precision="float32")
+# Its processes end with it, also those that torchrun starts in sessions of their own; its name and hosts are its own
+CONTAINER = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+MASTER = "job-workers-0-0.job.here.svc.cluster.local"
