@@ -1,4 +1,5 @@
-"""Predictions of a trained image classifier under Flyte 2: a map over shards, each tried again and cached on its own.
+"""Predictions of a trained image classifier under Flyte 2: a map over shards, each tried again and cached on its own;
+also of each model that flyte2/promote.py publishes as the artifact mnist, once the trigger is activated.
 
 flyte run --local flyte2/inference.py main --model_state model.pt --shards 2
 """
@@ -19,6 +20,14 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 prediction = image_training.environment("inference_shards", most_gpus=1)
 workflow = workflow_environment("inference", preparation, prediction)
 
+# Not active when deployed: flyte update trigger on_promotion inference.main --activate
+on_promotion = flyte.Trigger(
+    "on_promotion",
+    flyte.OnArtifact("mnist"),
+    inputs={"model_state": flyte.TriggeredArtifact},
+    auto_activate=False,
+)
+
 
 @prediction.task(**image_training.arguments(ignored=()))
 async def predict(shard: int, shards: int, model_state: File, hp: Hyperparameters, data: Dir, split: str) -> File:
@@ -26,7 +35,7 @@ async def predict(shard: int, shards: int, model_state: File, hp: Hyperparameter
     return image_training.predict(model_state, hp, shard, shards, data, split)
 
 
-@workflow.task
+@workflow.task(triggers=on_promotion)
 async def main(model_state: File, shards: int = 4, split: str = "test") -> list[File]:
     """Predicts a split of the dataset that the network was trained on.
 

@@ -1,4 +1,5 @@
 """Trains MNIST under Flyte 2 and promotes the model if it is better than the promoted one; every night, once activated.
+With --artifact mnist what is promoted is an artifact, too, which triggers follow, such as that of flyte2/inference.py.
 
 flyte run --local flyte2/promote.py main --place models
 flyte run --local flyte2/promote.py roll_back --place models --name 20261122-030412-1f2e3d4c
@@ -15,17 +16,20 @@ from flyte_ddp.flyte2.train import image_training
 from flyte_ddp.promote.flyte2 import (
     PromotionOutputs,
     RollBackOutputs,
+    artifact_of,
     promote_images,
     promotion_arguments,
     resolve_place,
     roll_back_to,
 )
 from flyte_ddp.promote.job import PromotionOptions
+from flyte_ddp.promote.promotion import PromotionSummary
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
 promotion = image_training.environment("promotion", most_gpus=1)
-workflow = workflow_environment("promote", preparation, training, promotion)
+publication = workflow_environment("publication")
+workflow = workflow_environment("promote", preparation, training, promotion, publication)
 return_environment = workflow_environment("roll_back", secrets=["MLFLOW_TRACKING_URI"])
 
 # Not active when deployed: flyte update trigger nightly promote.main --activate
@@ -46,22 +50,34 @@ async def promote(
     return promote_images(model_state, data, hp, place, options)
 
 
+@publication.task(produces_artifacts=True)
+async def publish(model_state: File, summary: PromotionSummary, artifact: str) -> File:
+    """The promoted model, as a version of an artifact."""
+    published: File = artifact_of(model_state, summary, artifact)
+    return published
+
+
 @workflow.task(triggers=nightly)
 async def main(
     place: str = registration().promote_to,
     hp: Hyperparameters = Hyperparameters(),
     promotion: PromotionOptions = PromotionOptions(),
     options: RunOptions = RunOptions(),
+    artifact: str = "",
 ) -> PromotionOutputs:
     """Trains and promotes.
 
     place: folder, or URL of the cluster's storage, that models are promoted to. hp: what determines the result of the
     training. promotion: by which measure, and by how much, the candidate must be better. options: how to train.
+    artifact: name of the artifact that a promoted candidate is a new version of; empty for none.
     """
     root = resolve_place(place)
     data = await prepare(resolve_dataset(hp, options))
     trained = await train(hp, data, options, None)
-    return await promote(trained.model_state, data, hp, root, promotion)
+    outputs = await promote(trained.model_state, data, hp, root, promotion)
+    if artifact and outputs.promoted:
+        await publish(outputs.model_state, outputs.summary, artifact)
+    return outputs
 
 
 @return_environment.task(report=True)

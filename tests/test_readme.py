@@ -37,6 +37,8 @@ NOT_RUN = {
     "DDP_PROMOTE_TO=s3://bucket/mnist flyte deploy --image trainer=registry.example.org/me/trainer:1 "
     "flyte2/promote.py workflow": CLUSTER,
     "flyte update trigger nightly promote.main --activate": CLUSTER,
+    "flyte deploy --image trainer=registry.example.org/me/trainer:1 flyte2/inference.py workflow": CLUSTER,
+    "flyte update trigger on_promotion inference.main --activate": CLUSTER,
     "make smoke2 IMAGE=registry.example.org/me/trainer:1 CLUSTER_CONFIG=~/.flyte/config.yaml": CLUSTER,
     "flytectl create execution -p flytesnacks -d development --execFile digits.yaml": CLUSTER,
     "flytectl update launchplan nightly -p flytesnacks -d development --version VERSION --activate --force": CLUSTER,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import flyte
+from flyte import artifacts
 from flyte.io import Dir, File
 
 from flyte_ddp.attempt.platform_training import image_subject
@@ -82,6 +83,15 @@ def promote_model(subject: Subject, model_state: File, place: str, options: Prom
     return PromotionOutputs(
         promotion.summary.promoted, output_file(promotion.model), promotion.summary, output_file(promotion.report)
     )
+
+
+def artifact_of(model_state: File, summary: PromotionSummary, name: str) -> Any:
+    """What was promoted as a version of Flyte's artifact of that name: the output of a task with produces_artifacts."""
+    measured = f"{summary.measure} {summary.candidate:g} on {summary.samples:,} test samples"
+    metadata = artifacts.Metadata(
+        name=name, version=summary.version, description=measured, attrs={"place": summary.place}, kind="model"
+    )
+    return artifacts.new(model_state, metadata)
 
 
 def roll_back_to(place: str, name: str) -> RollBackOutputs:

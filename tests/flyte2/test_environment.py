@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import flyte
 import pytest
 from flyte._internal.image_cache import ImageCache
 from flyte._internal.runtime.task_serde import translate_task_to_wire
+from flyte._internal.runtime.trigger_serde import to_task_trigger
 from flyte.models import SerializationContext
+from flyte.syncify import syncify
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.environment import preparation_environment, training_environment
@@ -19,6 +20,11 @@ from flyte_ddp.flyte2.train import image_training
 from tests.commands import ROOT
 
 LABELS = {"kueue.x-k8s.io/queue-name": "research"}
+
+
+def context_of(environment):
+    images = ImageCache(image_lookup={environment: "trainer:1"})
+    return SerializationContext(project="p", domain="d", org="o", version="v", image_cache=images, root_dir=ROOT)
 
 
 @pytest.fixture
@@ -33,11 +39,7 @@ def written(monkeypatch):
             @environment.task
             async def work() -> None: ...
 
-            images = ImageCache(image_lookup={environment.name: "trainer:1"})
-            context = SerializationContext(
-                project="p", domain="d", org="o", version="v", image_cache=images, root_dir=Path()
-            )
-            yield translate_task_to_wire(work, context).task_template
+            yield translate_task_to_wire(work, context_of(environment.name)).task_template
 
     return write
 
@@ -76,6 +78,19 @@ def test_a_training_may_have_its_own_resources(gpu, count):
     assert (mine.resources.gpu, mine.resources.memory, mine.env_vars["DDP_POD_GPUS"]) == (gpu, "64Gi", str(count))
     assert mine.resources.disk
     assert image_training.arguments(retries=7, report=False).items() >= {"retries": 7, "report": False}.items()
+
+
+def test_a_promoted_model_sets_off_its_predictions():
+    from flyte2.inference import main, on_promotion
+
+    spec = translate_task_to_wire(main, context_of("inference"))
+    trigger = syncify(to_task_trigger)(
+        on_promotion, main.name, spec.task_template.interface.inputs, list(spec.default_inputs)
+    )
+    assert (trigger.automation_spec.artifact.artifact_name, trigger.automation_spec.artifact.input_arg) == (
+        "mnist", "model_state",
+    )  # fmt: skip
+    assert not trigger.spec.active
 
 
 def test_a_pod_template_is_for_training(written):

@@ -141,7 +141,7 @@ def test_a_roll_back_to_what_is_not_there_is_one_line(tmp_path):
 def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
     hp, place = json.dumps({**SMALL, "seed": 12}), str(tmp_path / "place")
-    first = flyte_run("--place", place, "--hp", hp, file="flyte2/promote.py")
+    first = flyte_run("--place", place, "--hp", hp, "--artifact", "mnist", file="flyte2/promote.py")
     assert "as the first model" in first
     again = flyte_run("--place", place, "--hp", hp, file="flyte2/promote.py")
     assert "promoted=False" in again

@@ -9,7 +9,7 @@ import pytest
 from flyte._internal.runtime.convert import convert_from_native_to_error
 from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
-from flyteidl2.task.common_pb2 import Inputs
+from flyteidl2.task.common_pb2 import Inputs, Outputs
 
 from flyte2 import mnist, promote
 from flyte_ddp.data.prepared import prepared
@@ -100,6 +100,13 @@ def test_a_promotion_is_stored_and_its_report_is_a_tab(storage, data, whole):
     page = storage.objects["bucket/run/promote/1/report.html"].decode()
     assert ">Promotion</li>" in page
     assert f"accuracy {outputs.summary.candidate:.2%}, as the first model" in page
+
+    values = {"model_state": outputs.model_state, "summary": outputs.summary, "artifact": "mnist"}
+    publication = Pod2(promote.publish, values, storage, action="publish")
+    assert publication.finish() == 0, publication.log
+    (published,) = Outputs.FromString(storage.objects["bucket/run/publish/1/outputs.pb"]).produced_artifacts
+    assert (published.name, published.version) == ("mnist", outputs.summary.version)
+    assert publication.outputs().path == outputs.model_state.path
 
 
 @pytest.mark.slow
