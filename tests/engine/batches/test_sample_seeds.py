@@ -176,7 +176,7 @@ def test_a_training_has_equal_bytes_on_any_number_of_ranks_and_workers_and_after
     exact = {"virtual_ranks": 6, **RECIPE}
     one = train(1, name="1", **exact)
     with pytest.raises(Unplugged):
-        train(3, name="cut", loader_workers=2, checkpoint_seconds=0, on_event=unplug_at(2), **exact)
+        train(3, name="cut", loader_workers=2, checkpoint_seconds=0, on_event=unplug_at(3), **exact)
     resumed = train(2, name="cut", checkpoint_seconds=0, **exact)
     assert isinstance(resumed.events[0], RunStarted)
     assert resumed.events[0].first_step > 0
