@@ -109,7 +109,8 @@ class Console(Remarks):
         self._run, self._ranks = event, []
         hosts = len({*event.hosts})
         say(
-            f"{event.dataset}: {split_sizes(event)}; {event.world_size} ranks {f'on {hosts} hosts ' * (hosts > 1)}"
+            f"{event.dataset}: {split_sizes(event)}; {event.world_size} rank{'s' * (event.world_size > 1)} "
+            f"{f'on {hosts} hosts ' * (hosts > 1)}"
             f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
         )
         for remark in event.remarks:
