@@ -262,3 +262,90 @@ def trains_without_a_loop(loop: Loop):
 
 def takes_nothing():
     pass
+
+
+def by_parts(loop: Loop, mistake=""):
+    """As train, for virtual ranks; also draws by Python's and NumPy's generators in a step."""
+    model = loop.wrap(network(0.3) if mistake != "changes a buffer" else Counting())
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, loop.settings.epochs * len(batches))
+    average = Average(model)
+    loop.keep(model=model, optimizer=optimizer, schedule=schedule, average=average)
+
+    def loss_of(batch):
+        inputs, labels = batch
+        loss = F.cross_entropy(model(inputs + 0.1 * random.random() * np.random.rand()), labels)
+        return loss.detach() if mistake == "returns no loss" else loss
+
+    for _ in loop.epochs(headline="accuracy", percent=("accuracy",)):
+        model.train()
+        for batch in batches:
+            if mistake == "calls the network":
+                inputs, labels = batch.shares[0].tree
+                F.cross_entropy(model(inputs), labels).backward()
+            if mistake == "unpacks":
+                inputs, labels = batch
+            loss = loop.backward(batch, loss_of)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.log(loss=loss, scale=1.0)
+            schedule.step()
+            average.update(model)
+        evaluate(loop, model, tests)
+
+
+class Counting(nn.Module):
+    mean_input: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.register_buffer("mean_input", torch.zeros(8))
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.mean_input.lerp_(inputs.mean(0), 0.1)
+        return self.layer(inputs)
+
+
+def wraps_twice(loop: Loop):
+    loop.wrap(nn.Linear(8, 3))
+    loop.wrap(nn.Linear(8, 3))
+
+
+def accumulates(loop: Loop):
+    loop.wrap(nn.Linear(8, 3)).no_sync()
+
+
+def changes_a_buffer(loop: Loop):
+    by_parts(loop, "changes a buffer")
+
+
+def calls_the_network(loop: Loop):
+    by_parts(loop, "calls the network")
+
+
+def unpacks(loop: Loop):
+    by_parts(loop, "unpacks")
+
+
+def returns_no_loss(loop: Loop):
+    by_parts(loop, "returns no loss")
+
+
+def plain_by_parts(loop: Loop):
+    """As plain."""
+    torch.manual_seed(0)
+    model = loop.wrap(nn.Linear(8, 3))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = loop.backward(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+            optimizer.step()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)

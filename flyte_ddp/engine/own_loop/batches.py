@@ -9,6 +9,7 @@ from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.garbage import collected_between
 from flyte_ddp.engine.load import seed_all
+from flyte_ddp.engine.own_loop.parts import Parts
 from flyte_ddp.engine.own_loop.progress import Progress
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
@@ -22,15 +23,23 @@ class TrainSteps:
 
     def __init__(self, split: Split, settings: TrainingSettings, environment: Environment, progress: Progress):
         name, size, ranks = f"{type(settings).__name__}.batch_size", settings.batch_size, environment.world.size
-        if size % ranks:
+        if size % ranks and not settings.virtual_ranks:
             raise InputError(
                 f"{name} must be a multiple of the number of ranks ({ranks}) in a loop of your own, got {size}: "
                 "DistributedDataParallel weighs the ranks alike, so change one of them, or write a recipe"
             )
         if size > len(split):
             raise InputError(f"{name} must be at most the number of samples ({len(split)}), got {size}: lower it")
+        parts = settings.virtual_ranks
+        if parts and size % parts:
+            raise InputError(
+                f"{name} must be a multiple of virtual_ranks ({parts}) in a loop of your own, got {size}: the mean of "
+                "its parts weighs them alike, so change one of them, or write a recipe"
+            )
         self._progress, self._rank, self._seed = progress, environment.rank, settings.seed
-        progress.batches = self._batches = TrainBatches(split, size, settings.seed, self._rank, ranks)
+        progress.batches = self._batches = TrainBatches(
+            split, size, settings.seed, self._rank, ranks, virtual_ranks=parts
+        )
         progress.steps = len(self)
 
     def __len__(self) -> int:
@@ -43,10 +52,15 @@ class TrainSteps:
         if progress.logged:  # the steps were left in the middle of an epoch
             progress.end_step()
         steps = self._batches.steps(progress.epoch, progress.step, len(self))
-        for (batch,) in collected_between(progress.clock.timed(steps)):
+        for shares in collected_between(progress.clock.timed(steps)):
             progress.begin_step()
-            seed_all(key(progress.epoch, progress.step, 1 + self._rank))  # as if nothing had been interrupted
-            yield batch.tree
+            seed = partial(key, progress.epoch, progress.step)
+            if self._batches.virtual_ranks:
+                seed_all(seed())
+                yield Parts(shares, [seed(1 + share.share.part) for share in shares])
+            else:
+                seed_all(seed(1 + self._rank))  # as if nothing had been interrupted
+                yield shares[0].tree
             progress.end_step()
             seed_all(key(progress.epoch, progress.step))  # what is drawn outside of steps is the same on all ranks
 

@@ -29,11 +29,12 @@ from flyte_ddp.engine.checks.data_probe import unequal_data
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.load import data_path_of, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
+from flyte_ddp.engine.own_loop.parts import Parts, Replicated
 from flyte_ddp.engine.own_loop.progress import Progress
 from flyte_ddp.engine.torch_compat import pytree, uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import StartUp
-from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.environment import Environment, check_ranks
 from flyte_ddp.launch.link import Link
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
@@ -41,7 +42,7 @@ Number = Tensor | float
 # What a loop decides for itself, or cannot have: set to anything else, it would have no effect
 UNUSED: dict[type, tuple[str, ...]] = {
     TrainingSettings: (
-        "virtual_ranks", "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "patience",
+        "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "patience",
         "minimum_delta", "freeze", "init_leave_out",
     ),
     RunOptions: ("profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "audit_every", "compile"),
@@ -76,10 +77,19 @@ class Loop:
 
     # --- before the first epoch ---
 
-    def wrap(self, model: nn.Module) -> DistributedDataParallel:
-        """The network on the rank's device, in torch's DistributedDataParallel."""
-        wrapped = _Replicated(model.to(self.device), self._progress)
-        self._progress.wrapped.append(wrapped.module)
+    def wrap(self, model: nn.Module) -> DistributedDataParallel | Replicated:
+        """The network on the rank's device, in torch's DistributedDataParallel; with settings.virtual_ranks in what
+        loop.backward needs, of which there can be one."""
+        progress, parts = self._progress, self.settings.virtual_ranks
+        if parts and progress.exact:
+            raise InputError("loop.wrap must be called once with virtual_ranks: put both networks into one module")
+        wrapped: Replicated | _Distributed
+        if parts:
+            wrapped = Replicated(model.to(self.device), parts, lambda: progress.is_stepping)
+            progress.exact = wrapped.exact
+        else:
+            wrapped = _Distributed(model.to(self.device), progress)
+        progress.wrapped.append(wrapped.module)
         return wrapped
 
     def batches(self, data: Any) -> TrainSteps:
@@ -114,12 +124,12 @@ class Loop:
                 kind = type(part).__name__
                 raise InputError(f"loop.keep: {name} must have state_dict and load_state_dict, got {kind}")
             own = uncompiled(part)
-            if name == "model" and not isinstance(own, DistributedDataParallel):
+            if name == "model" and not isinstance(own, (DistributedDataParallel, Replicated)):
                 kind = type(own).__name__
                 raise InputError(
                     f"loop.keep: model must be what loop.wrap has returned, as ranks train together, got {kind}"
                 )
-            progress.parts[name] = own.module if isinstance(own, DistributedDataParallel) else own
+            progress.parts[name] = own.module if isinstance(own, (DistributedDataParallel, Replicated)) else own
         check_readable(progress.state_dict())
         saved = state_on_all_ranks(self._job, self._link.emit, self.device)
         if saved is None:
@@ -145,6 +155,21 @@ class Loop:
         while self.epoch < self.settings.epochs:
             yield self.epoch
             self._progress.end_epoch()
+
+    def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """In place of loss.backward(): the gradients of loss_of(batch), and that loss, detached.
+
+        With settings.virtual_ranks, a batch has parts, for each of which loss_of is called with what a batch is
+        otherwise, maybe more than once; loss and gradients are those of the parts' mean, the same bits on any number of
+        ranks. loss_of: returns the mean loss of what it is given, a tensor of no dimension. A collective.
+        """
+        if isinstance(batch, Parts):
+            if not self._progress.exact:
+                raise InputError("call loop.wrap before loop.backward: it says what network is trained")
+            return self._progress.exact.backward(batch, loss_of)
+        loss = loss_of(batch)
+        loss.backward()
+        return loss.detach()
 
     def log(self, **measures: Number) -> None:
         """Once in each step: "loss" and whatever else is to be followed, of the rank's samples or their mean.
@@ -186,7 +211,7 @@ class Loop:
         return split
 
 
-class _Replicated(DistributedDataParallel):
+class _Distributed(DistributedDataParallel):
     """DistributedDataParallel; where nothing is trained, the network by itself: ranks need not evaluate alike.
 
     Gradients from outside of a step stay this rank's own, but no optimizer steps by them: see before_optimizer.
@@ -218,6 +243,7 @@ def run(
                     f"{type(given).__name__}.{name} must be {default!r} for a loop of your own, which it would have no "
                     f"effect on, got {value!r}: leave it out, or write a recipe"
                 )
+    check_ranks(environment.world.size, job.settings.batch_size, job.settings.virtual_ranks)
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:

@@ -17,11 +17,13 @@ from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.own_loop.results import result_of, write_model
 from flyte_ddp.engine.results import layers_of
 from flyte_ddp.engine.step import Totals
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import norms
+from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
@@ -36,6 +38,7 @@ class Progress:
         epoch, step: from 0; the latter of the epoch, the number of those that are done.
         parts: what changes while it trains, by name; "model" is the network itself.
         wrapped: the networks that the ranks train together.
+        exact: with virtual ranks, what adds their gradients up.
         batches, steps: of an epoch; None and 0 before they are known.
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
@@ -47,6 +50,7 @@ class Progress:
         self.device, self.epoch, self.step = device, 0, 0
         self.parts: dict[str, Any] = {}
         self.wrapped: list[nn.Module] = []
+        self.exact: ExactGradients | None = None
         self.batches: TrainBatches | None = None
         self.steps = self.test_samples = 0
         self.is_stepping, self.logged = False, dict[str, Tensor]()
@@ -99,7 +103,7 @@ class Progress:
             first_step=self.step,
             startup_seconds=time.time() - job.launched,
             layers=layers_of(self.parts["model"]),
-            remarks=["trained by a loop of your own", *moves],
+            remarks=["trained by a loop of your own", *moves, *uneven_parts(job.settings.virtual_ranks, world.size)],
             hosts=hosts,
             identity=job.identity,
             ran_on=self._ran_on,
@@ -222,6 +226,7 @@ class Progress:
             "history": [asdict(finished) for finished in self._history],
             "ran_on": self._ran_on,
             "watch": self._monitor.state_dict(),
+            "grid": self.exact.grid if self.exact else None,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -237,6 +242,8 @@ class Progress:
         self._history = [EpochFinished(**finished) for finished in saved["history"]]
         self._ran_on = saved["ran_on"]
         self._monitor.load_state_dict(saved["watch"])
+        if self.exact:
+            self.exact.grid = saved.get("grid")
 
     # --- parts of a step ---
 

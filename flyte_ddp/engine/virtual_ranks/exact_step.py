@@ -46,10 +46,10 @@ class ExactStep(SingleStep):
         self._next = len(self._buckets)  # the bucket to be sent next
         self._counts = [len(bucket.views) for bucket in self._buckets]
         (self._statistics,) = first.views
-        views = [(number, view) for number, bucket in enumerate(self._buckets) for view in bucket.views][1:]
-        for parameter, (number, view) in zip(reversed(step.trainable), views, strict=True):
-            parameter.grad = view
+        numbers = [number for number, bucket in enumerate(self._buckets) for _ in bucket.views][1:]
+        for parameter, number in zip(reversed(step.trainable), numbers, strict=True):
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+        self.hold_gradients()
         self._is_looking, self._has_grid = False, False
         self.repeated, self._part, self._watched = 0, -1, -1
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
@@ -77,6 +77,12 @@ class ExactStep(SingleStep):
                 self._left, self._next = list(self._counts), 0
                 self._send(1)
         return trained
+
+    def hold_gradients(self) -> None:
+        """Has the parameters' gradients be where they are added up; an optimizer's zero_grad may have dropped them."""
+        views = [view for bucket in self._buckets for view in bucket.views][1:]
+        for parameter, view in zip(reversed(self.module.trainable), views, strict=True):
+            parameter.grad = view
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Keeps the gradients where they are."""

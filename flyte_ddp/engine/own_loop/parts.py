@@ -1,0 +1,154 @@
+"""Virtual ranks in a loop of the user's own: gradients that have the same bits on any number of ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
+from flyte_ddp.engine.load import seed_all
+from flyte_ddp.engine.step import Step, gradients_of
+from flyte_ddp.engine.torch_compat import scale
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
+from flyte_ddp.errors import InputError
+
+Loss = Callable[[Any], Tensor]
+
+
+class Parts:
+    """A rank's parts of a global batch, for Loop.backward alone.
+
+    Attributes:
+        seeds: of what the user's code draws for each.
+    """
+
+    def __init__(self, shares: Sequence[Batch], seeds: Sequence[int]):
+        self.shares, self.seeds = shares, seeds
+
+    def __iter__(self) -> Iterator[Any]:
+        raise InputError(
+            "a batch must go to loop.backward with virtual_ranks, as it has several parts: write loss = "
+            "loop.backward(batch, loss_of), where loss_of(part) returns the mean loss of what a batch is otherwise"
+        )
+
+
+class Replicated(nn.Module):
+    """In place of DistributedDataParallel: a network whose gradients loop.backward adds up."""
+
+    def __init__(self, module: nn.Module, virtual_ranks: int, is_in_step: Callable[[], bool]):
+        super().__init__()
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise InputError("loop.wrap: the network must have a weight that is trained")
+        self.module, self._is_in_step = module, is_in_step
+        self._exact = [ExactGradients(module, virtual_ranks)]  # a list, so that it is no part of the network
+
+    @property
+    def exact(self) -> "ExactGradients":
+        return self._exact[0]
+
+    def no_sync(self) -> Any:
+        raise InputError("no_sync must not be called with virtual_ranks: a batch has parts already, see loop.backward")
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self._is_in_step() and torch.is_grad_enabled() and not self.exact.is_computing:
+            raise InputError(
+                "with virtual_ranks a step's gradients must come from loop.backward(batch, loss_of), which adds them "
+                "up: call the network within loss_of, or, where nothing is trained, within torch.no_grad()"
+            )
+        return self.module(*inputs, **named)
+
+
+class ExactGradients:
+    """Each parameter's gradient, of the mean loss over the parts of a global batch."""
+
+    def __init__(self, model: nn.Module, virtual_ranks: int):
+        self._mode = GlobalBatchMode(BatchShare())
+        self._mode.running = RunningStatistics(model)
+        self._step = _LossStep(model, self._mode)
+        self._parallel = ExactStep(self._step, virtual_ranks)
+        self._buffers = dict(model.named_buffers())
+        self.is_computing, self._is_checked = False, False
+
+    @property
+    def grid(self) -> Tensor | None:
+        return self._parallel.grid
+
+    @grid.setter
+    def grid(self, exponents: Tensor | None) -> None:
+        self._parallel.grid = exponents
+
+    def backward(self, parts: Parts, loss_of: Loss) -> Tensor:
+        """The mean of the parts' losses; a collective. It computes a part more than once where a number does not fit,
+        and changes what a forward pass changes once."""
+        before = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        shares = [self._parallel.parts(share, 0)[0] for share in parts.shares]  # copies
+        self._step.loss_of = loss_of
+
+        def computed() -> None:
+            self._step.digests.clear()
+            for share, seed in zip(shares, parts.seeds, strict=True):
+                for name, buffer in self._buffers.items():
+                    buffer.copy_(before[name])
+                seed_all(seed)
+                with self._mode.block(seed):
+                    self._parallel(share, (False, False), share is shares[-1]).backward()
+                self._parallel.finish_part(share is shares[-1])
+
+        self._parallel.hold_gradients()
+        self._parallel.zero_grad()
+        self.is_computing = True
+        try:
+            totals = self._parallel.added_up(computed)
+        finally:
+            self.is_computing = False
+        self._check_buffers(before)
+        assert self._mode.running
+        self._mode.running.move(totals.statistics)
+        loss, weight = totals.measured
+        scale(gradients_of(self._step), weight.reciprocal())
+        return (loss / weight).float()  # of which a mean of equal ones on all ranks has the same bits
+
+    @torch.no_grad()
+    def _check_buffers(self, before: dict[str, Tensor]) -> None:
+        """Raises InputError for what each part changes in its own way; looks once, as the host waits."""
+        if self._is_checked:
+            return
+        for name, buffer in self._buffers.items():
+            if buffer.is_floating_point() and not torch.equal(buffer, before[name]):
+                raise InputError(
+                    f"with virtual_ranks a forward pass must change no buffer but batch norm's statistics, and it "
+                    f"changes {name}: each part of a batch would leave its own; change it after loop.backward"
+                )
+        self._is_checked = True
+
+
+class _LossStep(Step):
+    """A part's loss by a function of the user's."""
+
+    loss_of: Loss
+
+    def __init__(self, model: nn.Module, mode: GlobalBatchMode):
+        nn.Module.__init__(self)
+        self.model, self.mode, self.names, self.digests = model, mode, ("loss",), set()
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.carrier = nn.Parameter(self.trainable[0].new_zeros(0))
+
+    def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean loss of the part, and with it its weight."""
+        vars(self.mode.share).update(vars(batch.share))
+        if self.mode.running:
+            self.mode.running.start()
+        loss = self.loss_of(batch.tree)
+        if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad):
+            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(
+                "loop.backward: loss_of must return a part's mean loss, a tensor of no dimension that depends on the "
+                f"network, got {kind}"
+            )
+        self.digests.add(self.mode.digest)
+        measured = torch.stack([loss.detach().double(), loss.new_ones((), dtype=torch.float64)])
+        return loss, measured.view(2, 1)
