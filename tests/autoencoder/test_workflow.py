@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from workflows.autoencoder import autoencoder_task, autoencoder_wf
 
 WORKFLOW = (str(ROOT / "workflows" / "autoencoder.py"), "autoencoder_wf")
 # 74 steps an epoch, and in its last one three ranks have unequal shares: 1,376 images 8 times are 73 batches and 58
-HP = {"dataset": "digits", "epochs": 2, "batch_size": 150, "learning_rate": 0.004}
+HP: dict[str, Any] = {"dataset": "digits", "epochs": 2, "batch_size": 150, "learning_rate": 0.004}
 
 
 @pytest.fixture(scope="module")
