@@ -2,8 +2,10 @@
 
 import os
 import re
+import shlex
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +33,27 @@ def pyflyte(*arguments: str, status: int = 0, cwd: Path = ROOT, environment: Map
             here.setenv(name, value)
         done = CliRunner().invoke(main, ["run", *arguments])
     return _checked(Done(arguments, done.exit_code, done.stdout, done.stderr), status)
+
+
+def typed(command: str, cwd: Path, environment: Mapping[str, str] = {}) -> "Done[str]":
+    """Lines for a shell in this folder; fails if they do. A single `pyflyte run` is one in the test's process, which
+    forgets what it has imported from there."""
+    if command.startswith("pyflyte run ") and "\n" not in command.strip():
+        before = {*sys.modules}
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr(sys, "path", [str(cwd), *sys.path])
+            try:
+                return pyflyte(*shlex.split(command)[2:], cwd=cwd, environment=environment)
+            finally:
+                for name in {*sys.modules} - before:
+                    if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(cwd)):
+                        del sys.modules[name]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(
+        ["bash", "-ec", command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def pyflyte_process(

@@ -62,7 +62,7 @@ def output() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def ranks(request: pytest.FixtureRequest) -> None:
     """The process that a session's ranks are forked from imports what else many of their recipes need, once."""
-    modules = ["sklearn.datasets", "torch.distributed.fsdp"]
+    modules = ["flyte_ddp.engine.worker", "sklearn.datasets", "torch.distributed.fsdp"]
     if any(item.get_closest_marker("slow") for item in request.session.items):
         modules += ["lightning.pytorch", "peft", "timm", "torchvision.models", "transformers.models.bert.modeling_bert"]
     launcher.warm_up([*launcher.PRELOAD, *modules])

@@ -1,16 +1,14 @@
 """The guides as their readers follow them: the files are written, the commands are run, in their order."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands import ROOT, output, pyflyte
+from tests.commands import ROOT, output, pyflyte, typed
 from tests.examples import project
 from tests.lightning.project import write_project
 
@@ -28,10 +26,7 @@ def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
             file.parent.mkdir(exist_ok=True)
             file.write_text(block)
         else:
-            environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-            done = subprocess.run(["sh", "-ec", block], cwd=tmp_path, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            said.append(done.stdout)
+            said.append(typed(block, tmp_path, {"PYTHONPATH": f"{ROOT}:{tmp_path}"}).stdout)
     assert "'within': " in said[0]
     assert "2177 parameters" in said[1]
     assert (tmp_path / "notes.txt").read_text().startswith("epoch 1: {'loss': ")
@@ -47,9 +42,7 @@ def test_the_guide_to_a_lightning_module_works_as_it_stands(tmp_path):
     text = (ROOT / "docs" / "lightning.md").read_text()
     write_project(tmp_path)
     (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = typed(command, tmp_path, {"PYTHONPATH": str(ROOT)})
     assert "Epoch 2 of 2: validation accuracy " in done.stderr
     assert "Warning" not in done.stderr
     tested = re.findall(r" measures={'loss': [\d.]+, 'accuracy': ([\d.]+)}", done.stdout)
@@ -57,7 +50,7 @@ def test_the_guide_to_a_lightning_module_works_as_it_stands(tmp_path):
     report, model = Path(output(done, "report")).read_text(), torch.load(output(done, "model_state"), weights_only=True)
     assert "test accuracy" in report
     assert model.keys() == {"network.0.weight", "network.0.bias", "network.3.weight", "network.3.bias"}
-    again = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    again = typed(command, tmp_path, {"PYTHONPATH": str(ROOT)})
     assert "Epoch 1" not in again.stderr, "cached"
     assert output(again, "model_state") == output(done, "model_state")
 
@@ -67,9 +60,7 @@ def test_the_guide_to_transforms_works_as_it_stands(tmp_path):
     for name, block in re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(block)
     (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = typed(command, tmp_path, {"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert "alike" not in done.stderr
     digits, again, turned, again_turned = (line.split()[1] for line in done.stdout.splitlines())
     assert digits == again != turned == again_turned
@@ -82,9 +73,7 @@ def test_the_readmes_own_model_trains_as_it_stands(tmp_path):
         (tmp_path / name).write_text(block)
     (tmp_path / "flowers" / "__init__.py").touch()
     (command,) = re.findall(r"`(pyflyte run flowers/[^`]+)`", text)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = typed(command, tmp_path, {"PYTHONPATH": str(ROOT)})
     assert float(re.findall(r"'accuracy': ([\d.]+)", done.stdout)[-1]) > 0.9
 
 
@@ -95,10 +84,7 @@ def test_the_readmes_own_model_trains_under_flyte_2_by_the_pages_file(tmp_path):
         (tmp_path / name).write_text(block)
     (tmp_path / "flowers" / "__init__.py").touch()
     (command,) = re.findall(r"`(flyte run --local flowers/[^`]+)`", page)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command += " && python -m flowers.many_nodes"
-    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = typed(f"{command} && python -m flowers.many_nodes", tmp_path, {"PYTHONPATH": str(ROOT)})
     assert "Epoch 30 of 30: test accuracy" in done.stderr
     ours, theirs = (
         len((tmp_path / "flowers" / name).read_text().splitlines()) for name in ("flyte2.py", "workflow.py")
@@ -122,7 +108,5 @@ def test_the_guide_to_data_larger_than_a_disk_works_as_it_stands(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(block)
     (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = typed(command, tmp_path, {"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert "'within': " in done.stdout

@@ -151,7 +151,8 @@ def test_after_ctrl_c_the_same_command_goes_on_and_ends_with_the_same_bits(user,
     resumed = user(*arguments)
     assert resumed.status == 0, resumed.log
     assert "resuming from the checkpoint" in resumed.log
-    whole = user(*arguments, command=("pyflyte", "run", "--overwrite-cache", *WORKFLOW))
+    done = pyflyte("--overwrite-cache", *WORKFLOW, *arguments)
+    whole = Run(done.returncode, done.stdout, done.stderr)
     assert "resuming" not in whole.log
     assert whole.model != resumed.model
     assert whole.model.read_bytes() == resumed.model.read_bytes()

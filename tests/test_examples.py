@@ -1,4 +1,4 @@
-"""Each example, as its user runs it, and on 1, 2 and 3 ranks, and one killed in the middle."""
+"""Each example, as its user runs it, and on 1 and 3 ranks, and one killed in the middle."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ ENOUGH: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "contrastive": ({"epochs": 3}, "retrieval > 0.15"),
     "finetune_images": ({"epochs": 3, "side": 32, "network": "test_convnext", "learning_rate": 1e-3}, "accuracy > 0.8"),
-    "finetune_text": ({"epochs": 8, "lora_rank": 0}, "loss < 1.3"),
+    "finetune_text": ({"epochs": 3, "lora_rank": 0, "batch_size": 16, "learning_rate": 3e-3}, "loss < 1.3"),
     "own_loop": ({"epochs": 4}, "accuracy > 0.85"),
     "resnet": ({"epochs": 3, "side": 32, "batch_size": 8, "learning_rate": 3e-4}, "accuracy > 0.8"),
     "segmentation": ({"images": 400, "batch_size": 16}, "iou > 0.5 and dice > iou"),
@@ -81,31 +81,28 @@ def test_the_workflow_of_an_example_trains(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_result_is_the_same_on_1_2_and_3_ranks(name):
-    one = trained(name, 1)
+def test_the_result_is_the_same_on_1_and_3_ranks(name):
+    one, three = trained(name, 1), trained(name, 3)  # whose shares of a batch differ
     assert len(one.losses) > 3
+    assert three.losses == pytest.approx(one.losses, rel=1e-4)  # another number of threads rounds differently
     size = math.sqrt(sum(float(value.double().square().sum()) for value in one.weights.values()))
-    for nproc in (2, 3):
-        other = trained(name, nproc)
-        assert other.losses == pytest.approx(one.losses, rel=1e-4)  # another number of threads rounds differently
-        gaps = (other.weights[key].double() - value.double() for key, value in one.weights.items())
-        assert math.sqrt(sum(float(gap.square().sum()) for gap in gaps)) < 1e-4 * size
+    gaps = (three.weights[key].double() - value.double() for key, value in one.weights.items())
+    assert math.sqrt(sum(float(gap.square().sum()) for gap in gaps)) < 1e-4 * size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {"contrastive"}))
-def test_with_virtual_ranks_the_result_has_the_same_bits_on_1_2_and_3_ranks(tmp_path, name):
+def test_with_virtual_ranks_the_result_has_the_same_bits_on_1_and_3_ranks(tmp_path, name):
     found = []
-    for nproc in (1, 2, 3):
+    for nproc in (1, 3):
         events: list[Event] = []
         result = train_small(name, tmp_path / f"{nproc}", events.append, nproc, 60, virtual_ranks=4)
         losses = [event.measures for event in events if isinstance(event, StepLogged)]
         found.append((losses, result.epochs[-1].test, torch.load(result.model_path, weights_only=True)))
-    (losses, measures, weights), *others = found
+    (losses, measures, weights), others = found
     assert len(losses) > 2
-    for of_other in others:
-        assert of_other[:2] == (losses, measures)
-        assert same(of_other[2], weights)
+    assert others[:2] == (losses, measures)
+    assert same(others[2], weights)
 
 
 def test_an_example_whose_loss_needs_the_whole_batch_is_refused_with_virtual_ranks(tmp_path):

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from tests.nodes import listens, lose_one, meeting, weights
 from tests.pod import (
     PATIENCE_SECONDS,
     TWO_NODES,
-    Pod,
     end,
     literal,
     package,
@@ -33,17 +33,13 @@ pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-k
 pytestmark = pytest.mark.slow
 
 OPTIONS = RunOptions(checkpoint_seconds=0.4)
-HP = Hyperparameters(epochs=4, batch_size=50, learning_rate=0.02, precision="float32")
+SETTINGS: dict[str, Any] = {"epochs": 4, "batch_size": 50, "learning_rate": 0.02, "precision": "float32", "threads": 1}
+HP = Hyperparameters(**SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return tmp_path_factory.mktemp("nodes")
-
-
-@pytest.fixture(scope="module")
-def tasks():
-    return package(**TWO_NODES).tasks
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +55,15 @@ def init(place):
 
 
 @pytest.fixture(scope="module")
-def one_node(tasks, place, small, init):
-    inputs = {"hp": literal(HP), "data": small, "options": literal(RunOptions(nproc=2)), "init": init}
-    return weights(Pod(tasks["workflows.mnist.pytorch_mnist_task"], inputs, place / "one", cores=2).run())
+def one_node(whole, place, small, init):
+    """The weights of a plain call."""
+    return whole(2, data=place / "small", init=place / "model.pt", **SETTINGS).weights
 
 
 @pytest.fixture
-def node(tasks, small, init, tmp_path):
+def node(small, init, tmp_path):
     """A function that makes a node's pod of a training of MNIST."""
-    make, task = meeting(tmp_path), tasks["workflows.multinode.pytorch_multinode_task"]
+    make, task = meeting(tmp_path), package(**TWO_NODES).tasks["workflows.multinode.pytorch_multinode_task"]
 
     def of_mnist(name, checkpoints=None, hp=HP, options=OPTIONS):
         inputs = {"hp": literal(hp), "data": small, "options": literal(options), "init": init}

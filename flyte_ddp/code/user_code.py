@@ -110,8 +110,8 @@ def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
     yield
     missed = {
         name: file
-        for name, file in (loaded_files() if root else {}).items()
-        if name not in before and file not in files and name.partition(".")[0] != LIBRARY
+        for name, file in (loaded_files(before) if root else {}).items()
+        if file not in files and name.partition(".")[0] != LIBRARY
         if is_first_party(name, file, root)
     }
     if missed:
@@ -122,10 +122,10 @@ def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
         )
 
 
-def loaded_files() -> dict[str, str]:
-    """Absolute paths of the imported modules' files, by module name."""
+def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
+    """Absolute paths of the imported modules' files, by module name; without the others, which may be thousands."""
     # not modules of other types: reading __file__ would make lazily imported ones import themselves
-    modules = {name: module for name, module in list(sys.modules.items()) if type(module) is ModuleType}
+    modules = {n: m for n, m in list(sys.modules.items()) if n not in others and type(m) is ModuleType}
     files = {name: vars(module).get("__file__") for name, module in modules.items()}
     return {name: os.path.abspath(file) for name, file in files.items() if isinstance(file, str)}
 

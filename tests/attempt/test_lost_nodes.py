@@ -16,12 +16,15 @@ from tests.engine.probe_recipes import Settings
 pytestmark = pytest.mark.slow
 
 
+SETTINGS = Settings(**{**lost_nodes.SETTINGS, "epochs": 2})
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The weights of a training on two nodes."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    assert lost_nodes.attempt(root, 0, epochs=2) == [0, 0]
-    return torch.load(root / "model.pt", weights_only=True)
+    """The weights of a training by two ranks on one node."""
+    options = RunOptions(nproc=2, sharding="full", tracking="off", loader_workers=0)
+    model = Sharded(Folders(tmp_path_factory.mktemp("undisturbed"))).run(SETTINGS, options).model
+    return torch.load(model, weights_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +44,10 @@ def test_a_training_that_loses_a_node_while_it_uploads_ends_with_the_same_bits(l
 
 
 def test_one_node_goes_on_from_the_files_of_two(lost, tmp_path, undisturbed):
-    settings = Settings(**{**lost_nodes.SETTINGS, "epochs": 2})
     for sharding, nproc in (("full", 2), ("off", 1)):
         shutil.copytree(lost / "0", tmp_path / sharding / "0")
         options = RunOptions(nproc=nproc, sharding=sharding, tracking="off", loader_workers=0)
-        model = Sharded(Folders(tmp_path / sharding, attempt=1)).run(settings, options).model
+        model = Sharded(Folders(tmp_path / sharding, attempt=1)).run(SETTINGS, options).model
         found = torch.load(model, weights_only=True)
         assert "resuming from the checkpoint" in (tmp_path / sharding / "1" / "logs" / "console.log").read_text()
         assert sharding == "off" or same(found, undisturbed)
