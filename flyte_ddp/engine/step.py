@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches.batches import Batch
@@ -175,7 +174,7 @@ class ReplicatedStep(SingleStep):
 
     def __init__(self, step: Step):
         super().__init__(step)
-        self.replicated = DistributedDataParallel(step, gradient_as_bucket_view=True)
+        self.replicated = torch_compat.SettledBuckets(step, gradient_as_bucket_view=True)
         # Buffers are the same on all ranks, see mode.py (as an argument its name would depend on torch's version)
         self.replicated.broadcast_buffers = False
 

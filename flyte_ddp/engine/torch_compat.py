@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,6 +106,38 @@ def count_in_total(counter: Any) -> Any:
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
     return counter
+
+
+class SettledBuckets(DistributedDataParallel):
+    """DistributedDataParallel, whose buckets stay as they are.
+
+    After its first backward pass it arranges them anew, in the order in which gradients came. Where a gradient lies
+    decides in which order three or more ranks add it up; so the first step of a resumed training, and that one alone,
+    would have other bits than the same step of one that was never interrupted. Here they are arranged at once: the last
+    layers first, as gradients come.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any):
+        with last_layers_first(module):
+            super().__init__(module, **options)
+        settle_buckets(self)
+
+
+@contextmanager
+def last_layers_first(module: nn.Module) -> Iterator[None]:
+    """While the block runs, which makes a DistributedDataParallel of it, the network has its layers the other way."""
+    layers = list(module.named_modules())
+    module.named_modules = lambda *_, **__: reversed(layers)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.named_modules
+
+
+def settle_buckets(replicated: DistributedDataParallel) -> None:
+    """Arranges them in the order of the layers, for good; a collective."""
+    replicated.reducer._push_all_rebuilt_params()
+    replicated.reducer._rebuild_buckets()
 
 
 def copy_of(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:

@@ -26,6 +26,7 @@ from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken
 from flyte_ddp.lightning.job import LightningJob
+from flyte_ddp.lightning.lightning_compat import settle_buckets_of
 from flyte_ddp.lightning.loaders import begin_with_epoch, settle_loaders
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.modules import build
@@ -81,6 +82,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
         settle_loaders(owner, partial(seed, job), seeds.begin_order, environment.world.size)
     trainer = trainer_of(environment, device, job, files, validation, [observer, seeds])
     begin_with_epoch(trainer, lambda: observer.position[0])
+    settle_buckets_of(trainer.strategy)
     seed(job)
     trainer.fit(module, datamodule=data, ckpt_path=files.find())
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch

@@ -189,6 +189,34 @@ def test_a_call_after_backward_comes_before_ddp_waits_for_the_other_ranks(tmp_pa
         distributed.destroy_process_group()
 
 
+def test_buckets_are_arranged_once_with_the_last_layers_first(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sent: dict[type, list[list[list[torch.Size]]]] = {}  # by step and bucket
+        for kind in (DistributedDataParallel, torch_compat.SettledBuckets):
+            layers = [nn.Linear(500 + size, 500 + size + 1) for size in range(4)]
+            parallel, steps = kind(nn.Sequential(*layers), bucket_cap_mb=2), sent.setdefault(kind, [])
+
+            def record(steps, bucket):
+                steps[-1].append(sorted(parameter.shape for parameter in bucket.parameters()))
+                future: Any = torch.futures.Future()
+                future.set_result(bucket.buffer())
+                return future
+
+            parallel.register_comm_hook(steps, record)
+            for _ in range(2):
+                steps.append([])
+                parallel(torch.ones(1, 500)).sum().backward()
+            assert [name for name, _ in parallel.module.named_modules()] == ["", *"0123"]
+        (first, later), (settled, still) = sent.values()
+        assert first != later
+        assert settled == still
+        assert (504, 503) in settled[0]
+        assert (501, 500) in settled[-1]
+    finally:
+        distributed.destroy_process_group()
+
+
 def gradient_of(layer: nn.Linear) -> Any:
     return layer.weight.grad.tolist()  # type: ignore[union-attr]
 

@@ -8,12 +8,15 @@ from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted, StepL
 from tests.small_training import TWO_HOSTS, WORKER, Unplugged, identical, relative_difference, unplug_at
 
 
-@pytest.mark.parametrize(("step", "target"), [(1, WORKER), (7, TWO_HOSTS), (19, WORKER), (20, WORKER)])
-def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, whole, step, target):
-    expected = whole(epochs=2, log_interval=1)
+@pytest.mark.parametrize(
+    ("step", "target", "nproc"), [(1, WORKER, 2), (7, TWO_HOSTS, 2), (9, WORKER, 3), (19, WORKER, 2), (20, WORKER, 3)]
+)
+def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, whole, step, target, nproc):
+    """On three ranks, too, among which the order of a sum matters."""
+    expected = whole(nproc, epochs=2, log_interval=1)
     with pytest.raises(Unplugged):
-        train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, on_event=unplug_at(step))
-    resumed = train(name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, target=target)
+        train(nproc, name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, on_event=unplug_at(step))
+    resumed = train(nproc, name="cut", epochs=2, log_interval=1, checkpoint_seconds=0, target=target)
     started = resumed.events[0]
     assert isinstance(started, RunStarted)
     assert started.first_step > 0 or step == 1  # the checkpoint of step 1 may not have been complete

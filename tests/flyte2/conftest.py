@@ -20,12 +20,12 @@ from tests.object_storage import object_storage
 
 @pytest.fixture(scope="module")
 def tasks():
-    """Those of flyte2/multinode.py, registered for two nodes of one rank, and the one for a single node."""
+    """The module flyte2/multinode.py, registered for two nodes of one rank."""
     with pytest.MonkeyPatch.context() as here:
         here.setenv("DDP_PROFILE", "sandbox")
         here.setenv("DDP_NPROC_PER_NODE", "1")
         here.delitem(sys.modules, "flyte2.multinode", raising=False)  # registered otherwise
-        return importlib.import_module("flyte2.multinode"), importlib.import_module("flyte2.mnist")
+        return importlib.import_module("flyte2.multinode")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def node(tasks, storage, small_data, tmp_path):
             checkpoint_seconds=0.2, timeout_seconds=timeout_seconds, start_timeout_seconds=timeout_seconds
         )
         values = {"hp": hp, "data": data, "options": options}
-        pod = Pod2(tasks[0].train, values, storage, action=action, environment={**jobset, **more})
+        pod = Pod2(tasks.train, values, storage, action=action, environment={**jobset, **more})
         assert pod.command[0] == "clustered"
         hosts = f'hostname pod-{number} && mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
         cores = sorted(os.sched_getaffinity(0))

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from flyte.clustered import ClusteredTaskEnvironment
-from flyte.io import Dir
 from flyteidl2.core.execution_pb2 import ContainerError
 
 from flyte_ddp.attempt.pod import HANDOVER_VARIABLE
@@ -12,80 +11,11 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.settings import RunOptions
 from tests.commands import same
 from tests.flyte2.jobset import HP
-from tests.flyte2.pod import Pod2, weights
+from tests.flyte2.pod import weights
 
-<<<<<<< HEAD
 CHECKPOINT = "bucket/run/nodes/1/_flytecheckpoints/checkpoint"
 
 
-=======
-HP = Hyperparameters(
-    epochs=4, batch_size=16, precision="float32", threads=1
-)  # as in a plain call, where it may have more
-# Its processes end with it, also those that torchrun starts in sessions of their own; its name and hosts are its own
-CONTAINER = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-MASTER = "job-workers-0-0.job.here.svc.cluster.local"
-CHECKPOINT = "bucket/run/nodes/1/_flytecheckpoints/checkpoint"
-
-
-@pytest.fixture(scope="module")
-def tasks():
-    """The module flyte2/multinode.py, registered for two nodes of one rank."""
-    with pytest.MonkeyPatch.context() as here:
-        here.setenv("DDP_PROFILE", "sandbox")
-        here.setenv("DDP_NPROC_PER_NODE", "1")
-        here.delitem(sys.modules, "flyte2.multinode", raising=False)  # registered otherwise
-        return importlib.import_module("flyte2.multinode")
-
-
-@pytest.fixture
-def storage(small_data):
-    with object_storage() as server:
-        for file in small_data.iterdir():
-            server.objects[f"bucket/small/{file.name}"] = file.read_bytes()
-        yield server
-
-
-@pytest.fixture
-def node(tasks, storage, small_data, tmp_path):
-    """A function that makes a pod; all of a JobSet's restart meet at one port."""
-    tools = all(map(shutil.which, ("unshare", "taskset")))
-    if os.geteuid() != 0 or not tools or subprocess.run([*CONTAINER, "true"]).returncode:
-        pytest.skip("the pods find each other by a name of the cluster, which only root can give to this machine")
-    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.0.2 pod-0 {MASTER}\n127.0.0.3 pod-1\n")
-    ports, data = free_port(), Dir(path="s3://bucket/small", hash=prepared.read_description(small_data).digest)
-
-    def make(number, restart=0, timeout_seconds=100.0, rendezvous="static", **environment):
-        jobset = {
-            "JOBSET_NAME": "job",
-            "POD_NAMESPACE": "here",
-            "JOB_COMPLETION_INDEX": str(number),
-            "JOBSET_RESTART_ATTEMPT": str(restart),
-            "JOBSET_MAX_RESTARTS": str(restart),
-            "NNODES": "2",
-            "NPROC_PER_NODE": "1",
-            "RDZV_BACKEND": rendezvous,
-            "MASTER_PORT": str(ports + restart),
-            "TMPDIR": str(tmp_path / f"{number}-{restart}"),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        (tmp_path / f"{number}-{restart}").mkdir()
-        options = RunOptions(
-            checkpoint_seconds=0.2, timeout_seconds=timeout_seconds, start_timeout_seconds=timeout_seconds
-        )
-        values = {"hp": HP, "data": data, "options": options}
-        pod = Pod2(tasks.train, values, storage, action="nodes", environment={**jobset, **environment})
-        assert pod.command[0] == "clustered"
-        hosts = f'hostname pod-{number} && mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
-        cores = sorted(os.sched_getaffinity(0))
-        core = cores[number % len(cores)]  # one thread for each rank, as if both were on one node
-        pod.before = [*CONTAINER, "taskset", "-c", str(core), "sh", "-ec", hosts, "sh"]
-        return pod
-
-    return make
-
-
->>>>>>> ci-cost
 @pytest.mark.slow
 @pytest.mark.parametrize(("rendezvous", "lost"), [("static", 1), ("c10d", 0)])
 def test_a_lost_node_restarts_all_and_they_go_on_where_they_were(node, storage, whole, rendezvous, lost):

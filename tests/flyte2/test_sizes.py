@@ -15,7 +15,6 @@ from flyte.errors import (
     RuntimeSystemError,
     RuntimeUserError,
 )
-from flyte.io import Dir
 
 from flyte_ddp.attempt.pod import HANDOVER_VARIABLE, PREVIOUS_VARIABLE
 from flyte_ddp.attempt.registration import registration
@@ -23,10 +22,9 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2 import platform, sizes
 from flyte_ddp.flyte2.handover import FAILURE, PLACE
 from flyte_ddp.launch.failures import Failure
-from flyte_ddp.settings import RunOptions
 from tests.commands import same
 from tests.flyte2.jobset import HP
-from tests.flyte2.pod import Pod2, weights
+from tests.flyte2.pod import weights
 
 LOST = RuntimeSystemError("JobFailed", "a pod of 8 is gone")
 QUEUED = MaxQueuedTimeExceededError("no node for it")
@@ -78,7 +76,7 @@ def run(tasks, monkeypatch):
     monkeypatch.setattr(sizes, "PAUSES", flyte.Backoff(timedelta(0)))
 
     def run(*ends):
-        cluster = Cluster(tasks[0].train, *ends)
+        cluster = Cluster(tasks.train, *ends)
         monkeypatch.setattr(platform, "get", cluster.get)
         try:
             cluster.outcome = asyncio.run(sizes._on_available_nodes(cluster, ("hp",), "s3://bucket/actions"))
@@ -136,12 +134,9 @@ def test_a_person_who_ends_it_is_obeyed(run):
 
 
 @pytest.mark.slow
-def test_it_goes_on_without_a_lost_node_to_the_bits_of_an_undisturbed_run(node, storage, tasks, monkeypatch):
+def test_it_goes_on_without_a_lost_node_to_the_bits_of_an_undisturbed_run(node, storage, tasks, whole, monkeypatch):
     """Two nodes, of which one is lost, two more that never come, and one."""
     hp, registered = replace(HP, virtual_ranks=2), {"DDP_NNODES": "2,1"}
-    values = {"hp": hp, "data": Dir(path="s3://bucket/small"), "options": RunOptions(nproc=2)}
-    alone = Pod2(tasks[1].train, values, storage, environment={"DDP_POD_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""})
-    assert alone.finish() == 0, alone.log
 
     class Nodes(Cluster):
         def override(self, **changes):
@@ -171,13 +166,13 @@ def test_it_goes_on_without_a_lost_node_to_the_bits_of_an_undisturbed_run(node, 
             self.objects = {url: content.decode()} if content else {}
             super().get(url, path)
 
-    cluster = Nodes(tasks[0].train)
+    cluster = Nodes(tasks.train)
     monkeypatch.setenv("DDP_NNODES", "2,1")
     monkeypatch.setattr(sizes, "PAUSES", flyte.Backoff(timedelta(0)))
     monkeypatch.setattr(platform, "get", cluster.get)
     outputs = asyncio.run(sizes._on_available_nodes(cluster, (), "s3://bucket/run/main/actions"))
     assert cluster.nodes == [2, 2, 1]
-    assert same(weights(storage, outputs), weights(storage, alone.outputs()))
+    assert same(weights(storage, outputs), whole(2, epochs=4, virtual_ranks=2).weights)
     assert outputs.summary.world_size == 1
     assert outputs.summary.seconds["lost"] > 0, "of the action before, whose progress is read"
 

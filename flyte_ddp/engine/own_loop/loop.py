@@ -31,7 +31,7 @@ from flyte_ddp.engine.load import data_path_of, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.parts import Parts, Replicated
 from flyte_ddp.engine.own_loop.progress import Progress
-from flyte_ddp.engine.torch_compat import pytree, uncompiled
+from flyte_ddp.engine.torch_compat import SettledBuckets, pytree, uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import Environment, check_ranks
@@ -211,7 +211,7 @@ class Loop:
         return split
 
 
-class _Distributed(DistributedDataParallel):
+class _Distributed(SettledBuckets):
     """DistributedDataParallel; where nothing is trained, the network by itself: ranks need not evaluate alike.
 
     Gradients from outside of a step stay this rank's own, but no optimizer steps by them: see before_optimizer.
