@@ -116,9 +116,9 @@ def test_killed_in_the_middle_the_same_call_ends_with_the_same_bits(tmp_path, na
     kill_all(name, tmp_path)
     assert (tmp_path / "checkpoint").exists()
     events: list[Event] = []
-    result = train_small(name, tmp_path, events.append)
+    result = train_small(name, tmp_path, events.append, 3)
     assert min(event.step for event in events if isinstance(event, StepLogged)) > 1
-    assert same(torch.load(result.model_path, weights_only=True), trained(name, 2).weights)
+    assert same(torch.load(result.model_path, weights_only=True), trained(name, 3).weights)
 
 
 def kill_all(name, output):
@@ -134,7 +134,7 @@ def kill(event):
         os.killpg(0, signal.SIGKILL)
 
 if __name__ == "__main__":
-    settings, options = Settings(**{small(name)!r}), RunOptions(nproc=2, checkpoint_seconds=0, tracking="off")
+    settings, options = Settings(**{small(name)!r}), RunOptions(nproc=3, checkpoint_seconds=0, tracking="off")
     more = {{"data": {data_of(name)!r}, "init": {init_of(name)!r}, "output": {str(output)!r}, "on_event": kill}}
     train("{name}.recipe:{RECIPES[name]}", settings, options, **more)
 """
