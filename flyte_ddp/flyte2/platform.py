@@ -66,7 +66,7 @@ def previous_logs_url() -> str:
     *earlier, _ = _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)
     if not earlier and (previous := previous_checkpoint_url()):
         first, *later = _logs_urls(previous.rpartition("/")[0], None)
-        earlier = [first, *later[:-1]]  # of the last one, which is not there, it is known by that
+        earlier = [first, *later[:-1]]  # the last one is the first that is not there
     return earlier[-1] if earlier else ""
 
 

@@ -29,7 +29,7 @@ from flyte_ddp.engine.checks.data_probe import unequal_data
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.load import data_path_of, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
-from flyte_ddp.engine.own_loop.parts import Parts, Replicated
+from flyte_ddp.engine.own_loop.parts import ByParts, Parts
 from flyte_ddp.engine.own_loop.progress import Progress
 from flyte_ddp.engine.torch_compat import SettledBuckets, pytree, uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
@@ -77,18 +77,18 @@ class Loop:
 
     # --- before the first epoch ---
 
-    def wrap(self, model: nn.Module) -> DistributedDataParallel | Replicated:
+    def wrap(self, model: nn.Module) -> DistributedDataParallel | ByParts:
         """The network on the rank's device, in torch's DistributedDataParallel; with settings.virtual_ranks in what
         loop.backward needs, of which there can be one."""
         progress, parts = self._progress, self.settings.virtual_ranks
         if parts and progress.exact:
             raise InputError("loop.wrap must be called once with virtual_ranks: put both networks into one module")
-        wrapped: Replicated | _Distributed
+        wrapped: ByParts | _Replicated
         if parts:
-            wrapped = Replicated(model.to(self.device), parts, lambda: progress.is_stepping)
+            wrapped = ByParts(model.to(self.device), parts, lambda: progress.is_stepping)
             progress.exact = wrapped.exact
         else:
-            wrapped = _Distributed(model.to(self.device), progress)
+            wrapped = _Replicated(model.to(self.device), progress)
         progress.wrapped.append(wrapped.module)
         return wrapped
 
@@ -124,12 +124,12 @@ class Loop:
                 kind = type(part).__name__
                 raise InputError(f"loop.keep: {name} must have state_dict and load_state_dict, got {kind}")
             own = uncompiled(part)
-            if name == "model" and not isinstance(own, (DistributedDataParallel, Replicated)):
+            if name == "model" and not isinstance(own, (DistributedDataParallel, ByParts)):
                 kind = type(own).__name__
                 raise InputError(
                     f"loop.keep: model must be what loop.wrap has returned, as ranks train together, got {kind}"
                 )
-            progress.parts[name] = own.module if isinstance(own, (DistributedDataParallel, Replicated)) else own
+            progress.parts[name] = own.module if isinstance(own, (DistributedDataParallel, ByParts)) else own
         check_readable(progress.state_dict())
         saved = state_on_all_ranks(self._job, self._link.emit, self.device)
         if saved is None:
@@ -211,7 +211,7 @@ class Loop:
         return split
 
 
-class _Distributed(SettledBuckets):
+class _Replicated(SettledBuckets):
     """DistributedDataParallel; where nothing is trained, the network by itself: ranks need not evaluate alike.
 
     Gradients from outside of a step stay this rank's own, but no optimizer steps by them: see before_optimizer.

@@ -36,8 +36,8 @@ class Parts:
         )
 
 
-class Replicated(nn.Module):
-    """In place of DistributedDataParallel: a network whose gradients loop.backward adds up."""
+class ByParts(nn.Module):
+    """In place of DistributedDataParallel: a network whose gradients loop.backward computes part by part."""
 
     def __init__(self, module: nn.Module, virtual_ranks: int, is_in_step: Callable[[], bool]):
         super().__init__()
