@@ -97,7 +97,7 @@ def test_studies(run, digits):
 def test_every_task_that_computes_has_a_pod_in_some_test():
     """The others only pass values on. A map task's items are the task that it maps."""
     texts = [file.read_text() for file in (ROOT / "tests").rglob("test_*.py")]
-    with_pods = "".join(text for text in texts if "Pod(" in text)
+    with_pods = "".join(text for text in texts if "Pod(" in text or "meeting(" in text)  # of tests/nodes.py
     computing = [name for name, task in tasks().items() if "400Mi" not in amounts(task.container.resources.limits)]
     assert len(computing) > 15
     assert [name for name in computing if ".map_" not in name and name.rpartition(".")[2] not in with_pods] == []
