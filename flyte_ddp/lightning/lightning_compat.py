@@ -1,4 +1,4 @@
-"""The private parts of Lightning that this package uses, as of version 2.6: see tests/compat."""
+"""The private parts of Lightning that this package uses, as of version 2.6: see tests/lightning/test_ranks.py."""
 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
