@@ -10,8 +10,10 @@ where data are larger than memory.
 import argparse
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 from benchmarks.beside_bare import BareSettings, Classifier
 from benchmarks.engine import hardware, spread
 from benchmarks.gpu_rows.training import train
+from benchmarks.overheads import FirstStep
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.job import Job
@@ -67,26 +70,16 @@ def start_of(job: Job) -> Start:
 
 
 def until_first_step(environment: Environment, link: Link, job: Job) -> Start:
-    one_step = TrainingState.train_step
+    starts, one_step = list[Start](), TrainingState.train_step
 
     def train_step(state: TrainingState, shares: list[Batch], *asked: bool) -> None:
         one_step(state, shares, *asked)
-        raise FirstStep(start_of(job))
+        starts.append(start_of(job))
+        raise FirstStep
 
-    TrainingState.train_step = train_step  # type: ignore[method-assign,assignment]
-    try:
+    with suppress(FirstStep), patch.object(TrainingState, "train_step", train_step):
         worker.run(environment, link, job)
-    except FirstStep as done:
-        return done.start
-    raise AssertionError("training ended without a step")
-
-
-class FirstStep(Exception):
-    """Ends a training right after its first step."""
-
-    def __init__(self, start: Start):
-        super().__init__(start)
-        self.start = start
+    return starts[0]
 
 
 def bare_first_step(environment: Environment, link: Link, job: Job) -> Start:

@@ -1,6 +1,5 @@
 """Training within a task of Flyte 2, from typed inputs to typed outputs; and that of the built-in image classifiers."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -18,6 +17,7 @@ from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, downloaded_once, output_file, output_folder
 from flyte_ddp.flyte2.environment import training_arguments, training_environment
 from flyte_ddp.flyte2.multinode import naming_the_cause
+from flyte_ddp.launch.environment import is_first_rank
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 Data: TypeAlias = File | Dir | None
@@ -64,7 +64,7 @@ class Flyte2Training(Training[Data, Outputs]):
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
     ) -> Outputs | None:  # as its base says, in a task whose environment is clustered
         with naming_the_cause():
-            if os.environ.get("RANK") == "0":
+            if is_first_rank():
                 handover.leave_place()
             return super().run_as_rank(settings, options, data, init)
 
