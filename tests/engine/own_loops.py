@@ -52,14 +52,20 @@ def network(dropout):
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
 
 
-def train(loop: Loop, dropout=0.3, test=9):
-    """All that may go wrong in a resume: dropout, batch norm, a schedule, an average, accumulated gradients."""
-    model = loop.wrap(network(dropout))
-    batches, tests = loop.batches(Drawn()), loop.evaluation(few(test))
+def kept(loop, model, batches):
+    """All that changes beside the network."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, loop.settings.epochs * len(batches))
     average = Average(model)
     loop.keep(model=model, optimizer=optimizer, schedule=schedule, average=average)
+    return optimizer, schedule, average
+
+
+def train(loop: Loop, dropout=0.3, test=9):
+    """All that may go wrong in a resume: dropout, batch norm, a schedule, an average, accumulated gradients."""
+    model = loop.wrap(network(dropout))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(test))
+    optimizer, schedule, average = kept(loop, model, batches)
     for _ in loop.epochs(headline="accuracy", percent=("accuracy",)):
         model.train()
         for inputs, labels in batches:
@@ -97,14 +103,19 @@ def evaluate(loop, model, tests):
     assert measured.keys() == {"accuracy", "loss"}
 
 
-def plain(loop: Loop, steps=None, forgets=(), bad_step=None):
-    """Without what depends on the number of ranks."""
+def linear(loop, test=9, is_kept=True):
+    """A network without what depends on the number of ranks, with its batches, evaluation and optimizer."""
     torch.manual_seed(0)
     model = loop.wrap(nn.Linear(8, 3))
-    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(test))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    if "keep" not in forgets:
+    if is_kept:
         loop.keep(model=model, optimizer=optimizer)
+    return model, batches, tests, optimizer
+
+
+def plain(loop: Loop, steps=None, forgets=(), bad_step=None):
+    model, batches, tests, optimizer = linear(loop, is_kept="keep" not in forgets)
     if "epochs" in forgets:
         return next(iter(batches))
     for epoch in loop.epochs():
@@ -127,11 +138,7 @@ def plain(loop: Loop, steps=None, forgets=(), bad_step=None):
 
 def evaluates_within(loop: Loop):
     """Every three steps, in the middle of a step; and leaves the steps, and comes back to them."""
-    torch.manual_seed(0)
-    model = loop.wrap(nn.Linear(8, 3))
-    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loop.keep(model=model, optimizer=optimizer)
+    model, batches, tests, optimizer = linear(loop)
     for _ in loop.epochs():
         for count in (2, len(batches)):
             for _, (inputs, labels) in zip(range(count), batches, strict=False):
@@ -159,11 +166,7 @@ def left_before_the_first_step(loop: Loop):
 
 def trains_beside_an_evaluation(loop: Loop):
     """Whose batches are unlabelled data, say: the ranks still train together."""
-    torch.manual_seed(0)
-    model = loop.wrap(nn.Linear(8, 3))
-    batches, tests = loop.batches(Drawn()), loop.evaluation(few(90))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loop.keep(model=model, optimizer=optimizer)
+    model, batches, tests, optimizer = linear(loop, 90)
     for _ in loop.epochs():
         unlabelled = iter(tests)
         next(unlabelled)
@@ -262,90 +265,3 @@ def trains_without_a_loop(loop: Loop):
 
 def takes_nothing():
     pass
-
-
-def by_parts(loop: Loop, mistake=""):
-    """As train, for virtual ranks; also draws by Python's and NumPy's generators in a step."""
-    model = loop.wrap(network(0.3) if mistake != "changes a buffer" else Counting())
-    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, loop.settings.epochs * len(batches))
-    average = Average(model)
-    loop.keep(model=model, optimizer=optimizer, schedule=schedule, average=average)
-
-    def loss_of(batch):
-        inputs, labels = batch
-        loss = F.cross_entropy(model(inputs + 0.1 * random.random() * np.random.rand()), labels)
-        return loss.detach() if mistake == "returns no loss" else loss
-
-    for _ in loop.epochs(headline="accuracy", percent=("accuracy",)):
-        model.train()
-        for batch in batches:
-            if mistake == "calls the network":
-                inputs, labels = batch.shares[0].tree
-                F.cross_entropy(model(inputs), labels).backward()
-            if mistake == "unpacks":
-                inputs, labels = batch
-            loss = loop.backward(batch, loss_of)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            loop.log(loss=loss, scale=1.0)
-            schedule.step()
-            average.update(model)
-        evaluate(loop, model, tests)
-
-
-class Counting(nn.Module):
-    mean_input: torch.Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-        self.register_buffer("mean_input", torch.zeros(8))
-
-    def forward(self, inputs):
-        with torch.no_grad():
-            self.mean_input.lerp_(inputs.mean(0), 0.1)
-        return self.layer(inputs)
-
-
-def wraps_twice(loop: Loop):
-    loop.wrap(nn.Linear(8, 3))
-    loop.wrap(nn.Linear(8, 3))
-
-
-def accumulates(loop: Loop):
-    loop.wrap(nn.Linear(8, 3)).no_sync()
-
-
-def changes_a_buffer(loop: Loop):
-    by_parts(loop, "changes a buffer")
-
-
-def calls_the_network(loop: Loop):
-    by_parts(loop, "calls the network")
-
-
-def unpacks(loop: Loop):
-    by_parts(loop, "unpacks")
-
-
-def returns_no_loss(loop: Loop):
-    by_parts(loop, "returns no loss")
-
-
-def plain_by_parts(loop: Loop):
-    """As plain."""
-    torch.manual_seed(0)
-    model = loop.wrap(nn.Linear(8, 3))
-    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loop.keep(model=model, optimizer=optimizer)
-    for _ in loop.epochs():
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = loop.backward(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
-            optimizer.step()
-            loop.log(loss=loss)
-        evaluate(loop, model, tests)

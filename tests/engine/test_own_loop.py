@@ -11,7 +11,6 @@ from tests.small_training import TWO_HOSTS, Unplugged, identical, relative_diffe
 
 LOOPS = "tests.engine.own_loops:"
 SMALL = {"keep_checkpoint": False, "batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
-EXACT = {**SMALL, "virtual_ranks": 4}
 
 
 @pytest.fixture
@@ -164,70 +163,3 @@ def test_a_mistake_is_one_error_with_its_remedy(own, loop, words):
 def test_what_would_have_no_effect_is_refused(own, settings, words):
     with pytest.raises(InputError, match=words):
         own(**settings)
-
-
-@pytest.fixture(scope="module")
-def one_rank(whole):
-    return whole(1, recipe=LOOPS + "by_parts", **EXACT)
-
-
-def equal(first, second):
-    steps = [
-        [event.measures["loss"] for event in run.events if hasattr(event, "gradient_norm")] for run in (first, second)
-    ]
-    assert all(torch.equal(weight, second.weights[name]) for name, weight in first.weights.items())
-    return steps
-
-
-@pytest.mark.parametrize("nproc", [2, 3, 4])
-def test_with_virtual_ranks_it_has_equal_bytes_on_any_number_of_ranks(own, one_rank, nproc):
-    """With dropout, batch norm, clipping, a schedule, an average, and what Python and NumPy draw in a step."""
-    trained = own(nproc, loop="by_parts", **EXACT)
-    assert trained.result.digest == one_rank.result.digest
-    logged = [[event.measures for event in run.events if isinstance(event, StepLogged)] for run in (one_rank, trained)]
-    assert logged[0] == logged[1]
-
-
-def test_killed_on_three_ranks_it_ends_with_the_same_bits_on_two(own, one_rank):
-    with pytest.raises(Unplugged):
-        own(3, loop="by_parts", on_event=unplug_at(4), checkpoint_seconds=0, name="cut", **EXACT)
-    resumed = own(2, loop="by_parts", name="cut", loader_workers=1, **EXACT)
-    assert resumed.events[0].first_step > 0
-    assert resumed.result.digest == one_rank.result.digest
-
-
-def test_without_virtual_ranks_it_is_the_loop_as_people_write_it(own, undisturbed):
-    trained = own(2, loop="plain_by_parts")
-    assert all(torch.equal(weight, undisturbed(2, "plain").weights[name]) for name, weight in trained.weights.items())
-
-
-def test_the_mean_of_the_parts_is_that_of_the_batch(own, undisturbed):
-    assert relative_difference(undisturbed(2, "plain"), own(2, loop="plain_by_parts", **EXACT)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("loop", "words"),
-    [
-        ("unpacks", r"a batch must go to loop.backward with virtual_ranks, as it has several parts"),
-        ("calls_the_network", r"with virtual_ranks a step's gradients must come from loop.backward\(batch, loss_of\)"),
-        ("changes_a_buffer", r"must change no buffer but batch norm's statistics, and it changes mean_input"),
-        ("returns_no_loss", r"loss_of must return a part's mean loss, .* depends on the network, got shape \(\)"),
-        ("wraps_twice", r"loop.wrap must be called once with virtual_ranks: put both networks into one module"),
-        ("accumulates", r"no_sync must not be called with virtual_ranks: a batch has parts already"),
-    ],
-)
-def test_a_mistake_with_virtual_ranks_is_one_error_with_its_remedy(own, loop, words):
-    with pytest.raises(InputError, match=words):
-        own(loop=loop, **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"batch_size": 14}, r"batch_size must be a multiple of virtual_ranks \(4\) in a loop of your own, got 14"),
-        ({"virtual_ranks": 1}, r"virtual_ranks must be at least the number of ranks \(2\), got 1"),
-    ],
-)
-def test_batches_that_cannot_be_cut_into_parts_are_refused(own, settings, words):
-    with pytest.raises(InputError, match=words):
-        own(loop="by_parts", **{**EXACT, **settings})

@@ -71,7 +71,8 @@ class ExactGradients:
         self._step = _LossStep(model, self._mode)
         self._parallel = ExactStep(self._step, virtual_ranks)
         self._buffers = dict(model.named_buffers())
-        self.is_computing, self._is_checked = False, False
+        self._floats = [name for name, buffer in self._buffers.items() if buffer.is_floating_point()]
+        self.is_computing = False
 
     @property
     def grid(self) -> Tensor | None:
@@ -85,6 +86,8 @@ class ExactGradients:
         """The mean of the parts' losses; a collective. It computes a part more than once where a number does not fit,
         and changes what a forward pass changes once."""
         before = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        unequal = self._changes(before)  # to themselves, as what holds NaN is
+        changed = torch.zeros_like(unequal)
         shares = [self._parallel.parts(share, 0)[0] for share in parts.shares]  # copies
         self._step.loss_of = loss_of
 
@@ -96,6 +99,7 @@ class ExactGradients:
                 seed_all(seed)
                 with self._mode.block(seed):
                     self._parallel(share, (False, False), share is shares[-1]).backward()
+                changed.logical_or_(self._changes(before))
                 self._parallel.finish_part(share is shares[-1])
 
         self._parallel.hold_gradients()
@@ -105,7 +109,12 @@ class ExactGradients:
             totals = self._parallel.added_up(computed)
         finally:
             self.is_computing = False
-        self._check_buffers(before)
+        if (changed := changed & ~unequal).any():
+            name = self._floats[int(changed.int().argmax())]
+            raise InputError(
+                "with virtual_ranks a forward pass must change no buffer but batch norm's statistics, and it changes "
+                f"{name}: each part of a batch would leave its own; change it after loop.backward"
+            )
         assert self._mode.running
         self._mode.running.move(totals.statistics)
         loss, weight = totals.measured
@@ -113,17 +122,10 @@ class ExactGradients:
         return (loss / weight).float()  # of which a mean of equal ones on all ranks has the same bits
 
     @torch.no_grad()
-    def _check_buffers(self, before: dict[str, Tensor]) -> None:
-        """Raises InputError for what each part changes in its own way; looks once, as the host waits."""
-        if self._is_checked:
-            return
-        for name, buffer in self._buffers.items():
-            if buffer.is_floating_point() and not torch.equal(buffer, before[name]):
-                raise InputError(
-                    f"with virtual_ranks a forward pass must change no buffer but batch norm's statistics, and it "
-                    f"changes {name}: each part of a batch would leave its own; change it after loop.backward"
-                )
-        self._is_checked = True
+    def _changes(self, before: dict[str, Tensor]) -> Tensor:
+        """Which of the buffers that hold no numbers of calls, which are the same in each part, are others now."""
+        changed = [(self._buffers[name] != before[name]).any() for name in self._floats]
+        return torch.stack(changed) if changed else torch.zeros(1, dtype=torch.bool)
 
 
 class _LossStep(Step):

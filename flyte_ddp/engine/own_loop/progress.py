@@ -19,13 +19,13 @@ from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.own_loop.results import result_of, write_model
-from flyte_ddp.engine.results import layers_of
+from flyte_ddp.engine.own_loop.started import run_started
 from flyte_ddp.engine.step import Totals
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, RunStarted, StepLogged, digests_of
+from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -44,6 +44,8 @@ class Progress:
         evaluated: the measures of the current epoch's evaluation.
         is_stepping: whether the user's code is in a step.
         test_samples: of all evaluations.
+        history: the epochs that are done.
+        ran_on: see machine.py.
     """
 
     def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job):
@@ -58,8 +60,8 @@ class Progress:
         self.clock, self.names = StepClock(device), list[str]()
         self._environment, self._link, self._job = environment, link, job
         self._started: RunStarted | None = None
-        self._history: list[EpochFinished] = []
-        self._ran_on: list[dict[str, Any]] = []
+        self.history: list[EpochFinished] = []
+        self.ran_on: list[dict[str, Any]] = []
         self._monitor = LossMonitor(remedies="lower the learning rate, or clip gradients")
         self._writer = whole_checkpoints(environment, link.emit, job)
         self._seconds = self._rate = self._norm = 0.0  # the first of the epoch's steps
@@ -82,33 +84,11 @@ class Progress:
             raise InputError(f"call {missing} before loop.epochs: a checkpoint could not be resumed without")
         job, world = self._job, self._environment.world
         places = places_of_ranks(self._environment, self.device)
-        self._ran_on, moves = moved(self._ran_on, machine(places, precision, job.options))
+        self.ran_on, moves = moved(self.ran_on, machine(places, precision, job.options))
         hosts = [place.host for place in places]
         self._stragglers = Stragglers(hosts, self.batches.split.remedy, meet_within=True)  # in the backward pass
-        self._started = RunStarted(
-            dataset=job.dataset,
-            samples="samples",
-            headline=headline,
-            percent=percent,
-            train_samples=len(self.batches.split),
-            test_samples=self.test_samples,
-            samples_per_epoch=self.steps * self.batches.batch_size,
-            world_size=world.size,
-            backend=world.backend,
-            device=str(self.device),
-            precision=precision,
-            epochs=job.settings.epochs,
-            steps_per_epoch=self.steps,
-            first_epoch=self.epoch,
-            first_step=self.step,
-            startup_seconds=time.time() - job.launched,
-            layers=layers_of(self.parts["model"]),
-            remarks=["trained by a loop of your own", *moves, *uneven_parts(job.settings.virtual_ranks, world.size)],
-            hosts=hosts,
-            identity=job.identity,
-            ran_on=self._ran_on,
-            earlier=digests_of(self._history),
-        )
+        remarks = [*moves, *uneven_parts(job.settings.virtual_ranks, world.size)]
+        self._started = run_started(self, job, world, hosts, headline, percent, precision, remarks)
         self._link.emit(self._started)
         for warning in self._monitor.noted(self.epoch, self.step, unlike(places)):
             self._link.emit(warning)
@@ -186,7 +166,7 @@ class Progress:
             fraction=self.step / self.steps,
             digest=self._digest(),
         )
-        self._history.append(finished)
+        self.history.append(finished)
         self._link.emit(finished)
         self._link.emit(self._stragglers.so_far())
         self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
@@ -204,7 +184,7 @@ class Progress:
         if self._environment.rank == 0:
             write_model(self.parts["model"], self._job)
         return result_of(
-            self._started, self._history, self._monitor.warnings, self.parts["model"], self.device, self._digest()
+            self._started, self.history, self._monitor.warnings, self.parts["model"], self.device, self._digest()
         )
 
     def close(self) -> None:
@@ -223,8 +203,8 @@ class Progress:
             "sums": self._sums.values,
             "told": asdict(self._told),
             "seconds": self._seconds,
-            "history": [asdict(finished) for finished in self._history],
-            "ran_on": self._ran_on,
+            "history": [asdict(finished) for finished in self.history],
+            "ran_on": self.ran_on,
             "watch": self._monitor.state_dict(),
             "grid": self.exact.grid if self.exact else None,
         }
@@ -239,8 +219,8 @@ class Progress:
         measured = slice(2 * len(self.names))  # without what was asked for then
         self._sums.values[measured] = saved["sums"][measured].to(self.device)
         self._told, self._seconds = Sums(**saved["told"]), saved["seconds"]
-        self._history = [EpochFinished(**finished) for finished in saved["history"]]
-        self._ran_on = saved["ran_on"]
+        self.history = [EpochFinished(**finished) for finished in saved["history"]]
+        self.ran_on = saved["ran_on"]
         self._monitor.load_state_dict(saved["watch"])
         if self.exact:
             self.exact.grid = saved.get("grid")

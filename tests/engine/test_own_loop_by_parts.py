@@ -1,0 +1,81 @@
+"""A training loop of the user's own by virtual ranks: the same bits on any number of ranks."""
+
+import pytest
+import torch
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import StepLogged
+from tests.engine.test_own_loop import LOOPS, SMALL
+from tests.small_training import Unplugged, relative_difference, unplug_at
+
+BY_PARTS, EXACT = "tests.engine.own_loops_by_parts:", {**SMALL, "virtual_ranks": 4}
+
+
+@pytest.fixture
+def own(train):
+    return lambda nproc=2, loop="train", **more: train(nproc, recipe=BY_PARTS + loop, **{**EXACT, **more})
+
+
+@pytest.fixture(scope="module")
+def plain(whole):
+    """The loop as people write it."""
+    return whole(2, recipe=LOOPS + "plain", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def one_rank(whole):
+    return whole(1, recipe=BY_PARTS + "train", **EXACT)
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_it_has_equal_bytes_on_any_number_of_ranks(own, one_rank, nproc):
+    """With dropout, batch norm, clipping, a schedule, an average, and what Python and NumPy draw in a step."""
+    trained = own(nproc)
+    assert trained.result.digest == one_rank.result.digest
+    logged = [[event.measures for event in run.events if isinstance(event, StepLogged)] for run in (one_rank, trained)]
+    assert logged[0] == logged[1]
+
+
+def test_killed_on_three_ranks_it_ends_with_the_same_bits_on_two(own, one_rank):
+    with pytest.raises(Unplugged):
+        own(3, on_event=unplug_at(4), checkpoint_seconds=0, name="cut")
+    resumed = own(2, name="cut", loader_workers=1)
+    assert resumed.events[0].first_step > 0
+    assert resumed.result.digest == one_rank.result.digest
+
+
+def test_without_virtual_ranks_it_is_the_loop_as_people_write_it(own, plain):
+    trained = own(loop="plain", virtual_ranks=0)
+    assert all(torch.equal(weight, plain.weights[name]) for name, weight in trained.weights.items())
+
+
+def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
+    assert relative_difference(plain, own(loop="plain")) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        ("unpacks", r"a batch must go to loop.backward with virtual_ranks, as it has several parts"),
+        ("calls_the_network", r"with virtual_ranks a step's gradients must come from loop.backward\(batch, loss_of\)"),
+        ("changes_a_buffer", r"must change no buffer but batch norm's statistics, and it changes mean_input"),
+        ("returns_no_loss", r"loss_of must return a part's mean loss, .* depends on the network, got shape \(\)"),
+        ("wraps_twice", r"loop.wrap must be called once with virtual_ranks: put both networks into one module"),
+        ("accumulates", r"no_sync must not be called with virtual_ranks: a batch has parts already"),
+    ],
+)
+def test_a_mistake_is_one_error_with_its_remedy(own, loop, words):
+    with pytest.raises(InputError, match=words):
+        own(loop=loop)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": 14}, r"batch_size must be a multiple of virtual_ranks \(4\) in a loop of your own, got 14"),
+        ({"virtual_ranks": 1}, r"virtual_ranks must be at least the number of ranks \(2\), got 1"),
+    ],
+)
+def test_batches_that_cannot_be_cut_into_parts_are_refused(own, settings, words):
+    with pytest.raises(InputError, match=words):
+        own(**settings)
