@@ -82,8 +82,8 @@ class BareSettings(TrainingSettings):
     network: one of NETWORKS.
     """
 
-    batch_size: int = setting(64, minimum=1)
-    epochs: int = setting(1, minimum=1)
+    batch_size: int = 64
+    epochs: int = 1
     precision: str = setting("float32", choices=("float32",))
     network: str = setting("tabular, 2 layers, 64 wide", choices=tuple(NETWORKS))
 

@@ -118,8 +118,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[in
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
-    batch_size: int = setting(12, minimum=1)
-    epochs: int = setting(1, minimum=1)
+    batch_size: int = 12
+    epochs: int = 1
     precision: str = setting("float32", choices=("float32",))
     model: str = setting("BERT", choices=tuple(MODELS))
     nudge: float = setting(0.0, minimum=0)  # images are multiplied by 1 more than this

@@ -15,8 +15,8 @@ SAMPLES, FEATURES = 8192, 512
 class Settings(TrainingSettings):
     """rank: the slowed one; milliseconds: by which each of its steps takes longer; width: of the network."""
 
-    batch_size: int = setting(512, minimum=1)
-    epochs: int = setting(24, minimum=1)
+    batch_size: int = 512
+    epochs: int = 24
     learning_rate: float = setting(0.02)
     precision: str = setting("float32")
     way: str = setting("none", choices=WAYS)

@@ -80,6 +80,14 @@ def refuse_repeated(names: Sequence[str]) -> None:
 class Settings(DataClassJsonMixin):
     """Base of all settings: strict, possibly partial JSON in, InputError for whatever breaks a field's rule."""
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """A new default, as in `epochs: int = 30`, leaves the field's rules as they are; setting() replaces them."""
+        super().__init_subclass__(**more)
+        known = {name: field for base in reversed(cls.__mro__) for name, field in _declared_in(base).items()}
+        for name in known.keys() & vars(cls).keys() & vars(cls).get("__annotations__", {}).keys():
+            if not isinstance(vars(cls)[name], dataclasses.Field):
+                setattr(cls, name, setting(vars(cls)[name], **known[name].metadata))
+
     def __post_init__(self) -> None:
         _check_declared(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -119,6 +127,11 @@ class Settings(DataClassJsonMixin):
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
             checked(cls.__name__, fields[name], value)
         return values
+
+
+def _declared_in(kind: type) -> dict[str, "dataclasses.Field[Any]"]:
+    fields: dict[str, dataclasses.Field[Any]] = vars(kind).get("__dataclass_fields__", {})
+    return fields
 
 
 def described(kind: type[Settings]) -> dict[str, str]:

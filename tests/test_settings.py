@@ -73,6 +73,26 @@ def test_the_ui_and_python_callers_meet_the_same_checks(text, words):
             Hyperparameters(**values)
 
 
+def test_a_new_default_leaves_the_rules_of_its_field_and_setting_replaces_them():
+    @dataclass(frozen=True)
+    class Small(TrainingSettings):
+        batch_size: int = 8
+        precision: str = "fp32"
+
+    with pytest.raises(InputError, match=r"Small\.precision must be one of auto, .*, got \"fp32\""):
+        Small()
+    assert Small(precision="float32").batch_size == 8
+    with pytest.raises(InputError, match=r"Small\.batch_size must be at least 1, got 0"):
+        Small.from_json('{"batch_size": 0, "precision": "auto"}')
+
+    @dataclass(frozen=True)
+    class Smaller(Small):
+        batch_size: int = setting(0)
+        precision: str = "float32"
+
+    assert (Smaller().batch_size, Smaller.from_json("{}").precision) == (0, "float32")
+
+
 def test_missing_fields_take_defaults_and_whole_numbers_become_floats():
     hp = Hyperparameters.from_json('{"epochs": 3.0, "learning_rate": 1}')
     assert hp == dataclasses.replace(Hyperparameters(), epochs=3, learning_rate=1.0)

@@ -14,8 +14,8 @@ SAMPLES = 512
 class Settings(TrainingSettings):
     """ranks: those that break, separated by commas; step: of the first epoch, from 1; source: of the samples."""
 
-    batch_size: int = setting(32, minimum=1)
-    epochs: int = setting(4, minimum=1)
+    batch_size: int = 32
+    epochs: int = 4
     learning_rate: float = setting(0.02)
     precision: str = setting("float32")
     log_interval: int = setting(1, minimum=1)

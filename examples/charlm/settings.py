@@ -5,9 +5,9 @@ from flyte_ddp import TrainingSettings, setting
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
-    batch_size: int = setting(64, minimum=1)
-    test_batch_size: int = setting(256, minimum=1)
-    epochs: int = setting(4, minimum=1)
+    batch_size: int = 64
+    test_batch_size: int = 256
+    epochs: int = 4
     learning_rate: float = setting(3e-3, above=0)
     weight_decay: float = setting(0.1, minimum=0)
     dropout: float = setting(0.1, minimum=0, below=1)

@@ -5,7 +5,7 @@ from flyte_ddp import TrainingSettings, setting
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
-    batch_size: int = setting(32, minimum=1)
-    epochs: int = setting(5, minimum=1)
+    batch_size: int = 32
+    epochs: int = 5
     learning_rate: float = setting(1e-3, above=0)
     lora_rank: int = setting(8, minimum=0)  # of the adapters; 0 trains all weights

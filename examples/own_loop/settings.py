@@ -14,5 +14,5 @@ class Settings(TrainingSettings):
 
     width: int = setting(128, minimum=1)
     learning_rate: float = setting(0.01, above=0)
-    batch_size: int = setting(64, minimum=1)
-    epochs: int = setting(10, minimum=1)
+    batch_size: int = 64
+    epochs: int = 10

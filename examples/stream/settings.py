@@ -5,5 +5,5 @@ from flyte_ddp import TrainingSettings, setting
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
-    batch_size: int = setting(64, minimum=1)
+    batch_size: int = 64
     learning_rate: float = setting(3e-3, above=0)

@@ -5,6 +5,7 @@ import os
 import pkgutil
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,19 @@ def split_of(
         )
     if isinstance(data, torch.utils.data.TensorDataset):
         data = data.tensors
-    if not isinstance(data, torch.utils.data.Dataset):
+    if not is_dataset(data):
         return Resident(data, device)
-    if not len(data):  # type: ignore[arg-type]
+    if not len(data):
         raise InputError("the split is empty, it must have samples: its Dataset has length 0")
     return Streamed(data, device, options.loader_workers, options.pin_memory)
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether samples are asked for one by one: of a Dataset, or of what is like one, such as Hugging Face's."""
+    if isinstance(data, torch.utils.data.Dataset):
+        return True
+    is_tree = isinstance(data, (torch.Tensor, np.ndarray, Sequence, Mapping))
+    return not is_tree and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:

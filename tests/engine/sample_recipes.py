@@ -1,6 +1,7 @@
 """Recipes whose data NumPy holds in ways that torch has not, or whose samples lack something."""
 
 import tempfile
+from collections import UserDict
 
 import numpy as np
 
@@ -45,6 +46,31 @@ class OnDisk(BytesSwapped):
             return np.memmap(file.name, ">f4", "r", shape=rows.shape)
 
 
+class LikeADict(BytesSwapped):
+    """As a tokenizer's BatchEncoding: a mapping that is no dict, in another one."""
+
+    def held(self, rows):
+        return UserDict(inputs=UserDict(rows=rows), mask=np.ones(len(rows)))
+
+    def forward(self, model, batch):
+        return model(batch["inputs"]["rows"])
+
+    def measure(self, outputs, batch):
+        return super().measure(outputs, batch["inputs"]["rows"])
+
+
+class SamplesLikeDicts(LikeADict):
+    def data(self, split):
+        return RowsLikeDicts()
+
+
+class LikeADataset(Sound):
+    """As one of Hugging Face: with samples and a length, and no Dataset of torch."""
+
+    def data(self, split):
+        return RowsOfNoDataset()
+
+
 class TextOnDisk(BytesSwapped):
     def held(self, rows):
         with tempfile.NamedTemporaryFile() as file:
@@ -55,6 +81,15 @@ class TextOnDisk(BytesSwapped):
 class NamedArrays(Sound):
     def data(self, split):
         return table(), np.array([f"row {index}" for index in range(SIZE)])
+
+
+class RowsLikeDicts(Rows):
+    def __getitem__(self, index):
+        return UserDict(inputs=UserDict(rows=table()[index]), mask=np.ones(()))
+
+
+class RowsOfNoDataset:
+    __len__, __getitem__ = Rows.__len__, Rows.__getitem__
 
 
 class Lacking(Rows):

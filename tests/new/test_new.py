@@ -191,7 +191,7 @@ def test_a_checkout_that_is_not_installed_names_itself(tmp_path):
     assert requirement(tmp_path / "flowers") == f"flyte-ddp-training @ {ROOT.as_uri()}"
 
 
-@pytest.mark.parametrize("extras", ["", "[figures,tensorboard]"])
+@pytest.mark.parametrize("extras", ["", "[export,tensorboard]"])
 def test_what_the_user_names_is_taken(tmp_path, extras):
     named = f"flyte-ddp-training{extras} @ git+https://git.example/flyte-ddp.git@0123abc"
     new("flowers", "--library", named, cwd=tmp_path)

@@ -1,8 +1,13 @@
 """Arrays of NumPy, whatever their layout, as tensors."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from flyte_ddp.engine.torch_compat import pytree
 
 KINDS = "biufc"  # of numpy.dtype.kind: what can be numbers for torch
 # 80-bit floats, for which torch has nothing
@@ -17,3 +22,8 @@ def tensor_of(array: np.ndarray) -> Tensor:
     if kind != array.dtype or any(stride < 0 or stride % kind.itemsize for stride in array.strides):
         array = array.astype(kind, order="C")
     return torch.as_tensor(array)
+
+
+def with_dicts(tree: Any) -> Any:
+    """With a dict for what is like one, such as the BatchEncoding that a tokenizer returns, into which no tree goes."""
+    return pytree.tree_map(lambda leaf: with_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)

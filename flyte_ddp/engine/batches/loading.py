@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flyte_ddp.engine.batches.arrays import KINDS, tensor_of
+from flyte_ddp.engine.batches.arrays import KINDS, tensor_of, with_dicts
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.sample_seeds import (
     NOWHERE,
@@ -149,7 +149,7 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
     with generators_restored():
         for index, key in zip(indices, sample_keys(indices, origin), strict=True):
             seed_generators(key)
-            samples.append(dataset[int(index)])
+            samples.append(with_dicts(dataset[int(index)]))
     structures = [pytree.tree_structure(sample) for sample in samples]
     for index, structure, sample in zip(indices, structures, samples, strict=True):
         if structure != structures[0]:

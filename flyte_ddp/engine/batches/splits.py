@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.engine.batches.arrays import KINDS, tensor_of
+from flyte_ddp.engine.batches.arrays import KINDS, tensor_of, with_dicts
 from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.batches.lengths import Lengths, lengths_of
 from flyte_ddp.engine.batches.order import shuffled
@@ -44,7 +44,7 @@ class Resident:
         self.device = device
         self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
-        leaves, self._structure = pytree.tree_flatten(data)
+        leaves, self._structure = pytree.tree_flatten(with_dicts(data))
         leaves = [leaf if isinstance(_checked(leaf), np.memmap) else _as_tensor(leaf) for leaf in leaves]
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:

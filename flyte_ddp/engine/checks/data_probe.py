@@ -11,7 +11,7 @@ from torch import distributed
 from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.draws import DRAWN, host_state
-from flyte_ddp.engine.checks.held_generators import generator_states
+from flyte_ddp.engine.checks.held_generators import SEED, generator_states
 from flyte_ddp.engine.torch_compat import pytree
 
 SAMPLES = 4  # how many samples are read twice
@@ -37,19 +37,21 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     first, remedies = of_first_rank((digests, unsteady))
     changing = on_any_rank([name in unsteady for name in splits], device)
     others = on_any_rank([digests[name] != first[name] for name in splits], device)
-    reasons = []
+    reasons: dict[str, list[str]] = {}  # the splits that each is true of
     for (name, split), is_unsteady, is_other in zip(splits.items(), changing, others, strict=True):
-        where = f'{owner}, split "{name}"'
         if is_unsteady:
             dataset = split.dataset  # type: ignore[attr-defined]
             remedy = remedies.get(name) or _remedy(dataset, "")
-            reasons.append(f"{where}: its {type(dataset).__name__} gives another sample each time: {remedy}")
+            reason = f"its {type(dataset).__name__} gives another sample each time: {remedy}"
         elif is_other:
-            reasons.append(
-                f"{where}: gives each rank other samples: sort what it lists, and to shuffle or split, draw from a "
-                "generator with a seed, such as numpy.random.default_rng(0)"
+            reason = (
+                "gives each rank other samples: sort what it lists, and to shuffle or split, draw from a generator "
+                "with a seed, such as numpy.random.default_rng(0)"
             )
-    return reasons
+        else:
+            continue
+        reasons.setdefault(reason, []).append(f'split "{name}"')
+    return [f"{owner}, {' and '.join(where)}: {reason}" for reason, where in reasons.items()]
 
 
 def of_first_rank(value: Any) -> Any:
@@ -79,8 +81,8 @@ def _remedy(dataset: Any, call: str) -> str:
             f"{call}, or draw from numpy.random, random or torch.rand, which begin anew with each sample"
         )
     return (
-        "let __getitem__ draw from numpy.random, random or torch.rand alone, which begin anew with each sample, and "
-        f"keep nothing from one sample to the next; or let {DRAWN}"
+        "let __getitem__ draw from numpy.random, random or torch.rand alone, which begin anew with each sample, give "
+        f"{SEED} to what else takes a seed, and keep nothing from one sample to the next; or let {DRAWN}"
     )
 
 

@@ -14,6 +14,7 @@ import torch
 MOST = 1000  # objects that are looked at
 MOST_ITEMS = 50  # of a container: a list of a million paths has no generators behind its first ones
 SEED = "torch.randint(2**31, ()).item()"
+SEEDING = ("set_random_seed", "set_random_state")  # of albumentations and MONAI, for all transforms in a transform
 KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
@@ -30,8 +31,8 @@ def generator_states(dataset: Any) -> dict[str, bytes]:
             call = owner or _seeding(name, value)
             states[call] = states.get(call, b"") + _state(value)
             continue
-        if not owner and hasattr(value, "set_random_seed"):  # as albumentations' have, for all that is in them
-            owner = f"{name}.set_random_seed({SEED})"
+        if not owner:
+            owner = next((f"{name}.{method}({SEED})" for method in SEEDING if hasattr(value, method)), "")
         ahead.extend((name + step, child, owner) for step, child in _children(value))
     return states
 

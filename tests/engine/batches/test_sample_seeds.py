@@ -210,3 +210,22 @@ def test_albumentations_transforms_are_seeded_as_the_message_says():
     assert calls == ["self.transform.set_random_seed(torch.randint(2**31, ()).item())"]
     assert not equal(steps(split_of(Flipped())), steps(split_of(Flipped())))
     assert equal(steps(split_of(Seeded())), steps(split_of(Seeded(), 2), 3))
+
+
+class Several:
+    """Several transforms, each with a generator of its own, as MONAI's Compose."""
+
+    def __init__(self):
+        self.transforms = [np.random.RandomState(number) for number in range(3)]
+
+    def set_random_state(self, seed):
+        for transform in self.transforms:
+            transform.seed(seed)
+
+
+def test_one_call_seeds_all_transforms_of_monai():
+    class Moved(Numbers):
+        def __init__(self):
+            self.transform = Several()
+
+    assert [*generator_states(Moved())] == ["self.transform.set_random_state(torch.randint(2**31, ()).item())"]

@@ -9,6 +9,7 @@ from tests.engine import sample_recipes
 from tests.engine.probe_recipes import Settings, Sound
 
 HELD = ["BytesSwapped", "Reversed", "OfEightyBits", "OfAField", "OnDisk"]
+ALIKE = ["LikeADict", "SamplesLikeDicts", "LikeADataset"]
 NO_NUMBERS = {"TextOnDisk": "bytes64", "NamedArrays": "str192"}
 
 
@@ -20,6 +21,11 @@ def run(name, output):
 @pytest.mark.parametrize("name", HELD)
 def test_arrays_of_any_numbers_are_trained_on(alone, tmp_path, name):
     assert len(run(name, tmp_path).epochs) == 2
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_like_a_dict_or_a_dataset_is_taken_as_one(alone, tmp_path, name):
+    assert run(name, tmp_path / "alike").digest == run("Sound", tmp_path / "plain").digest
 
 
 @pytest.mark.parametrize("name", NO_NUMBERS)
@@ -59,6 +65,6 @@ def test_a_sample_that_cannot_be_read_says_why_in_its_first_line(alone, tmp_path
 def test_every_recipe_of_the_module_is_tested():
     kinds = [kind for kind in vars(sample_recipes).values() if isinstance(kind, type) and issubclass(kind, Sound)]
     recipes = {kind.__name__ for kind in kinds if kind.__module__ == sample_recipes.__name__}
-    assert recipes - {*HELD, *NO_NUMBERS} == {
+    assert recipes - {*HELD, *ALIKE, *NO_NUMBERS} == {
         "NamedSamples", "MissingSamples", "LackingSamples", "LackingLabels", "LackingParts",
     }  # fmt: skip

@@ -48,7 +48,11 @@ REFUSED = {
     "LateBuffer": ["LateBuffer.model", "forward creates the buffer 1.mask of Mask", "in its __init__"],
     "ExtraState": ["ExtraState.model", "must have nothing but tensors", "1._extra_state (dict)"],
     "Reentrant": ["Reentrant.forward", "use_reentrant=False", "activation_checkpointing"],
-    "FreshGeneratorDataset": ["FreshGeneratorDataset.data", "its FreshGenerator gives another sample", "in augment()"],
+    "FreshGeneratorDataset": [
+        'split "train" and split "test": its FreshGenerator gives another sample each time',
+        "torch.randint(2**31, ()).item() to what else takes a seed",
+        "in augment()",
+    ],
     "OwnGeneratorDataset": ["self.steps[0]['rng'] = numpy.random.default_rng(torch.randint(2**31, ()).item())"],
     "OwnTransformDataset": ["begin with self.transform.set_random_seed(torch.randint(2**31, ()).item())"],
     "NoisyReaderDataset": ["its NoisyReader gives another sample each time: read_batch must not draw"],

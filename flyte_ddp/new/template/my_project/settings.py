@@ -7,8 +7,8 @@ from flyte_ddp import TrainingSettings, setting
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
-    epochs: int = setting(10, minimum=1)
-    batch_size: int = setting(64, minimum=1)
+    epochs: int = 10
+    batch_size: int = 64
     learning_rate: float = setting(5e-3, above=0)
     width: int = setting(128, minimum=1)
     dropout: float = setting(0.2, minimum=0, below=1)
