@@ -241,6 +241,18 @@ def monai_cached() -> Dataset[Any]:
     return found
 
 
+def monai_cached_anew() -> Dataset[Any]:
+    class Anew(library("monai.data").CacheDataset):  # type: ignore[misc]
+        def __getitem__(self, index: int) -> Any:
+            self.transform.set_random_state(torch.randint(2**31, ()).item())
+            return super().__getitem__(index)
+
+    cached: Any = monai_cached()
+    cached.__class__ = Anew
+    found: Dataset[Any] = cached
+    return found
+
+
 def torchio() -> Dataset[Any]:
     tio = library("torchio")
     volumes = torch.from_numpy(images()).float().permute(0, 3, 1, 2)[:, :1, :, :, None]
@@ -525,6 +537,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "MONAI *": Monai,
     "MONAI, seeded": MonaiAnew,
     "MONAI's CacheDataset *": monai_cached,
+    "MONAI's CacheDataset, seeded": monai_cached_anew,
     "TorchIO": torchio,
     "audiomentations": audiomentations,
     "datasets, mapped": huggingface_mapped,

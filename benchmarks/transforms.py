@@ -6,8 +6,8 @@ r"""Other libraries' transforms, in Datasets as people write them: accepted, and
     python -m benchmarks.transforms albumentations
 
 Each trains on 1, 2 and 3 ranks, with 0 and 2 loader workers, for two epochs of random samples, with six virtual ranks.
-Those marked * draw from generators of their own, which go on from sample to sample: the table has what they are answered,
-and in the next row what comes of doing that.
+Those marked * draw from generators of their own, which go on from sample to sample: the table has what they are
+answered, and in the next row what comes of doing that.
 """
 
 import argparse
