@@ -117,11 +117,11 @@ class Unplugged(Exception):
     """Raised by a test in the parent, whose ranks are then killed with SIGKILL."""
 
 
-def unplug_at(step: int):
-    """An observer that ends the run at this step of the first epoch, as a power cut would."""
+def unplug_at(step: int, epoch: int = 0):
+    """An observer that ends the run at this step, as a power cut would."""
 
     def on_event(event):
-        if isinstance(event, StepLogged) and event.epoch == 0 and event.step == step:
+        if isinstance(event, StepLogged) and (event.epoch, event.step) == (epoch, step):
             raise Unplugged
 
     return on_event

@@ -1,6 +1,7 @@
 """The private parts of torch that this package uses, as of version 2.15.0: see tests/compat."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from flyte_ddp.errors import InputError
 
 # pytree: nested tuples, lists and dicts of tensors, as DataLoader and DDP take them; torch has no public module for it.
 # TorchDispatchMode: sees each operation, even within layers; torch's notes describe it, but it has no public module.
@@ -120,7 +123,34 @@ class SettledBuckets(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any):
         with last_layers_first(module):
             super().__init__(module, **options)
+            self.trained = [name for name, weight in _by_layer(module) if weight.requires_grad]
         settle_buckets(self)
+
+
+def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters in the order in which DistributedDataParallel counts them, each once."""
+    seen = set[int]()
+    for layer_name, layer in module.named_modules():
+        for name, weight in layer.named_parameters(recurse=False):
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield f"{layer_name}.{name}".removeprefix("."), weight
+
+
+@contextmanager
+def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
+    """Names the parameters without a gradient in the step before; DistributedDataParallel gives their numbers."""
+    try:
+        yield
+    except RuntimeError as error:
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if not numbers:
+            raise
+        names = ", ".join(replicated.trained[int(number)] for number in numbers[1].split())
+        raise InputError(
+            f"each parameter must have a gradient in each step, and {names} had none: use them in forward, leave them "
+            "out of the network, or call requires_grad_(False) on them before loop.wrap"
+        ) from None
 
 
 @contextmanager

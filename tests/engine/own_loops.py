@@ -1,6 +1,7 @@
 """Training loops as people write them, and with their mistakes."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -134,6 +135,103 @@ def plain(loop: Loop, steps=None, forgets=(), bad_step=None):
             evaluate(loop, model, tests)
         if steps and epoch == 1:
             break
+
+
+def accumulates(loop: Loop, every=3):
+    """The gradients of three steps; seven steps an epoch, of which the last one's waits for the next epoch's."""
+    torch.manual_seed(0)
+    model = loop.wrap(network(0.3))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    optimizer, schedule, average = kept(loop, model, batches)
+    for epoch in loop.epochs(headline="accuracy", percent=("accuracy",)):
+        model.train()
+        for inputs, labels in batches:
+            is_last = (epoch * len(batches) + loop.step) % every == every - 1
+            with nullcontext() if is_last else model.no_sync():
+                loss = F.cross_entropy(model(inputs), labels)
+                (loss / every).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update(model)
+            loop.log(loss=loss, scale=1.0)
+            schedule.step()
+        evaluate(loop, model, tests)
+
+
+def steps_by_hand(loop: Loop):
+    """Without an optimizer of torch's."""
+    model, batches, tests, _ = linear(loop, is_kept=False)
+    loop.keep(model=model)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    assert weight.grad is not None
+                    weight -= 0.1 * weight.grad
+                    weight.grad = None
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
+def calls_the_network_itself(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model.module(inputs), labels)
+            loss.backward()
+            optimizer.step()
+
+
+def leaves_a_layer_unused(loop: Loop):
+    layers = nn.Sequential(nn.Linear(8, 3), nn.ModuleDict({"unused": nn.Linear(3, 3)}))
+    layers.forward = lambda inputs: layers[0](inputs)  # type: ignore[method-assign]
+    model = loop.wrap(layers)
+    batches = loop.batches(Drawn())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.log(loss=loss)
+
+
+def trains_two(loop: Loop):
+    """As a GAN: what one network has made is used for the steps of both."""
+    maker, judge = loop.wrap(nn.Linear(8, 8)), loop.wrap(nn.Linear(8, 1))
+    batches = loop.batches(Drawn())
+    of_maker, of_judge = (torch.optim.Adam(one.parameters(), 0.01) for one in (maker, judge))
+    loop.keep(model=maker, judge=judge, of_maker=of_maker, of_judge=of_judge)
+    for _ in loop.epochs():
+        for inputs, _ in batches:
+            made = maker(torch.randn_like(inputs))
+            loss = F.softplus(judge(made.detach())).mean() + F.softplus(-judge(inputs)).mean()
+            of_judge.zero_grad()
+            loss.backward()
+            of_judge.step()
+            of_maker.zero_grad()
+            F.softplus(-judge.module(made)).mean().backward()
+            of_maker.step()
+            loop.log(loss=loss)
+        loop.evaluated(loss=float(loop.step))
+
+
+def evaluates_on_the_first_rank(loop: Loop):
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.log(loss=loss)
+        if loop.rank == 0:
+            evaluate(loop, model, tests)
 
 
 def evaluates_within(loop: Loop):

@@ -34,6 +34,35 @@ def test_killed_at_any_step_it_ends_with_the_same_bits(own, undisturbed, step, n
     assert resumed.result.digest == undisturbed(nproc).result.digest
 
 
+@pytest.mark.parametrize(("step", "epoch"), [(2, 0), (5, 0), (1, 1), (2, 1), (4, 1)])
+def test_a_checkpoint_waits_for_the_optimizer_while_gradients_are_accumulated(own, undisturbed, step, epoch):
+    with pytest.raises(Unplugged):
+        own(3, "accumulates", on_event=unplug_at(step, epoch), checkpoint_seconds=0, name="cut")
+    resumed = own(3, "accumulates", name="cut")
+    assert (7 * resumed.events[0].first_epoch + resumed.events[0].first_step) % 3 == 0
+    assert resumed.result.digest == undisturbed(3, "accumulates").result.digest
+
+
+def test_whoever_accumulates_ends_with_a_checkpoint(own, tmp_path):
+    own(1, "accumulates", epochs=1, checkpoint_seconds=1000)
+    assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["epoch"] == 1
+
+
+def test_a_request_to_stop_waits_for_the_optimizer(own, undisturbed):
+    target = "tests.launch.targets:stop_after_the_fifth_step"
+    assert own(3, "accumulates", target=target, name="stopped") == [(0, 6)] * 3
+    assert own(3, "accumulates", name="stopped").result.digest == undisturbed(3, "accumulates").result.digest
+
+
+@pytest.mark.parametrize("loop", ["steps_by_hand", "trains_two"])
+def test_other_ways_to_step_are_kept_at_each_step(own, undisturbed, loop):
+    with pytest.raises(Unplugged):
+        own(2, loop, on_event=unplug_at(5), checkpoint_seconds=0, name="cut")
+    resumed = own(2, loop, name="cut")
+    assert resumed.events[0].first_step >= 3
+    assert resumed.result.digest == undisturbed(2, loop).result.digest
+
+
 def test_it_is_reported_as_a_recipe_is(undisturbed):
     trained = undisturbed()
     started = trained.events[0]
@@ -127,7 +156,13 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(own):
         ("forgets_epochs", r"iterate over loop.batches within `for epoch in loop.epochs\(\):`"),
         ("forgets_to_log", r"call loop.log\(loss=...\) once in each step"),
         ("logs_no_loss", r"loop.log must have the same measures in each step: loss, got error"),
-        ("forgets_to_evaluate", r"call loop.evaluated\(loss=...\) at the end of each epoch"),
+        ("forgets_to_evaluate", r"call loop.evaluated\(loss=...\) at the end of each epoch, on every rank"),
+        ("evaluates_on_the_first_rank", r"call loop.evaluated\(loss=...\) at the end of each epoch, on every rank"),
+        ("calls_the_network_itself", r"call what loop.wrap has returned, not the network in it"),
+        (
+            "leaves_a_layer_unused",
+            r"each parameter must have a gradient.*, and 1.unused.(weight|bias), 1.unused.(weight|bias) had none",
+        ),
         (
             "has_a_generator_of_its_own",
             r'split "train": its HoldsGenerator gives another sample.*self.generator = numpy',

@@ -44,6 +44,16 @@ def test_killed_on_three_ranks_it_ends_with_the_same_bits_on_two(own, one_rank):
     assert resumed.result.digest == one_rank.result.digest
 
 
+def test_gradients_are_accumulated_as_without_virtual_ranks(own):
+    plain = own(1, "adds_up_two", virtual_ranks=0, name="plain")
+    one, three = (own(nproc, "adds_up_two", name=str(nproc)) for nproc in (1, 3))
+    assert relative_difference(plain, one) < 1e-5
+    assert three.result.digest == one.result.digest
+    with pytest.raises(Unplugged):
+        own(3, "adds_up_two", on_event=unplug_at(5), checkpoint_seconds=0, name="cut")
+    assert own(2, "adds_up_two", name="cut").result.digest == one.result.digest
+
+
 def test_without_virtual_ranks_it_is_the_loop_as_people_write_it(own, plain):
     trained = own(loop="plain", virtual_ranks=0)
     assert all(torch.equal(weight, plain.weights[name]) for name, weight in trained.weights.items())

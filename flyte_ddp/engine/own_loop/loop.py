@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
@@ -31,7 +31,7 @@ from flyte_ddp.engine.load import data_path_of, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
 from flyte_ddp.engine.own_loop.progress import Progress
-from flyte_ddp.engine.torch_compat import SettledBuckets, pytree, uncompiled
+from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused, pytree, uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import Environment, check_ranks
@@ -166,6 +166,7 @@ class Loop:
         if isinstance(batch, Parts):
             if not self._progress.exact:
                 raise InputError("call loop.wrap before loop.backward: it says what network is trained")
+            self._progress.has_gradients = True
             return self._progress.exact.backward(batch, loss_of)
         loss = loss_of(batch)
         loss.backward()
@@ -219,12 +220,26 @@ class _Replicated(SettledBuckets):
 
     def __init__(self, model: nn.Module, progress: Progress):
         super().__init__(model)
-        self._progress = progress
+        self._progress, self._called_in = progress, (-1, -1)
+        first = next(weight for weight in model.parameters() if weight.requires_grad)
+        first.register_post_accumulate_grad_hook(self._arrived)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if not (self._progress.is_stepping and torch.is_grad_enabled()):
             return self.module(*inputs, **named)
-        return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+        self._called_in = self._progress.epoch, self._progress.step
+        with naming_unused(self):
+            return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+
+    def _arrived(self, _: Tensor) -> None:
+        """A gradient has come."""
+        if self._progress.is_stepping:
+            self._progress.has_gradients = True
+            if self._called_in != (self._progress.epoch, self._progress.step):
+                raise InputError(
+                    "call what loop.wrap has returned, not the network in it: its gradients are this rank's own, and "
+                    "ranks would train networks of their own"
+                )
 
 
 def _count(value: Number) -> float:
@@ -250,7 +265,10 @@ def run(
         raise InputError(f"{job.recipe} must take one argument, the loop, as in def train(loop): {error}") from None
     with BlockCache(environment, job.options.cache_bytes) as cache:
         progress = Progress(environment, device, link, job)
-        hook = register_optimizer_step_pre_hook(progress.before_optimizer)
+        hooks = [
+            register_optimizer_step_pre_hook(progress.before_optimizer),
+            register_optimizer_step_post_hook(progress.after_optimizer),
+        ]
         link.emit(StartUp("calling your loop, up to its first epoch"))
         try:
             function(Loop(environment, progress, link, job, cache))
@@ -260,5 +278,6 @@ def run(
             distributed.barrier()
             raise
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             progress.close()

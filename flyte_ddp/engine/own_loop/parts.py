@@ -83,8 +83,10 @@ class ExactGradients:
         self._parallel.grid = exponents
 
     def backward(self, parts: Parts, loss_of: Loss) -> Tensor:
-        """The mean of the parts' losses; a collective. It computes a part more than once where a number does not fit,
-        and changes what a forward pass changes once."""
+        """The mean of the parts' losses; its gradients are added to those that there are; a collective.
+
+        It computes a part more than once where a number does not fit, and changes what a forward pass changes once.
+        """
         before = {name: buffer.clone() for name, buffer in self._buffers.items()}
         unequal = self._changes(before)  # to themselves, as what holds NaN is
         changed = torch.zeros_like(unequal)
@@ -102,6 +104,7 @@ class ExactGradients:
                 changed.logical_or_(self._changes(before))
                 self._parallel.finish_part(share is shares[-1])
 
+        earlier = [(weight, weight.grad.clone()) for weight in self._step.trainable if weight.grad is not None]
         self._parallel.hold_gradients()
         self._parallel.zero_grad()
         self.is_computing = True
@@ -119,6 +122,9 @@ class ExactGradients:
         self._mode.running.move(totals.statistics)
         loss, weight = totals.measured
         scale(gradients_of(self._step), weight.reciprocal())
+        for parameter, gradient in earlier:
+            assert parameter.grad is not None
+            parameter.grad += gradient
         return (loss / weight).float()  # of which a mean of equal ones on all ranks has the same bits
 
     @torch.no_grad()

@@ -43,6 +43,7 @@ class Progress:
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
         is_stepping: whether the user's code is in a step.
+        has_gradients: whether some have come that no optimizer has stepped by. A checkpoint has none, so it waits.
         test_samples: of all evaluations.
         history: the epochs that are done.
         ran_on: see machine.py.
@@ -55,7 +56,8 @@ class Progress:
         self.exact: ExactGradients | None = None
         self.batches: TrainBatches | None = None
         self.steps = self.test_samples = 0
-        self.is_stepping, self.logged = False, dict[str, Tensor]()
+        self.is_stepping = self.has_gradients = self._owes_checkpoint = False
+        self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
         self.clock, self.names = StepClock(device), list[str]()
         self._environment, self._link, self._job = environment, link, job
@@ -101,9 +103,7 @@ class Progress:
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before it steps. Looks at gradients where they are logged, as they may be gone then; the host waits."""
-        kept = [*self.parts.values()]
-        kept += [one for part in kept for one in getattr(part, "__dict__", {}).values()]  # what a wrapper wraps
-        if not any(one is optimizer for one in kept):
+        if not any(one is optimizer for one in self._kept):
             kind = type(optimizer).__name__
             raise InputError(f"loop.keep must have the {kind} that steps: a resume would begin with a new one")
         if not self.is_stepping:
@@ -111,6 +111,20 @@ class Progress:
         gradients = [weight.grad for weight in self.parts["model"].parameters() if weight.grad is not None]
         if self._is_logged and gradients:
             self._norm = float(norms(gradients).norm())
+
+    def after_optimizer(self, *_: Any) -> None:
+        self.has_gradients = False
+
+    @property
+    def _kept(self) -> list[Any]:
+        """The parts, and what those that are wrappers wrap."""
+        parts = [*self.parts.values()]
+        return parts + [one for part in parts for one in getattr(part, "__dict__", {}).values()]
+
+    @property
+    def _is_between_optimizer_steps(self) -> bool:
+        """Gradients are being accumulated, unless the user's own code does an optimizer's work."""
+        return self.has_gradients and any(isinstance(one, torch.optim.Optimizer) for one in self._kept)
 
     def end_step(self) -> None:
         """Once the user's code has done all that belongs to the step; a collective.
@@ -137,16 +151,17 @@ class Progress:
         self._link.heartbeat()
         self._seconds = time.perf_counter() - self._since
         recent = self._sums.recent(self.step, self._seconds)
-        if not is_logged and not (recent and recent.asks(self._last)):
+        if not is_logged and not self._owes_checkpoint and not (recent and recent.asks(self._last)):
             return
         before = self._last
         self._look(own)
         if is_logged:
             self._tell()
-        if self._last.stop or (self._last.saves > before.saves and self.step < self.steps):
+        self._owes_checkpoint |= self._last.stop or (self._last.saves > before.saves and self.step < self.steps)
+        if self._owes_checkpoint and not self._is_between_optimizer_steps:
             self._save(self._last.stop)
-        if self._last.stop:
-            raise StopRequested(self.epoch, self.step)
+            if self._last.stop:
+                raise StopRequested(self.epoch, self.step)
 
     def end_epoch(self) -> None:
         """A collective."""
@@ -155,7 +170,8 @@ class Progress:
             self.end_step()
         self._look()  # at steps since the last log, then, and after a resume at those before it
         if self._started.headline not in self.evaluated:
-            raise InputError(f"call loop.evaluated({self._started.headline}=...) at the end of each epoch")
+            missing = f"call loop.evaluated({self._started.headline}=...)"
+            raise InputError(f"{missing} at the end of each epoch, on every rank, as it adds up what all have measured")
         finished = EpochFinished(
             epoch=self.epoch,
             samples=self.step * self._job.settings.batch_size,
@@ -171,7 +187,10 @@ class Progress:
         self._link.emit(self._stragglers.so_far())
         self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
         self._set_to_zero()
-        self._save(self.epoch == self._job.settings.epochs)
+        is_over = self.epoch == self._job.settings.epochs
+        self._owes_checkpoint = self._is_between_optimizer_steps and not is_over
+        if not self._owes_checkpoint:
+            self._save(is_over)
         self._since = time.perf_counter()
 
     def finish(self) -> TrainingResult:
@@ -180,6 +199,8 @@ class Progress:
             raise InputError(f"{self._job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
         if self.evaluated:  # the loop over the epochs was left
             self.end_epoch()
+        if self._owes_checkpoint:
+            self._save(is_last=True)
         self.close()
         if self._environment.rank == 0:
             write_model(self.parts["model"], self._job)
@@ -277,5 +298,6 @@ class Progress:
         return weights_digest(self.parts["model"].state_dict(), device=self.device)
 
     def _save(self, is_last: bool) -> None:
+        self._owes_checkpoint = False
         self._link.heartbeat(WRITING)
         self._writer.save(self, is_last)
