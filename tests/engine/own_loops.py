@@ -221,6 +221,22 @@ def trains_two(loop: Loop):
         loop.evaluated(loss=float(loop.step))
 
 
+def adds_noise_of_its_own(loop: Loop):
+    """To the weights, other noise on each rank."""
+    model, batches, tests, optimizer = linear(loop)
+    noise = torch.Generator().manual_seed(loop.rank)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.module.weight += 1e-6 * torch.randn(3, 8, generator=noise)
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
 def evaluates_on_the_first_rank(loop: Loop):
     model, batches, tests, optimizer = linear(loop)
     for _ in loop.epochs():

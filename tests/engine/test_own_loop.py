@@ -48,6 +48,12 @@ def test_whoever_accumulates_ends_with_a_checkpoint(own, tmp_path):
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["epoch"] == 1
 
 
+def test_ranks_whose_weights_drift_apart_are_told_of_once(own, undisturbed):
+    (warning,) = own(3, "adds_noise_of_its_own").result.warnings
+    assert warning.reason.startswith("the ranks have other weights than one another")
+    assert not undisturbed(3, "accumulates").result.warnings
+
+
 def test_a_request_to_stop_waits_for_the_optimizer(own, undisturbed):
     target = "tests.launch.targets:stop_after_the_fifth_step"
     assert own(3, "accumulates", target=target, name="stopped") == [(0, 6)] * 3

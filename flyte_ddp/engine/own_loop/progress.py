@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
-from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.digest import sum_of, weights_digest
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
@@ -29,6 +29,11 @@ from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
+
+DRIFTED = (
+    "the ranks have other weights than one another, and those of rank 0 are returned: change them alike on all ranks, by "
+    "gradients of what loop.wrap has returned, or from the same random numbers"
+)
 
 
 class Progress:
@@ -185,6 +190,7 @@ class Progress:
         self.history.append(finished)
         self._link.emit(finished)
         self._link.emit(self._stragglers.so_far())
+        self._compare_ranks()
         self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
         self._set_to_zero()
         is_over = self.epoch == self._job.settings.epochs
@@ -296,6 +302,17 @@ class Progress:
 
     def _digest(self) -> str:
         return weights_digest(self.parts["model"].state_dict(), device=self.device)
+
+    @torch.no_grad()
+    def _compare_ranks(self) -> None:
+        """Warns, once, if ranks have other weights; a collective. Buffers may differ: those of rank 0 count."""
+        weights = [weight for network in self.wrapped for weight in network.parameters()]
+        own = torch.stack([sum_of(weight) * (2 * number + 1) for number, weight in enumerate(weights)]).sum()
+        extremes = torch.stack([own, ~own])  # the least of all is the other way up
+        distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
+        if extremes[0] != ~extremes[1] and not any(DRIFTED in warning.reason for warning in self._monitor.warnings):
+            for warning in self._monitor.noted(self.epoch, self.step, [DRIFTED]):
+                self._link.emit(warning)
 
     def _save(self, is_last: bool) -> None:
         self._owes_checkpoint = False
