@@ -119,8 +119,9 @@ def is_dataset(data: Any) -> bool:
     """Whether samples are asked for one by one: of a Dataset, or of what is like one, such as Hugging Face's."""
     if isinstance(data, torch.utils.data.Dataset):
         return True
-    is_tree = isinstance(data, (torch.Tensor, np.ndarray, Sequence, Mapping))
-    return not is_tree and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, (torch.Tensor, np.ndarray, Sequence, Mapping)) or hasattr(data, "columns"):  # a DataFrame
+        return False
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:

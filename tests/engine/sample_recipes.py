@@ -78,6 +78,13 @@ class TextOnDisk(BytesSwapped):
             return np.memmap(file.name, "S8", "r", shape=rows.shape)
 
 
+class ATable(Sound):
+    """As pandas' and polars': its items are columns."""
+
+    def data(self, split):
+        return DataFrame()
+
+
 class NamedArrays(Sound):
     def data(self, split):
         return table(), np.array([f"row {index}" for index in range(SIZE)])
@@ -90,6 +97,10 @@ class RowsLikeDicts(Rows):
 
 class RowsOfNoDataset:
     __len__, __getitem__ = Rows.__len__, Rows.__getitem__
+
+
+class DataFrame(RowsOfNoDataset):
+    columns = ("feature",)
 
 
 class Lacking(Rows):

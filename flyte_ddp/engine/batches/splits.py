@@ -79,7 +79,7 @@ class Resident:
 
 def _checked(leaf: Any) -> Any:
     if not isinstance(leaf, (Tensor, np.ndarray)):
-        raise InputError(f"data must be tensors, arrays or a torch Dataset, got {type(leaf).__name__}")
+        raise InputError(f"data must be tensors, arrays or a Dataset, got {type(leaf).__name__}")
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in KINDS:
         raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
     return leaf

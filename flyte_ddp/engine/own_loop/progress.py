@@ -31,8 +31,8 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
 
 DRIFTED = (
-    "the ranks have other weights than one another, and those of rank 0 are returned: change them alike on all ranks, by "
-    "gradients of what loop.wrap has returned, or from the same random numbers"
+    "the ranks have other weights than one another, and those of rank 0 are returned: change them alike on all ranks, "
+    "by gradients of what loop.wrap has returned, or from the same random numbers"
 )
 
 

@@ -40,7 +40,7 @@ class Broken(Squares):
         ((torch.zeros(0, 2), torch.zeros(3)), r"first dimension has to be the samples.* got \(0, 2\), \(3,\)"),
         (torch.tensor(1.0), r"first dimension has to be the samples.* got \(\)"),
         ((), "got no tensors"),
-        (["a", "b"], "tensors, arrays or a torch Dataset, got str"),
+        (["a", "b"], "tensors, arrays or a Dataset, got str"),
         (torch.tensor([0.0, 1.0, torch.nan]), "sample 2 has a NaN or infinite value"),
         ({"x": torch.zeros(4), "y": torch.eye(4) / torch.tensor([1, 1, 0, 1])}, "sample 0 has a NaN"),
         (torch.zeros(4, 2, 2).index_fill(0, torch.tensor([3]), torch.inf), "sample 3 has a NaN or infinite value"),

@@ -34,6 +34,11 @@ def test_arrays_of_something_else_are_refused(alone, tmp_path, name):
         run(name, tmp_path)
 
 
+def test_a_table_of_columns_is_refused(alone, tmp_path):
+    with pytest.raises(InputError, match=r"ATable\.data .* must be tensors, arrays or a Dataset, got DataFrame"):
+        run("ATable", tmp_path)
+
+
 def test_a_dataset_with_strings_in_its_samples_is_refused(alone, tmp_path):
     with pytest.raises(
         DataError, match=r"NamedRows: samples must be numbers, got str in sample 0: leave it out, or encode"
@@ -66,5 +71,5 @@ def test_every_recipe_of_the_module_is_tested():
     kinds = [kind for kind in vars(sample_recipes).values() if isinstance(kind, type) and issubclass(kind, Sound)]
     recipes = {kind.__name__ for kind in kinds if kind.__module__ == sample_recipes.__name__}
     assert recipes - {*HELD, *ALIKE, *NO_NUMBERS} == {
-        "NamedSamples", "MissingSamples", "LackingSamples", "LackingLabels", "LackingParts",
+        "ATable", "NamedSamples", "MissingSamples", "LackingSamples", "LackingLabels", "LackingParts",
     }  # fmt: skip
