@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from flyte_ddp.engine.digest import weights_digest
@@ -75,6 +75,11 @@ class RankObserver(Checkpoint):
         self._so_far, self.position = dict(state_dict["so_far"]), tuple(state_dict["position"])
 
     # --- before the steps ---
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Makes it the last one: its checkpoints have what the module's own Checkpoints have done after the epoch."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._clock = StepClock(trainer.strategy.root_device)

@@ -2,11 +2,13 @@
 
 import math
 import os
+import shutil
 import signal
 from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.failures import PreemptedError
@@ -106,6 +108,20 @@ def test_checkpoints_of_the_modules_own_are_lightnings(tmp_path):
     assert same(resumed.weights, whole.weights)
     best = import_module("numerals.variants").Keeping.load_from_checkpoint(tmp_path / "whole" / "logs" / "best.ckpt")
     assert best.hparams.width == 16
+
+
+def test_what_a_modelcheckpoint_has_kept_survives_a_kill_in_logs_of_another_place(tmp_path):
+    keeping = settings(), "numerals.variants:KeepingFirst"
+    train(tmp_path / "whole", *keeping)
+    with pytest.raises(KilledError):
+        train(tmp_path / "killed", *keeping, on_event=at_checkpoint(1, kill))
+    shutil.rmtree(tmp_path / "killed" / "logs")
+    resumed = train((tmp_path / "killed").rename(tmp_path / "resumed"), *keeping)
+    assert [event.first_epoch for event in of(RunStarted, resumed)] == [1]
+    (best,) = (tmp_path / "resumed" / "logs" / "kept").iterdir()
+    undisturbed = torch.load(tmp_path / "whole" / "logs" / "kept" / "epoch=0.ckpt", weights_only=True)
+    assert best.name == "epoch=0.ckpt"
+    assert same(torch.load(best, weights_only=True)["state_dict"], undisturbed["state_dict"])
 
 
 def test_data_without_a_test_split_and_a_headline_that_is_not_logged(tmp_path):

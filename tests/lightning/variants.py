@@ -138,6 +138,14 @@ class Keeping(LitNumerals):
         return [ModelCheckpoint(self.trainer.default_root_dir, "best", monitor="val_loss")]
 
 
+class KeepingFirst(LitNumerals):
+    """The loss is the highest after the first epoch."""
+
+    def configure_callbacks(self):
+        folder = Path(self.trainer.default_root_dir, "kept")
+        return [ModelCheckpoint(folder, "{epoch}", "val_loss", mode="max", save_on_train_epoch_end=True)]
+
+
 class TwoOptimizers(LitNumerals):
     def configure_optimizers(self):
         return [torch.optim.SGD(self.network[0].parameters(), 0.1), torch.optim.SGD(self.network[3].parameters(), 0.1)]
