@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
 
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable, write_checkpoint
 from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
 from flyte_ddp.engine.job import Job
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.lightning.kept import KeptFiles
+from flyte_ddp.lightning.lightning_compat import checkpoint_now
 from flyte_ddp.whole_files import temporary_beside
 
 NOWHERE = "a file of another host"
@@ -41,7 +43,7 @@ class CheckpointFiles(TorchCheckpointIO):
         if path != self._path:
             return self._save_theirs(checkpoint, path, storage_options)
         started = time.monotonic()
-        state = {name: value for name, value in checkpoint.items() if name not in UNNEEDED}
+        state = _needed(checkpoint)
         if not self._is_readable:
             check_readable(state)
             self._is_readable = True
@@ -54,6 +56,14 @@ class CheckpointFiles(TorchCheckpointIO):
             self._kept.drop_others(state[KEPT])
             seconds = time.monotonic() - started
             self._emit(CheckpointWritten(*self.position, str(path), stall_seconds=seconds, write_seconds=0.0))
+
+    def check(self, trainer: Trainer) -> None:
+        """Raises InputError before the first step for what a checkpoint cannot hold; a collective."""
+        try:
+            checkpoint = checkpoint_now(trainer)
+        except Exception:  # a hook may need what a step leaves; the first checkpoint is checked again
+            return
+        check_readable(_needed(checkpoint))
 
     def _save_theirs(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
         """Each in a new file: Lightning writes into the old one where its folder is on another disk than /tmp."""
@@ -80,3 +90,7 @@ class CheckpointFiles(TorchCheckpointIO):
         for name in self._kept.restore(state["callbacks"], state.pop(KEPT)):
             warnings.warn(f"{name}, which a ModelCheckpoint had kept, is no longer beside the checkpoint", stacklevel=1)
         return state
+
+
+def _needed(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in checkpoint.items() if name not in UNNEEDED}

@@ -94,6 +94,7 @@ class RankObserver(Checkpoint):
         self.loss_monitor.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
         loaders = pytree.tree_leaves(trainer.train_dataloader)
         self._is_resumable = all(hasattr(loader, "load_state_dict") for loader in loaders)
+        self._files.check(trainer)
         self._saved = self._looked = time.monotonic()
         self.start(trainer)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch.failures import RankError
 from tests.lightning.project import settings, train
 
@@ -69,3 +70,10 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy(tmp_path, module, dat
     with pytest.raises(InputError) as raised:
         train(tmp_path / "run", settings(**values), f"numerals.{module}", f"numerals.{data}", nproc=1)
     assert words in raised.value.message
+
+
+def test_a_state_that_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path):
+    seen: list[Event] = []
+    with pytest.raises(InputError, match=r"cannot hold state\['callbacks'\]\['History'\]\['losses'\], of type ndarray"):
+        train(tmp_path / "run", settings(), "numerals.variants:Remembering", on_event=seen.append)
+    assert not [event for event in seen if isinstance(event, StepLogged)]

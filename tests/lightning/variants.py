@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from numerals.model import LitNumerals, Numerals
 from torch import distributed
 from torch.utils.data import (
@@ -144,6 +144,16 @@ class KeepingFirst(LitNumerals):
     def configure_callbacks(self):
         folder = Path(self.trainer.default_root_dir, "kept")
         return [ModelCheckpoint(folder, "{epoch}", "val_loss", mode="max", save_on_train_epoch_end=True)]
+
+
+class History(Callback):
+    def state_dict(self):
+        return {"losses": np.array([])}
+
+
+class Remembering(LitNumerals):
+    def configure_callbacks(self):
+        return [History()]
 
 
 class TwoOptimizers(LitNumerals):
