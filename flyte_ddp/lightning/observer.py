@@ -28,6 +28,7 @@ from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.loaders import problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
+from flyte_ddp.lightning.remedies import problem_of_ranks
 from flyte_ddp.lightning.results import run_started
 
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
@@ -62,6 +63,7 @@ class RankObserver(Checkpoint):
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
         self._is_compared = False
+        self.other_ranks = ""  # what is said if a checkpoint of another number of ranks was resumed from
 
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
@@ -109,13 +111,16 @@ class RankObserver(Checkpoint):
         remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
         self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
         now = machine(places, self._job.settings.precision, self._job.options)
+        before = self.ran_on[-1]["ranks"] if self.ran_on else now["ranks"]
+        if before != now["ranks"] and not getattr(trainer.datamodule, "is_same_on_any_ranks", False):  # type: ignore[attr-defined]
+            self.other_ranks = problem_of_ranks(before, now["ranks"])
         self.ran_on, remarks = moved(self.ran_on, now)
         started = run_started(self._environment, self._job, trainer, *self.position, hosts)
         self.started = replace(
             started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
         )
         self._link.emit(self.started)
-        self._warn(trainer.current_epoch, unlike(places))
+        self._warn(trainer.current_epoch, [*unlike(places), *filter(None, [self.other_ranks])])
         return self.started
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:

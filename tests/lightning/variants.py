@@ -156,6 +156,32 @@ class Remembering(LitNumerals):
         return [History()]
 
 
+class OneCycle(LitNumerals):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(self.trainer.estimated_stepping_batches))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class PartlyUnused(LitNumerals):
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.unused = torch.nn.Linear(1, 1)
+
+
+class Batches(Sampler):
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        yield from ([number] * 4 for number in range(10))
+
+
+class OwnBatches(Numerals):
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_sampler=Batches())
+
+
 class TwoOptimizers(LitNumerals):
     def configure_optimizers(self):
         return [torch.optim.SGD(self.network[0].parameters(), 0.1), torch.optim.SGD(self.network[3].parameters(), 0.1)]
