@@ -1,12 +1,14 @@
 """Trainings under Lightning that fail, or are refused, each with its cause."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch.failures import RankError
+from flyte_ddp.lightning.settings import LightningSettings
 from tests.lightning.project import KilledError, at_checkpoint, kill, settings, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
@@ -104,3 +106,32 @@ def test_an_error_of_lightnings_has_the_remedy_that_there_is_here(tmp_path, modu
     with pytest.raises(InputError) as raised:
         train(tmp_path / "run", settings(), f"numerals.{module}", f"numerals.{data}")
     assert words in raised.value.message
+
+
+@dataclass(frozen=True)
+class Numerals(LightningSettings):
+    batch_size: int = 16
+    width: int = 8
+    learning_rate: float = 0.1
+
+
+@dataclass(frozen=True)
+class Long(Numerals):
+    max_epochs: int = 9
+
+
+@dataclass(frozen=True)
+class Checked(Numerals):
+    val_check_interval: float = 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Long, "Long.max_epochs must be .* of this name is the setting epochs here: remove the field"),
+        (Checked, "Checked.val_check_interval must be .* of this name is not to be set here: remove the field"),
+    ],
+)
+def test_a_setting_that_is_an_argument_of_the_trainer_is_refused_with_what_it_is_here(tmp_path, kind, words):
+    with pytest.raises(InputError, match=words):
+        train(tmp_path / "run", kind(), nproc=1)
