@@ -272,7 +272,9 @@ class RankObserver(Checkpoint):
         self._link.emit(self.epochs[-1])
         if len(self.epochs) == 1:
             trained = {*self.epochs[-1].train}
-            self._warn(epoch, problems_of_names(self._job.headline, trained, validation, so_far["evaluation"] > 0))
+            has_batches = trainer.val_dataloaders is None or any(trainer.num_val_batches)
+            names = trained, validation, so_far["evaluation"] > 0, has_batches
+            self._warn(epoch, problems_of_names(self._job.headline, *names))
         warnings = self.loss_monitor.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
         if "loss" in validation:
             warnings += self.loss_monitor.after_evaluation(self.epochs[-1], steps)

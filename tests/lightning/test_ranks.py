@@ -12,6 +12,7 @@ import torch
 
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.report.words import split_sizes
 from tests.commands import same
 from tests.lightning.project import KilledError, at_checkpoint, kill, of, settings, train
 
@@ -132,6 +133,15 @@ def test_data_without_a_test_split_and_a_headline_that_is_not_logged(tmp_path):
     assert of(NotLearning, trained) == [warning]
 
 
+def test_a_validation_without_a_batch_and_an_epoch_that_a_callback_adds_are_said(tmp_path):
+    trained = train(
+        tmp_path / "run", settings(epochs=2), "numerals.variants:Averaging", "numerals.variants:WithoutValidation"
+    )
+    (started,) = of(RunStarted, trained)
+    assert started.epochs == len(of(EpochFinished, trained)) == 3
+    assert any(warning.reason.startswith("nothing is validated") for warning in trained.result.warnings)
+
+
 def test_data_without_a_length_are_trained_on_for_as_many_batches_as_are_asked_for(tmp_path):
     trained = train(
         tmp_path / "run",
@@ -140,3 +150,4 @@ def test_data_without_a_length_are_trained_on_for_as_many_batches_as_are_asked_f
         nproc=1,
     )
     assert [event.step for event in of(StepLogged, trained)] == [10, 15]
+    assert split_sizes(of(RunStarted, trained)[0]) == "an unknown number of training samples"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from numerals.model import LitNumerals, Numerals
 from torch import distributed
 from torch.utils.data import (
@@ -76,6 +76,11 @@ class WithoutLength(Numerals):
         return DataLoader(Endless(), self.batch_size)
 
 
+class WithoutValidation(Numerals):
+    def val_dataloader(self):
+        return DataLoader([])
+
+
 class WithoutBatches(Numerals):
     """Fewer samples than a batch, of which only whole ones are taken."""
 
@@ -131,6 +136,17 @@ class BrokenInValidation(LitNumerals):
 class BrokenInTest(LitNumerals):
     def measured(self, batch, split):
         return super().measured((batch[0] * (torch.nan if split == "test" else 1), batch[1]), split)
+
+
+class Averaging(LitNumerals):
+    """Lightning adds an epoch for the statistics of the averaged weights."""
+
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.network.insert(1, torch.nn.BatchNorm1d(width))
+
+    def configure_callbacks(self):
+        return [StochasticWeightAveraging(1e-3, 1)]
 
 
 class Keeping(LitNumerals):
