@@ -6,9 +6,9 @@ SCHEDULE = "Tried to step"  # torch's OneCycleLR, past its last step
 REMEDIES = {
     "ddp_find_unused_parameters_true": 'as an option: --options \'{"strategy": "ddp_find_unused_parameters_true"}\'',
     "Trainer(use_distributed_sampler=False)": (
-        "that argument cannot be set here: derive the batch sampler from torch.utils.data.BatchSampler, with sampler, "
-        "batch_size and drop_last as parameters of its __init__, which Lightning calls again on several ranks; or "
-        "share the samples out in an IterableDataset that makes the batches itself"
+        "derive the batch sampler from torch.utils.data.BatchSampler, with sampler, batch_size and drop_last as "
+        "parameters of its __init__, which Lightning calls again on several ranks; or share the samples out in an "
+        "IterableDataset that makes the batches itself"
     ),
 }
 
