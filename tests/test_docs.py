@@ -53,6 +53,8 @@ def test_the_guide_to_a_lightning_module_works_as_it_stands(tmp_path):
     again = typed(command, tmp_path, {"PYTHONPATH": str(ROOT)})
     assert "Epoch 1" not in again.stderr, "cached"
     assert output(again, "model_state") == output(done, "model_state")
+    alone = typed(command.replace('"nproc": 2', '"nproc": 1'), tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert "Epoch 2 of 2" in alone.stderr, "the result depends on the number of ranks"
 
 
 def test_the_guide_to_transforms_works_as_it_stands(tmp_path):

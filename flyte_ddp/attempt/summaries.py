@@ -14,7 +14,7 @@ class RunSummary:
     """The figures of any training.
 
     Attributes:
-        train_samples: number of training samples.
+        train_samples: number of training samples; 0 where data do not say, as under an IterableDataset.
         test_samples: number of test samples.
         train_seconds: in the training loops alone.
         total_seconds: of the whole task.
@@ -29,7 +29,7 @@ class RunSummary:
         warnings: when and why training did not go as it should; empty if all went well.
         validation_samples: size of the validation split; 0 if there is none.
         best_epoch: the evaluation, one per epoch by default, of the returned weights, from 1; 0 without a validation
-            split, when it is the last.
+            split and under Lightning, when it is the last.
         kept: what options.keep_best has left in the logs, the best first: file, epoch, measure and value.
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample, as counted.

@@ -62,6 +62,8 @@ class LitAutoencoder(LightningModule):
 class PreparedImages(LightningDataModule):
     """Images of a prepared dataset: eleven twelfths of the training images to train on, the others for validation."""
 
+    is_same_on_any_ranks = True  # batches are of all ranks together, and the network draws nothing
+
     def __init__(self, data_path: Path, settings: AutoencoderHyperparameters):
         super().__init__()
         self.folder, self.batch_size, self.seed = data_path, settings.batch_size, settings.seed

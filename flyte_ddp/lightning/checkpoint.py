@@ -1,21 +1,28 @@
 """Checkpoints of a training under Lightning, in files like our own: written whole, verified when read."""
 
+import os
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
 
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable, write_checkpoint
 from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
 from flyte_ddp.engine.job import Job
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
+from flyte_ddp.lightning.kept import KeptFiles
+from flyte_ddp.lightning.lightning_compat import checkpoint_now
+from flyte_ddp.whole_files import temporary_beside
 
 NOWHERE = "a file of another host"
 # What __init__ was given: it is given again, and may be of any type
 UNNEEDED = ("hyper_parameters", "hparams_name", "hparams_type", "datamodule_hyper_parameters")
+KEPT = "flyte_ddp_kept"  # beside Lightning's parts of a checkpoint
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -29,24 +36,45 @@ class CheckpointFiles(TorchCheckpointIO):
         """device: from which this rank can send."""
         super().__init__()
         self._path, self._job, self._emit, self._device = job.checkpoint_path or NOWHERE, job, emit, device
-        self._is_readable = False
+        self._is_readable, self._kept = False, KeptFiles(job)
         self.position = 0, 0
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if path != self._path:
-            return super().save_checkpoint(checkpoint, path, storage_options)
+            return self._save_theirs(checkpoint, path, storage_options)
         started = time.monotonic()
-        state = {name: value for name, value in checkpoint.items() if name not in UNNEEDED}
+        state = _needed(checkpoint)
         if not self._is_readable:
             check_readable(state)
             self._is_readable = True
         try:
+            state[KEPT] = self._kept.keep(state["callbacks"])
             write_checkpoint(Path(path), {"identity": self._job.identity, "state": state})
         except OSError as error:  # training need not fail because a disk does
             self._emit(CheckpointFailed(f"{path}: {error.strerror}"))
         else:
+            self._kept.drop_others(state[KEPT])
             seconds = time.monotonic() - started
             self._emit(CheckpointWritten(*self.position, str(path), stall_seconds=seconds, write_seconds=0.0))
+
+    def check(self, trainer: Trainer) -> None:
+        """Raises InputError before the first step for what a checkpoint cannot hold; a collective."""
+        try:
+            checkpoint = checkpoint_now(trainer)
+        except Exception:  # a hook may need what a step leaves; the first checkpoint is checked again
+            return
+        check_readable(_needed(checkpoint))
+
+    def _save_theirs(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        """Each in a new file: Lightning writes into the old one where its folder is on another disk than /tmp."""
+        if "://" in str(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        beside = temporary_beside(Path(path))
+        try:
+            super().save_checkpoint(checkpoint, beside, storage_options)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
 
     def find(self) -> str | None:
         """The path, if rank 0, perhaps on another host, has a checkpoint of this training there; a collective."""
@@ -59,4 +87,10 @@ class CheckpointFiles(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         state, self._state = self._state, None
         assert state
+        for name in self._kept.restore(state["callbacks"], state.pop(KEPT)):
+            warnings.warn(f"{name}, which a ModelCheckpoint had kept, is no longer beside the checkpoint", stacklevel=1)
         return state
+
+
+def _needed(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in checkpoint.items() if name not in UNNEEDED}

@@ -1,5 +1,8 @@
 """The private parts of Lightning that this package uses, as of version 2.6: see tests/lightning/test_ranks.py."""
 
+from typing import Any
+
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,3 +23,10 @@ def settle_buckets_of(strategy: Strategy) -> None:
         return wrapped
 
     strategy._setup_model = replicated  # type: ignore[method-assign]
+
+
+def checkpoint_now(trainer: Trainer) -> dict[str, Any]:
+    """What trainer.save_checkpoint would write, which has no form without a file; a collective, if one of the module's
+    hooks is."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint

@@ -46,16 +46,19 @@ class LoggedByValidation(DummyLogger):
 
 
 def problems_of_names(
-    headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool
+    headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool, has_batches: bool
 ) -> list[str]:
-    """Of names that nothing has, and of those that validation lacks."""
+    """Of names that nothing has, and of those that validation lacks. has_batches: whether its loaders, if any, have."""
+    if not has_batches:
+        return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]
     logged, problems = {*trained, *validated}, []
-    if headline not in logged:
-        known = ", ".join(sorted(logged))
+    of_loaders = {name.partition("/dataloader_idx_")[0] for name in validated if "/dataloader_idx_" in name}
+    if headline not in logged | of_loaders:
+        known = ", ".join(sorted(logged)) + " (nothing is validated)" * (not has_validation)
         problems.append(f"headline must be a measure that the module logs: {known}, got {headline!r}: change it")
-    for name in sorted(({"loss", headline} & logged) - {*validated}) if has_validation else ():
+    for name in sorted(({"loss", headline} & (logged | of_loaders)) - {*validated}) if has_validation else ():
         got, remedy = ", ".join(sorted(validated)) or "nothing", f"log val_{name} in validation_step"
-        if any("/dataloader_idx_" in other for other in validated):
+        if of_loaders:
             remedy += ", for one of the loaders, with add_dataloader_idx=False"
         problems.append(f"{name} is not shown for the validation, which logs {got}: {remedy}")
     return problems

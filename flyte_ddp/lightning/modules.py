@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from flyte_ddp.code.user_code import checked_imports
@@ -15,6 +15,17 @@ from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.settings import LightningSettings
 from flyte_ddp.text import did_you_mean
+
+# Arguments of Lightning's Trainer that have another name, or place, here
+COUNTERPARTS = {
+    "max_epochs": "the setting epochs",
+    "log_every_n_steps": "the setting log_interval",
+    "devices": "options.nproc",
+    "num_nodes": "DDP_NNODES, where the task is registered",
+    "strategy": "options.strategy",
+    "logger": "options.tracking",
+    "callbacks": "what the module's configure_callbacks returns",
+}
 
 
 def build(job: LightningJob) -> tuple[LightningModule, LightningDataModule | None]:
@@ -48,6 +59,12 @@ def _check_taken(classes: Sequence[type], job: LightningJob) -> None:
     unused = [field.name for field in fields(job.settings) if field.name not in taken | of_trainer]
     if unused and "settings" not in taken:
         who = " and ".join(kind.__name__ for kind in classes)
+        if unused[0] in inspect.signature(Trainer).parameters:
+            here = COUNTERPARTS.get(unused[0], "not to be set")
+            raise InputError(
+                f"{type(job.settings).__name__}.{unused[0]} must be a parameter of __init__, by this name, in {who}; "
+                f"the Trainer's argument of this name is {here} here: remove the field"
+            )
         raise InputError(
             f"{type(job.settings).__name__}.{unused[0]} must be a parameter of __init__, by this name, in {who}, or "
             f"nothing obeys it{did_you_mean(unused[0], taken)}: rename either, take `settings`, or remove the field"

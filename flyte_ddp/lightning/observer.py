@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from flyte_ddp.engine.digest import weights_digest
@@ -28,6 +28,7 @@ from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.loaders import problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
+from flyte_ddp.lightning.remedies import problem_of_ranks
 from flyte_ddp.lightning.results import run_started
 
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
@@ -62,6 +63,7 @@ class RankObserver(Checkpoint):
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
         self._is_compared = False
+        self.other_ranks = ""  # what is said if a checkpoint of another number of ranks was resumed from
 
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
@@ -76,6 +78,11 @@ class RankObserver(Checkpoint):
 
     # --- before the steps ---
 
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Makes it the last one: its checkpoints have what the module's own Checkpoints have done after the epoch."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
+
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._clock = StepClock(trainer.strategy.root_device)
 
@@ -89,6 +96,7 @@ class RankObserver(Checkpoint):
         self.loss_monitor.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
         loaders = pytree.tree_leaves(trainer.train_dataloader)
         self._is_resumable = all(hasattr(loader, "load_state_dict") for loader in loaders)
+        self._files.check(trainer)
         self._saved = self._looked = time.monotonic()
         self.start(trainer)
 
@@ -103,13 +111,16 @@ class RankObserver(Checkpoint):
         remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
         self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
         now = machine(places, self._job.settings.precision, self._job.options)
+        before = self.ran_on[-1]["ranks"] if self.ran_on else now["ranks"]
+        if before != now["ranks"] and not getattr(trainer.datamodule, "is_same_on_any_ranks", False):  # type: ignore[attr-defined]
+            self.other_ranks = problem_of_ranks(before, now["ranks"])
         self.ran_on, remarks = moved(self.ran_on, now)
         started = run_started(self._environment, self._job, trainer, *self.position, hosts)
         self.started = replace(
             started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
         )
         self._link.emit(self.started)
-        self._warn(trainer.current_epoch, unlike(places))
+        self._warn(trainer.current_epoch, [*unlike(places), *filter(None, [self.other_ranks])])
         return self.started
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -261,7 +272,9 @@ class RankObserver(Checkpoint):
         self._link.emit(self.epochs[-1])
         if len(self.epochs) == 1:
             trained = {*self.epochs[-1].train}
-            self._warn(epoch, problems_of_names(self._job.headline, trained, validation, so_far["evaluation"] > 0))
+            has_batches = trainer.val_dataloaders is None or any(trainer.num_val_batches)
+            names = trained, validation, so_far["evaluation"] > 0, has_batches
+            self._warn(epoch, problems_of_names(self._job.headline, *names))
         warnings = self.loss_monitor.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
         if "loss" in validation:
             warnings += self.loss_monitor.after_evaluation(self.epochs[-1], steps)

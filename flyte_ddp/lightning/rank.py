@@ -31,6 +31,7 @@ from flyte_ddp.lightning.loaders import begin_with_epoch, settle_loaders
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.modules import build
 from flyte_ddp.lightning.observer import RankObserver
+from flyte_ddp.lightning.remedies import with_remedy
 from flyte_ddp.lightning.results import result_of
 from flyte_ddp.lightning.seeds import StepSeeds
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
@@ -84,7 +85,13 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     begin_with_epoch(trainer, lambda: observer.position[0])
     settle_buckets_of(trainer.strategy)
     seed(job)
-    trainer.fit(module, datamodule=data, ckpt_path=files.find())
+    path = files.find()
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=path)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if known := with_remedy(error, observer.other_ranks):
+            raise known from None
+        raise
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
     tested = test(trainer, module, data, link, observer)

@@ -41,7 +41,7 @@ def run_started(
         backend=world.backend,
         device=world.device,
         precision=job.settings.precision,
-        epochs=job.settings.epochs,
+        epochs=trainer.max_epochs or job.settings.epochs,  # a callback may add one, as for batch norm under SWA
         steps_per_epoch=steps,
         first_epoch=first_epoch,
         first_step=first_step,

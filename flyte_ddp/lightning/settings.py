@@ -72,7 +72,7 @@ class LightningSettings(Settings):
 
 @dataclass(frozen=True)
 class LightningOptions(RunOptions):
-    """How to run it; the cache ignores these.
+    """How to run it. The result depends on nproc and strategy, so the cache tells these apart.
 
     Attributes:
         strategy: Lightning's; auto is ddp for several ranks, and none for one.

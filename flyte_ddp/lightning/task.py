@@ -59,6 +59,10 @@ class OfLightning(NamedTraining[Outputs]):
         super().__init__(joined(codes), observers)
         self.datamodule, self.headline, self.percent = data, headline, tuple(percent)
 
+    def arguments(self, ignored_inputs: Sequence[str] = (), **own: Any) -> dict[str, Any]:
+        """As of a recipe, but the cache does not ignore the options: the result depends on nproc and strategy."""
+        return super().arguments(ignored_inputs, **own)
+
     def run(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Outputs:  # type: ignore[override]
         """Trains with one process per rank, on the file or folder data, if the module or its data use one.
 

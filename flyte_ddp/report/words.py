@@ -18,7 +18,7 @@ def capitalised(text: str) -> str:
 
 def split_sizes(run: RunStarted) -> str:
     """How many samples each split has."""
-    counts = [f"{run.train_samples:,} training"]
+    counts = [f"{run.train_samples:,} training" if run.train_samples else "an unknown number of training"]
     if run.validation_samples:
         counts.append(f"{run.validation_samples:,} validation")
     if run.test_samples:

@@ -1,10 +1,15 @@
 """Trainings under Lightning that fail, or are refused, each with its cause."""
 
+import re
+from dataclasses import dataclass
+
 import pytest
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch.failures import RankError
-from tests.lightning.project import settings, train
+from flyte_ddp.lightning.settings import LightningSettings
+from tests.lightning.project import KilledError, at_checkpoint, kill, settings, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
 
@@ -69,3 +74,64 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy(tmp_path, module, dat
     with pytest.raises(InputError) as raised:
         train(tmp_path / "run", settings(**values), f"numerals.{module}", f"numerals.{data}", nproc=1)
     assert words in raised.value.message
+
+
+def test_a_state_that_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path):
+    seen: list[Event] = []
+    with pytest.raises(InputError, match=r"cannot hold state\['callbacks'\]\['History'\]\['losses'\], of type ndarray"):
+        train(tmp_path / "run", settings(), "numerals.variants:Remembering", on_event=seen.append)
+    assert not [event for event in seen if isinstance(event, StepLogged)]
+
+
+def test_what_resumes_on_another_number_of_ranks_says_so_with_what_fails_by_it(tmp_path):
+    said = r"goes on on 1 rank from a checkpoint of 2 ranks: .* resume on 2 ranks, .*{\"resume\": false}"
+    for module in ("model:LitNumerals", "variants:OneCycle"):
+        with pytest.raises(KilledError):
+            train(tmp_path / module, settings(epochs=2), f"numerals.{module}", on_event=at_checkpoint(1, kill))
+    resumed = train(tmp_path / "model:LitNumerals", settings(epochs=2), nproc=1)
+    (warning,) = resumed.result.warnings
+    assert re.search(said, warning.reason)
+    with pytest.raises(InputError, match=f"ValueError: Tried to step .*{said}"):
+        train(tmp_path / "variants:OneCycle", settings(epochs=2), "numerals.variants:OneCycle", nproc=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [
+        ("variants:PartlyUnused", "model:Numerals", 'as an option: --options \'{"strategy": "ddp_find_unused_param'),
+        ("model:LitNumerals", "variants:OwnBatches", "derive the batch sampler from torch.utils.data.BatchSampler"),
+    ],
+)
+def test_an_error_of_lightnings_has_the_remedy_that_there_is_here(tmp_path, module, data, words):
+    with pytest.raises(InputError) as raised:
+        train(tmp_path / "run", settings(), f"numerals.{module}", f"numerals.{data}")
+    assert words in raised.value.message
+
+
+@dataclass(frozen=True)
+class Numerals(LightningSettings):
+    batch_size: int = 16
+    width: int = 8
+    learning_rate: float = 0.1
+
+
+@dataclass(frozen=True)
+class Long(Numerals):
+    max_epochs: int = 9
+
+
+@dataclass(frozen=True)
+class Checked(Numerals):
+    val_check_interval: float = 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Long, "Long.max_epochs must be .* of this name is the setting epochs here: remove the field"),
+        (Checked, "Checked.val_check_interval must be .* of this name is not to be set here: remove the field"),
+    ],
+)
+def test_a_setting_that_is_an_argument_of_the_trainer_is_refused_with_what_it_is_here(tmp_path, kind, words):
+    with pytest.raises(InputError, match=words):
+        train(tmp_path / "run", kind(), nproc=1)

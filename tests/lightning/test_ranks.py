@@ -2,14 +2,17 @@
 
 import math
 import os
+import shutil
 import signal
 from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.report.words import split_sizes
 from tests.commands import same
 from tests.lightning.project import KilledError, at_checkpoint, kill, of, settings, train
 
@@ -108,12 +111,35 @@ def test_checkpoints_of_the_modules_own_are_lightnings(tmp_path):
     assert best.hparams.width == 16
 
 
+def test_what_a_modelcheckpoint_has_kept_survives_a_kill_in_logs_of_another_place(tmp_path):
+    keeping = settings(), "numerals.variants:KeepingFirst"
+    train(tmp_path / "whole", *keeping)
+    with pytest.raises(KilledError):
+        train(tmp_path / "killed", *keeping, on_event=at_checkpoint(1, kill))
+    shutil.rmtree(tmp_path / "killed" / "logs")
+    resumed = train((tmp_path / "killed").rename(tmp_path / "resumed"), *keeping)
+    assert [event.first_epoch for event in of(RunStarted, resumed)] == [1]
+    (best,) = (tmp_path / "resumed" / "logs" / "kept").iterdir()
+    undisturbed = torch.load(tmp_path / "whole" / "logs" / "kept" / "epoch=0.ckpt", weights_only=True)
+    assert best.name == "epoch=0.ckpt"
+    assert same(torch.load(best, weights_only=True)["state_dict"], undisturbed["state_dict"])
+
+
 def test_data_without_a_test_split_and_a_headline_that_is_not_logged(tmp_path):
     trained = train(tmp_path / "run", settings(epochs=1), data="numerals.variants:WithoutTest", headline="acuracy")
     assert trained.result.tested == {}
     (warning,) = trained.result.warnings
     assert warning.reason.startswith("headline must be a measure that the module logs: accuracy, loss, got 'acuracy'")
     assert of(NotLearning, trained) == [warning]
+
+
+def test_a_validation_without_a_batch_and_an_epoch_that_a_callback_adds_are_said(tmp_path):
+    trained = train(
+        tmp_path / "run", settings(epochs=2), "numerals.variants:Averaging", "numerals.variants:WithoutValidation"
+    )
+    (started,) = of(RunStarted, trained)
+    assert started.epochs == len(of(EpochFinished, trained)) == 3
+    assert any(warning.reason.startswith("nothing is validated") for warning in trained.result.warnings)
 
 
 def test_data_without_a_length_are_trained_on_for_as_many_batches_as_are_asked_for(tmp_path):
@@ -124,3 +150,4 @@ def test_data_without_a_length_are_trained_on_for_as_many_batches_as_are_asked_f
         nproc=1,
     )
     assert [event.step for event in of(StepLogged, trained)] == [10, 15]
+    assert split_sizes(of(RunStarted, trained)[0]) == "an unknown number of training samples"

@@ -1,5 +1,6 @@
 """LightningTraining in the parent of the ranks: what it refuses, and what its code consists of."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, RunOptions, TrainingSettings
 from flyte_ddp.code.user_code import find_code, joined
 from flyte_ddp.errors import InputError
-from flyte_ddp.lightning.measures import measures_of
+from flyte_ddp.lightning.measures import measures_of, problems_of_names
 from flyte_ddp.lightning.task import check_lightning
 from tests.commands import ROOT
 from tests.lightning.project import write_project
@@ -101,6 +102,25 @@ def test_measures_have_the_same_name_in_all_splits():
     forked = {"train_loss_step": 3, "train_loss_epoch": 2, "train_loss": 2, "first_step": 4}
     assert measures_of(forked) == {"loss": 2.0, "first_step": 4.0}
     assert measures_of({"test_loss": 1, "loss": 2, "test_map": torch.ones(2)}) == {"test_loss": 1.0, "loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("validated", "has_validation", "has_batches", "problems"),
+    [
+        ({"loss": 1, "acc": 1}, True, True, []),
+        ({}, False, False, [r"nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]),
+        ({}, False, True, [r"headline .*: loss \(nothing is validated\), got 'acc': change it"]),
+        (
+            {"loss": 1, "acc/dataloader_idx_0": 1, "acc/dataloader_idx_1": 1},
+            True,
+            True,
+            [r"acc is not shown for the validation, .*: log val_acc .* with add_dataloader_idx=False"],
+        ),
+    ],
+)
+def test_a_measure_that_is_not_shown_is_named_with_the_cause(validated, has_validation, has_batches, problems):
+    said = problems_of_names("acc", {"loss"}, validated, has_validation, has_batches)
+    assert [bool(re.fullmatch(words, one)) for words, one in zip(problems, said, strict=True)] == [True] * len(problems)
 
 
 def test_without_lightning_a_workflow_file_is_read_and_a_run_says_what_to_install(project):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from numerals.model import LitNumerals, Numerals
 from torch import distributed
 from torch.utils.data import (
@@ -76,6 +76,11 @@ class WithoutLength(Numerals):
         return DataLoader(Endless(), self.batch_size)
 
 
+class WithoutValidation(Numerals):
+    def val_dataloader(self):
+        return DataLoader([])
+
+
 class WithoutBatches(Numerals):
     """Fewer samples than a batch, of which only whole ones are taken."""
 
@@ -133,9 +138,64 @@ class BrokenInTest(LitNumerals):
         return super().measured((batch[0] * (torch.nan if split == "test" else 1), batch[1]), split)
 
 
+class Averaging(LitNumerals):
+    """Lightning adds an epoch for the statistics of the averaged weights."""
+
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.network.insert(1, torch.nn.BatchNorm1d(width))
+
+    def configure_callbacks(self):
+        return [StochasticWeightAveraging(1e-3, 1)]
+
+
 class Keeping(LitNumerals):
     def configure_callbacks(self):
         return [ModelCheckpoint(self.trainer.default_root_dir, "best", monitor="val_loss")]
+
+
+class KeepingFirst(LitNumerals):
+    """The loss is the highest after the first epoch."""
+
+    def configure_callbacks(self):
+        folder = Path(self.trainer.default_root_dir, "kept")
+        return [ModelCheckpoint(folder, "{epoch}", "val_loss", mode="max", save_on_train_epoch_end=True)]
+
+
+class History(Callback):
+    def state_dict(self):
+        return {"losses": np.array([])}
+
+
+class Remembering(LitNumerals):
+    def configure_callbacks(self):
+        return [History()]
+
+
+class OneCycle(LitNumerals):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(self.trainer.estimated_stepping_batches))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class PartlyUnused(LitNumerals):
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.unused = torch.nn.Linear(1, 1)
+
+
+class Batches(Sampler):
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        yield from ([number] * 4 for number in range(10))
+
+
+class OwnBatches(Numerals):
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_sampler=Batches())
 
 
 class TwoOptimizers(LitNumerals):

@@ -1,0 +1,88 @@
+"""What the module's ModelCheckpoints keep in the logs is kept beside the checkpoint, too: each attempt has logs of its
+own, and those of an earlier one may be gone."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from flyte_ddp.engine.job import Job
+from flyte_ddp.manifest import models_beside
+from flyte_ddp.whole_files import link_or_copy, temporary_beside
+
+
+class KeptFiles:
+    def __init__(self, job: Job):
+        """job: its paths may be empty on other ranks than the first."""
+        self._folder = models_beside(Path(job.checkpoint_path or "another host's"))
+        self._logs = os.path.realpath(job.logs)  # as ModelCheckpoint has it
+
+    def keep(self, callbacks: Mapping[str, Any]) -> dict[str, Any]:
+        """Rank 0 gives the files that this state of callbacks names another name there, or a copy; returns what restore
+        needs. Raises OSError."""
+        files = {}
+        for path in {*_paths(_checkpoints_in(callbacks))}:
+            file = Path(path)
+            if path.startswith(f"{self._logs}/") and file.is_file():
+                status = file.stat()
+                files[path] = name = f"{status.st_ino}-{status.st_mtime_ns}.pt"  # of this content: it is uploaded once
+                self._keep(file.resolve(), self._folder / name)
+        return {"logs": self._logs, "files": files}
+
+    def _keep(self, file: Path, kept: Path) -> None:
+        if kept.exists():
+            return
+        kept.parent.mkdir(exist_ok=True)
+        beside = temporary_beside(kept)
+        try:
+            link_or_copy(file, beside)
+            os.replace(beside, kept)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def drop_others(self, kept: Mapping[str, Any]) -> None:
+        """Once there is a checkpoint that does without them."""
+        for file in self._folder.glob("*.pt"):
+            if file.name not in kept["files"].values():
+                file.unlink(missing_ok=True)
+
+    def restore(self, callbacks: dict[str, Any], kept: Mapping[str, Any]) -> list[str]:
+        """Rank 0 puts the files into this attempt's logs, where the state of callbacks then has them; returns the names
+        of those that are gone. A collective."""
+        places, gone = [self._logs], []
+        distributed.broadcast_object_list(places)
+        before, now = kept["logs"], places[0]
+        for path, name in kept["files"].items() if distributed.get_rank() == 0 else ():
+            file = Path(_moved(path, before, now))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)
+            try:
+                link_or_copy(self._folder / name, file)
+            except FileNotFoundError:
+                gone.append(file.name)
+        callbacks.update(_moved(_checkpoints_in(callbacks), before, now))
+        return gone
+
+
+def _checkpoints_in(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of ModelCheckpoints."""
+    return {key: state for key, state in callbacks.items() if isinstance(state, dict) and "best_k_models" in state}
+
+
+def _paths(state: Any) -> Iterator[str]:
+    """All strings in it."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from (*_paths(key), *_paths(value))
+    elif isinstance(state, str):
+        yield state
+
+
+def _moved(state: Any, before: str, now: str) -> Any:
+    """With paths below one folder below another."""
+    if isinstance(state, dict):
+        return {_moved(key, before, now): _moved(value, before, now) for key, value in state.items()}
+    is_below = isinstance(state, str) and f"{state}/".startswith(f"{before}/")
+    return f"{now}{state.removeprefix(before)}" if is_below else state
