@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import flyte_ddp
 from flyte_ddp.__main__ import main
 from tests.commands import ROOT
 from tests.examples import project
@@ -63,6 +64,10 @@ def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
     assert f"Interrupted; the same command resumes from {tmp_path}/checkpoint\n" in said
     assert said.endswith("Aborted!\n")
     assert "<title>Failed: training on own_loop" in (tmp_path / "report.html").read_text()
+
+
+def test_the_command_has_a_version():
+    assert flyte_ddp.__version__ in CliRunner().invoke(main, ["--version"]).output
 
 
 @pytest.mark.parametrize(
