@@ -17,12 +17,12 @@ from pathlib import Path
 from benchmarks import engine
 from benchmarks.engine import spread
 from benchmarks.gpu_rows.training import IMAGES
-from flyte_ddp.attempt.observing import Observers
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.sources import datasets
 from flyte_ddp.launch import launcher
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.goodput import Goodput
+from flyte_ddp.report.observing import Observers
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions

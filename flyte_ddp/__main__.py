@@ -4,6 +4,7 @@ import pkgutil
 
 import click
 
+import flyte_ddp
 from flyte_ddp.report.console import show_output
 
 # By name, so that each command imports only what it needs
@@ -25,6 +26,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands)
+@click.version_option(flyte_ddp.__version__)
 def main() -> None:
     """Commands of flyte_ddp, besides those of pyflyte."""
     show_output()

@@ -75,7 +75,7 @@ class NonFiniteError(ArithmeticError):
         }
         return cls(
             f"{what} is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "
-            f"lower learning_rate, or look for {causes[what]}; the last good checkpoint is kept"
+            f"lower learning_rate, or look for {causes[what]}; the last good checkpoint, if there is one, is kept"
         )
 
     @classmethod
@@ -85,7 +85,7 @@ class NonFiniteError(ArithmeticError):
             f"the loss on the {split} split is {value:g} after epoch {counted(epochs)}, although training had finite "
             f"losses: lower learning_rate, or look for broken values in the {split} split, or for what a network does "
             "in evaluation alone, such as batch norm with running statistics that are not finite; the last good "
-            "checkpoint is kept"
+            "checkpoint, if there is one, is kept"
         )
 
 

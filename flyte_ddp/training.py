@@ -5,6 +5,7 @@ result = train("my_project.model:CharLM", Settings(epochs=3), output="trained")
 In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call trains as one of its ranks.
 """
 
+import hashlib
 import os
 import pkgutil
 import time
@@ -27,11 +28,14 @@ from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
 from flyte_ddp.report.background import Background
-from flyte_ddp.report.console import Console, open_console, show_output
+from flyte_ddp.report.console import open_console, say, show_output
 from flyte_ddp.report.goodput import Goodput
+from flyte_ddp.report.observing import Observers
 from flyte_ddp.report.own_observers import OBSERVER_SECONDS, OwnObservers
 from flyte_ddp.report.progress import FILE, ProgressFile, attempts_in
-from flyte_ddp.report.record import RunFailed, RunFinished
+from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
+from flyte_ddp.report.summary import say_summary
+from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.whole_files import writing_to
@@ -77,6 +81,7 @@ def train(
     on_event: Callable[[Event], None] | None = None,
     init: str | Path | None = None,
     observers: Sequence[str] = (),
+    report: bool = False,
 ) -> Result:
     """Trains a recipe with options.nproc ranks that it starts, or as one rank if a launcher has set WORLD_SIZE.
 
@@ -93,6 +98,7 @@ def train(
             or a folder in save_pretrained's layout, the recipe's init_path.
         observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event
             they cannot hurt the run: an exception is said once, and their time is their own.
+        report: whether output also gets report.html, live while it trains, and options.tracking chooses a tracker.
 
     Raises InputError for what the caller can fix, RankError if a rank fails, PreemptedError after a SIGTERM.
     """
@@ -101,6 +107,10 @@ def train(
         raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
     if not isinstance(options, RunOptions):
         raise InputError(f"options must be an object of RunOptions, got {options!r}")
+    if not report and options.tracking not in ("auto", "off"):
+        raise InputError(
+            f"RunOptions.tracking must be auto or off without a report, got {options.tracking}: give train report=True"
+        )
     if not (isinstance(recipe, (str, type)) or isfunction(recipe)):
         raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class or function itself, got {recipe!r}")
     if "://" in str(output):
@@ -122,7 +132,7 @@ def train(
         )
     job = job_in(folder, subject_of(code, settings, source, first), options)
     with alone_in(folder) if is_first_rank() else nullcontext():
-        return run_in(folder, job, watching, on_event)
+        return run_in(folder, job, watching, on_event, report)
 
 
 @contextmanager
@@ -141,32 +151,20 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def run_in(
-    folder: Path, job: Job, watching: Sequence[UserCode], on_event: Callable[[Event], None] | None = None
+    folder: Path,
+    job: Job,
+    watching: Sequence[UserCode],
+    on_event: Callable[[Event], None] | None = None,
+    report: bool = False,
 ) -> Result:
     """Trains into the folder, and tells the user and the observers."""
     started = time.time()
-    own = OwnObservers(watching if is_first_rank() else ())
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
-    goodput = Goodput(started, earlier=earlier)
-    progress = progress_in(folder, goodput) if is_first_rank() else OwnObservers(())
-    console = Console if "WORLD_SIZE" in os.environ else open_console  # a launcher's ranks share a terminal
-    try:
-        with nullcontext(on_event) if on_event else closing(console()) as listen:
-            tell = all_of(goodput, listen, own, progress)
-            if is_first_rank():
-                tell(StartUp("importing torch"))
-            results = run_job(job, TimeLeft(tell))
-    except BaseException as error:
-        for observer in (own, progress):
-            observer.close(RunFailed.by(error))
-        raise
-    predictions = folder / PREDICTIONS
-    goodput.wait(time.time())
-    pictures = predictions if predictions.exists() else None
-    finished = RunFinished(results, pictures, time.time() - started, goodput.seconds)
-    for observer in (own, progress):
-        observer.close(finished)
-    result = results[0]
+    goodput, is_first = Goodput(started, earlier=earlier), is_first_rank()
+    if is_first:
+        (folder / FILE).unlink(missing_ok=True)  # an attempt that resumes knows the digests before it
+    observing = reported if report and is_first else told
+    result = observing(folder, job, watching, on_event, goodput)[0]
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
     return Result(
@@ -174,11 +172,76 @@ def run_in(
     )
 
 
-def progress_in(folder: Path, goodput: Goodput) -> Background:
-    """Writes progress.jsonl anew; an attempt that resumes knows the digests before it."""
-    (folder / FILE).unlink(missing_ok=True)
+def told(
+    folder: Path,
+    job: Job,
+    watching: Sequence[UserCode],
+    on_event: Callable[[Event], None] | None,
+    goodput: Goodput,
+) -> list[TrainingResult]:
+    """Trains, and tells whoever listens, with a progress file."""
+    is_first = is_first_rank()
+    own = OwnObservers(watching if is_first else ())
     make = partial(ProgressFile, folder, folder.name, goodput=goodput)
-    return Background("progress.jsonl", make, OBSERVER_SECONDS)
+    progress = Background(FILE, make, OBSERVER_SECONDS) if is_first else OwnObservers(())
+    try:
+        with nullcontext(on_event) if on_event else closing(open_console()) as listen:
+            tell = all_of(goodput, listen, own, progress)
+            if is_first:
+                tell(StartUp("importing torch"))
+            results = run_job(job, TimeLeft(tell))
+    except BaseException as error:
+        for observer in (own, progress):
+            observer.close(RunFailed.by(error))
+        raise
+    finished = finished_in(folder, results, goodput)
+    for observer in (own, progress):
+        observer.close(finished)
+    return results
+
+
+def reported(
+    folder: Path,
+    job: Job,
+    watching: Sequence[UserCode],
+    on_event: Callable[[Event], None] | None,
+    goodput: Goodput,
+) -> list[TrainingResult]:
+    """Trains with report and tracker, too, as a task does."""
+    page, info = folder / "report.html", info_of(job, folder, goodput)
+    with Observers(info, page, lambda html: None, goodput=goodput, own=watching) as observers:
+        tell = all_of(observers, *filter(None, [on_event]))
+        tell(StartUp("importing torch"))
+        results = run_job(job, TimeLeft(tell))
+        observers.end(finished_in(folder, results, goodput))
+    say_summary(observers.record, Path(job.model_path), page, show_paths=True)
+    return results
+
+
+def finished_in(folder: Path, results: list[TrainingResult], goodput: Goodput) -> RunFinished:
+    goodput.wait(time.time())
+    predictions, began = folder / PREDICTIONS, goodput.attempts[-1].began
+    pictures = predictions if predictions.exists() else None
+    return RunFinished(results, pictures, time.time() - began, goodput.seconds)
+
+
+def info_of(job: Job, folder: Path, goodput: Goodput) -> RunInfo:
+    """What observers know of it before it starts."""
+    first = f"{folder}/{goodput.attempts[0].began}"  # the same for all attempts at it
+    return RunInfo(
+        name=folder.name,
+        recipe=job.recipe,
+        tracking_id=f"{job.key[:8]}-{hashlib.sha256(first.encode()).hexdigest()[:8]}",
+        attempt=0,
+        settings=job.settings,
+        options=job.options,
+        data=None,
+        description=None,
+        data_seconds=0.0,
+        logs=folder,
+        checkpoint=str(folder),
+        surroundings=surroundings(),
+    )
 
 
 def existing(data: str | Path | None) -> Path | StoredData | None:
@@ -214,9 +277,18 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
             results = launcher.launch(WORKER, world, job, options, on_event, root=job.root)
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}; the same command resumes from {checkpoint}") from None
+    except KeyboardInterrupt:
+        say_interrupted(checkpoint)
+        raise
     if is_first:
         remove_checkpoint(checkpoint)
     return results
+
+
+def say_interrupted(checkpoint: Path) -> None:
+    """After Ctrl-C, of which a command says no more than that it was aborted."""
+    if checkpoint.exists():
+        say(f"Interrupted; the same command resumes from {checkpoint}")
 
 
 def name_of(kind: Any, what: str = "recipe") -> str:

@@ -85,7 +85,8 @@ def describe_task(task: TaskTemplate) -> Iterator[tuple[str, str]]:
         ignored = ", ".join(metadata.cache_ignore_input_vars)
         yield "cache", f"version {metadata.discovery_version[:12]}" + (f", ignores {ignored}" if ignored else "")
     yield "retries", str(metadata.retries.retries)
-    yield "timeout", f"{metadata.timeout.ToSeconds()} s"
+    seconds = metadata.timeout.ToSeconds()
+    yield "timeout", f"{seconds} s" if seconds else "no limit"
     if metadata.interruptible:
         yield "interruptible", "yes"
     for secret in task.security_context.secrets:

@@ -145,7 +145,8 @@ def test_after_ctrl_c_the_same_command_goes_on_and_ends_with_the_same_bits(user,
         if line.startswith("Train Epoch"):
             break
     running.send_signal(signal.SIGINT)
-    running.communicate(timeout=60)
+    _, said = running.communicate(timeout=60)
+    assert "Interrupted; the same command resumes from" in said
     assert running.returncode not in (0, None)
 
     resumed = user(*arguments)

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from flyte_ddp.engine.job import Subject, job_in
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.platform import TaskError
 from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.training import alone_in, name_of, train
+from flyte_ddp.training import alone_in, info_of, name_of, train
 from tests.commands import unreadable
 from tests.engine.probe_recipes import Sound
 
@@ -53,6 +55,10 @@ def test_data_that_are_not_there_are_refused(tmp_path):
         ({"settings": TrainingSettings}, "settings must be an object of TrainingSettings or a subclass, got <class"),
         ({"options": {"nproc": 1}}, r"options must be an object of RunOptions, got {'nproc': 1}"),
         ({"recipe": Sound(TrainingSettings())}, 'recipe must be a name such as "package.module:Name", or the class'),
+        (
+            {"options": RunOptions(tracking="offline")},
+            "RunOptions.tracking must be auto or off without a report, got off",
+        ),
         ({"output": "s3://bucket/out"}, "output must be a folder of this machine, got s3://bucket/out: copy"),
     ],
 )
@@ -62,6 +68,13 @@ def test_arguments_of_other_types_are_refused_before_anything_is_written(tmp_pat
     with pytest.raises(InputError, match=f"^{words}"):
         train(**arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tracker_goes_on_with_the_run_that_an_earlier_attempt_has_begun(tmp_path):
+    job = job_in(tmp_path, Subject("a:B", TrainingSettings(), "version", "data"), RunOptions())
+    first, again, another = Goodput(1.0), Goodput(3.0, earlier=[Attempt(1.0, 2.0)]), Goodput(3.0)
+    ids = [info_of(job, tmp_path, goodput).tracking_id for goodput in (first, again, another)]
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_the_training_of_a_task_is_refused_outside_of_one(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from torch import nn
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata, read_metadata
-from flyte_ddp.model_files.weights import load_weights
+from flyte_ddp.model_files.weights import load_weights, read_weights
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.models import load_model
 
@@ -113,6 +113,16 @@ def test_a_file_that_is_not_of_the_network_is_one_error_that_names_it(tmp_path, 
     assert "\n" not in said
     assert said.startswith("model_state must ")
     assert words.format(path=path) in said
+
+
+def test_a_file_that_is_cut_short_is_said_to_be(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(OWN, path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(
+        InputError, match=f"^model_state must be a whole file, but {path} is damaged, or cut short: copy"
+    ):
+        read_weights(path, remedy="set other options")
 
 
 def test_a_file_is_known_by_its_content(tmp_path):

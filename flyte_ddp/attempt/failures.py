@@ -44,7 +44,7 @@ def _of_a_download(platform: Platform, error: BaseException) -> BaseException:
 
 def urls_of(platform: Platform) -> str:
     """Where an attempt's files are, in a message."""
-    return f"Logs: {platform.logs_url()}\nCheckpoint, if it came to that: {platform.checkpoint_url()}"
+    return f"Logs: {platform.logs_url()}\nCheckpoint, if one has been written: {platform.checkpoint_url()}"
 
 
 def attempt_error(platform: Platform, failure: Failure, urls: str = "") -> Exception:

@@ -26,7 +26,9 @@ ADDRESS = r"[^@\s,:]+@[^@\s,:]+"
 NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 KEY = f"({NAME}/)?{WORD}"
-QUANTITY = r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?"  # Kubernetes' notation
+# Kubernetes' notation
+UNITS = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+QUANTITY = rf"\d+(\.\d+)?({'|'.join(UNITS)})?"
 # NVIDIA's, by flytekit's names
 ACCELERATORS = (
     "A10G", "L4", "L4_VWS", "L40S", "K80", "M60", "P4", "P100", "T4", "V100", "H100", "H200", "RTX_PRO_6000", "A100",
@@ -34,6 +36,7 @@ ACCELERATORS = (
 )  # fmt: skip
 # With their compute capabilities; the locked torch has code for 7.5, 8.0, 8.6, 9.0, 10.0, 12.0 and compatible ones
 TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
+SUPPORTED = tuple(name for name in ACCELERATORS if name not in TOO_OLD)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Registration(Settings):
     small_cpu: str = setting("100m:1")
     small_memory: str = setting("400Mi")
     small_disk: str = setting("100Mi:1Gi")
-    accelerator: str = setting("none", choices=("none", *ACCELERATORS))
+    accelerator: str = setting("none", choices=("none", *SUPPORTED))
     interruptible: bool = setting(False)
     attempt_seconds: int = setting(86400, minimum=60)
     retries: int = setting(2, minimum=0, maximum=100)
@@ -111,13 +114,13 @@ class Registration(Settings):
     pod_template: str = setting("")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.accelerator in TOO_OLD:
+        if self.accelerator in TOO_OLD:  # why, rather than that it is none of those
             raise InputError(
                 f"Registration.accelerator must be a GPU that torch supports, of compute capability 7.5 or more, got "
                 f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
                 "torch"
             )
+        super().__post_init__()
         check_place(self.promote_to)
         check_notify(self.notify, self.notify_phases)
         check_urls(self.webhook, self.webhook_secret, self.console)
@@ -141,6 +144,9 @@ class Registration(Settings):
                 raise InputError(
                     f"{size} must be a quantity such as 500m, 2 or 4Gi, or REQUEST:LIMIT, got {json.dumps(value)}"
                 )
+            request, _, limit = value.partition(":")
+            if limit and amount(request) > amount(limit):
+                raise InputError(f"{size} must request no more than its limit, got {value}: write REQUEST:LIMIT")
 
     @property
     def training_gpus(self) -> int:
@@ -197,6 +203,11 @@ def _parsed(text: str) -> Any:
         return read_json(text)
     except json.JSONDecodeError:
         return text
+
+
+def amount(quantity: str) -> float:
+    number, unit = re.fullmatch(r"([\d.]+)(.*)", quantity).groups()  # type: ignore[union-attr]
+    return float(number) * UNITS.get(unit, 1)
 
 
 def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "(?s:.*)") -> None:

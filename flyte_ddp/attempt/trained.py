@@ -1,5 +1,7 @@
 """What is around the ranks of a training, however they are started: from the fetched data to figures and files."""
 
+import hashlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +9,6 @@ from pathlib import Path
 
 from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore
 from flyte_ddp.attempt.earlier import earlier_attempts, leave_progress
-from flyte_ddp.attempt.observing import Observers, tracking_id
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.restarts import Start
 from flyte_ddp.attempt.run import Run, training_run
@@ -17,12 +18,15 @@ from flyte_ddp.engine.job import PREDICTIONS, Subject, TrainingResult, job_of
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
 from flyte_ddp.report.goodput import Goodput
+from flyte_ddp.report.observing import Observers
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.report.summary import say_summary
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import say_interrupted
+from flyte_ddp.whole_files import write_whole
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,12 @@ def train_by(
         with Observers(info, report, publish, run.store, run.logs, goodput=goodput, own=own_observers) as observers:
             leave_progress(platform, run)
             observers(StartUp("importing torch"))
-            results = start(job, TimeLeft(observers))
+            try:
+                results = start(job, TimeLeft(observers))
+            except KeyboardInterrupt:
+                if platform.is_local():
+                    say_interrupted(run.store.path)
+                raise
             goodput.wait(time.time())
             pictures = predictions if predictions.exists() else None
             finished = RunFinished(results, pictures, time.time() - started, goodput.seconds)
@@ -139,3 +148,15 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
         checkpoint=run.store.folder,
         surroundings=surroundings(),
     )
+
+
+def tracking_id(platform: Platform, key: str, beside: Path) -> str:
+    """An id shared by all attempts at one training, and by no other: on a cluster from the execution, locally from a
+    file beside the checkpoint, which is removed with it when training has succeeded."""
+    if platform.is_local():
+        file = beside.with_name("tracking-id")
+        if not beside.exists() or not file.exists():
+            write_whole(file, secrets.token_hex(4).encode())
+        return f"{key[:8]}-{file.read_text()}"
+    execution, _ = platform.execution()
+    return f"{key[:8]}-{hashlib.sha256(f'{execution}/{key}'.encode()).hexdigest()[:8]}"

@@ -9,6 +9,7 @@ import hashlib
 import os
 import symtable
 import sys
+import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,13 +139,14 @@ def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
     parent, missing = ".".join(parts[: len(specs)]), parts[len(specs)]
     paths = (specs[-1].submodule_search_locations or ()) if specs else sys.path
     folders = [folder for folder in map(os.path.abspath, paths) if os.path.isdir(folder)]
-    folders = [folder for folder in folders if specs or not is_installed(folder)]
+    scripts = os.path.realpath(sysconfig.get_path("scripts"))  # pyflyte's own folder is the first on its sys.path
+    folders = [one for one in folders if specs or not (is_installed(one) or os.path.realpath(one) == scripts)]
     if parent and not folders:
         return InputError(f"{name}: {parent} is a module, {specs[-1].origin}, and has no module {missing} in it")
     entries = [entry for folder in folders for entry in os.scandir(folder)]
     names = {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
     return InputError(
-        f"{name}: no module {missing}{did_you_mean(missing, names)} in {', '.join(folders)}: start pyflyte in the "
+        f"{name}: no module {missing}{did_you_mean(missing, names)} in {', '.join(folders)}: start in the "
         "folder from which the module can be imported, or put that folder on PYTHONPATH"
     )
 

@@ -120,6 +120,11 @@ def set_up(
     if validation:
         state.best_tracker = best_tracker_of(recipe, probed.headline, settings)
     reasons = [f"the result depends on the number of ranks: {reason}" for reason in probed.reasons]
+    if settings.batch_size > batches.samples:
+        reasons.append(
+            f"batch_size is {settings.batch_size}, but an epoch has no more than {batches.samples} training "
+            f"{recipe.samples}, so that each is a single step: lower batch_size"
+        )
     warnings = state.loss_monitor.noted(0, 0, (*reasons, *probed.alike))
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))

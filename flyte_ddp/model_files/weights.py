@@ -1,8 +1,10 @@
 """The weights in a file, fitted to a network. Nothing in the file is executed."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +44,21 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
     except InputError:  # a library is missing
         raise
     except Exception as error:  # of zipfile, pickle, torch and safetensors, which would advise to trust the file
+        if is_cut_short(path):
+            raise InputError(
+                f"{called} must be a whole file, but {path} is damaged, or cut short: copy it again"
+            ) from None
         content, problem = None, f"cannot be read safely ({getattr(error, 'strerror', None) or type(error).__name__})"
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise InputError(f"{called} must be a state_dict of tensors, but {path} {problem}: {remedy}")
     return content
+
+
+def is_cut_short(path: str | Path) -> bool:
+    """Whether it begins as the zip file that torch writes, and lacks the list of contents at its end."""
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04" and not is_zipfile(path)
+    return False
 
 
 def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:

@@ -69,8 +69,8 @@ def on_terminal() -> bool:
 
 
 def open_console() -> "Console":
-    """One live line on a terminal, plain lines elsewhere."""
-    return LiveConsole() if on_terminal() else Console()
+    """One live line on a terminal of one's own, plain lines elsewhere, and where a launcher's ranks share one."""
+    return LiveConsole() if on_terminal() and "WORLD_SIZE" not in os.environ else Console()
 
 
 class Remarks(events.Observer):

@@ -128,7 +128,10 @@ class Record(events.Observer):
         for remark in event.remarks:
             self._note(f"{remark}.")
         if event.first_epoch or event.first_step:
-            self._note(f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}.")
+            begin = "" if self.steps else ", where the curves of steps begin"
+            self._note(
+                f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}{begin}."
+            )
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         self.seconds_left = event.seconds_left

@@ -56,5 +56,5 @@ def choose_tracking(wish: str) -> str:
         return wish
     if wandb_run.has_key():
         return {"offline": "offline", "disabled": "off"}.get(os.environ.get("WANDB_MODE", ""), "online")
-    say('Tracking is off: set WANDB_API_KEY for Weights & Biases, or try --options \'{"tracking": "tensorboard"}\'')
+    say("Tracking is off: set WANDB_API_KEY for Weights & Biases, or the option tracking, such as to tensorboard")
     return "off"

@@ -13,8 +13,6 @@ from flyte_ddp.code.code_version import find_parts
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import TYPE_NAMES, described, read_json
-from flyte_ddp.launch.environment import is_first_rank
-from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import train
 
@@ -60,22 +58,21 @@ def settings_of(recipe: str, name: str | None) -> type[TrainingSettings]:
 def command_of(recipe: str, kind: type[TrainingSettings]) -> click.Command:
     """With an option for each field of the settings and of RunOptions."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name not in fields}
+    others = {*fields, "resume_from"}  # which train() refuses
+    how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name not in others}
 
     def call(data: str | None, init: str | None, output: Path, **values: Any) -> None:
         given = {name: value for name, value in values.items() if value is not None}
         settings = kind.from_dict({name: value for name, value in given.items() if name in fields})
         options = RunOptions.from_dict({name: value for name, value in given.items() if name in how})
-        result = train(recipe, settings, options, data, output, init=init)
-        if is_first_rank():
-            say(f"Model:    {result.model_path}")
+        train(recipe, settings, options, data, output, init=init, report=True)
 
     own = [
         click.Option(["--data"], help="The file, folder or URL that the recipe reads."),
         click.Option(["--init"], type=click.Path(exists=True), help="Weights or a checkpoint to start with."),
         click.Option(
             ["--output"], type=click.Path(path_type=Path), default="trained", show_default=True,
-            help="The folder for the weights, and for the checkpoint that the same command resumes from.",
+            help="The folder for weights, report.html, and the checkpoint that the same command resumes from.",
         ),
     ]  # fmt: skip
     said = {**described(RunOptions), **described(kind)}

@@ -32,7 +32,10 @@ class File:
             from flytekit import FlyteContextManager  # takes seconds, and a local file does not need it
 
             access = FlyteContextManager.current_context().file_access  # with Flyte's settings for the storage
-            self._storage: Any = access.get_filesystem_for_path(place)
+            try:
+                self._storage: Any = access.get_filesystem_for_path(place)
+            except Exception as error:  # fsspec knows no such storage, or its client needs something else
+                raise unreadable(place, error) from None
         else:
             self._storage = fsspec.filesystem("file")
         with suppress(Exception):  # what is wrong with the storage is said when it is read
@@ -45,22 +48,26 @@ class File:
             size = int(self._storage.info(self.path)["size"])
             content: bytes = self._storage.cat_file(self.path, start=start, end=size) if size > start else b""
         except Exception as error:  # each storage has its own errors
-            kind = type(error).__name__
             if self._seen:
+                kind = type(error).__name__
                 raise ReportedError(
                     f"{self.path} can no longer be read ({kind}): a local run that fails leaves nothing behind"
                 ) from None
-            raise InputError(f"{self.path} cannot be read ({kind}): give the place of a training's logs") from None
+            raise unreadable(self.path, error) from None
         if size < start:
             raise ReportedError(f"{self.path} has been restarted by another run: watch it again")
         self._seen = True
         return content
 
 
+def unreadable(place: str, error: Exception) -> InputError:
+    return InputError(f"{place} cannot be read ({type(error).__name__}): give the place of a training's logs")
+
+
 @click.command()
-@click.argument("path")
+@click.argument("place")
 @click.option("--timeout", type=click.FloatRange(min=0), help="Give up after this many seconds without anything new.")
-def watch(path: str, timeout: float | None) -> None:
+def watch(place: str, timeout: float | None) -> None:
     """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
 
     In the end, or when you leave it by Ctrl-C, it tells where the seconds of ranks and hosts, and those of all attempts
@@ -69,7 +76,7 @@ def watch(path: str, timeout: float | None) -> None:
     PLACE is what a run prints after "Logs:", its output `logs`, the folder that this is in, or the progress.jsonl in
     it. The exit status is 0 if the training has succeeded, and 1 if it has failed or nothing new has come.
     """
-    file, times = File(path), TimesRead()
+    file, times = File(place), TimesRead()
     console = open_console()
     try:
         last = show(file, console, timeout, times.read)

@@ -244,3 +244,6 @@ def test_the_documented_registration_shows_who_is_told(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("email me@example.org: failed, timed_out, aborted") == 5
     assert "hooks/url as DDP_POD_WEBHOOK" in said
+    assert "no limit" in said
+    assert "86400 s" in said
+    assert " 0 s" not in said

@@ -151,6 +151,15 @@ def test_a_sound_training_has_no_warnings(train):
     assert train(epochs=3).result.warnings == []
 
 
+def test_a_batch_beyond_the_training_split_makes_a_warning(train):
+    """And one as large as that none; neither learns much."""
+    whole, more = (train(1, name=f"{size}", batch_size=size, epochs=1) for size in (318, 319))
+    assert not [warning for warning in whole.result.warnings if "batch_size" in warning.reason]
+    (warning,) = (warning for warning in more.result.warnings if "batch_size" in warning.reason)
+    assert "batch_size is 319, but an epoch has no more than 318 training images" in warning.reason
+    assert warning in more.events
+
+
 def test_a_gradient_is_shortened_to_the_norm(train):
     free, long, short = (train(name=f"{norm}", clip_norm=norm, weight_decay=0.0) for norm in (0.0, 1e9, 1e-9))
     assert identical(free, long)

@@ -116,6 +116,17 @@ def test_a_live_page_shows_a_warning_at_once(recorded, tmp_path):
     assert "<b>Warning:</b> the others wait for rank 1 on &lt;host&gt;" in text
 
 
+def test_a_resumed_run_says_where_its_curves_begin(recorded):
+    """But ranks that start again in the same process go on with those that there are."""
+    record, (started,) = Record(recorded.info), recorded.of(RunStarted)
+    record(dataclasses.replace(started, first_epoch=1, first_step=3))
+    assert "Resumed from a checkpoint at epoch 2, step 4, where the curves of steps begin." in page_of(record)
+    record = Record(recorded.info)
+    for event in (started, recorded.of(StepLogged)[0], dataclasses.replace(started, first_epoch=1, first_step=3)):
+        record(event)
+    assert "Resumed from a checkpoint at epoch 2, step 4." in page_of(record)
+
+
 def test_a_failed_run_has_a_page(recorded):
     record = Record(recorded.info)
     for event in [*recorded.events[:4], Printed(1, "<b>warned</b>"), RunFailed("rank 1 on <host>: ValueError: bad")]:

@@ -111,6 +111,9 @@ def test_an_object_storage_is_watched_as_well(recorded, progress, tmp_path):
 
 def test_what_cannot_be_watched_is_one_error(recorded, progress, tmp_path):
     assert "nowhere/progress.jsonl cannot be read (FileNotFoundError)" in watch("nowhere")[1]
+    for place in ("ftp://host/logs", "foo://bucket/logs"):
+        status, said = watch(place)
+        assert (status, f"{place} cannot be read (" in said) == (2, True), said
     progress(recorded.events[0])
     status, said = watch(tmp_path, "--timeout", "0")
     assert status == 1

@@ -1,12 +1,18 @@
 """flyte-ddp run."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+import flyte_ddp
 from flyte_ddp.__main__ import main
+from tests.commands import ROOT
 from tests.examples import project
 
 
@@ -24,8 +30,12 @@ def here(monkeypatch):
 
 def test_it_trains_with_the_settings_that_it_is_given(tmp_path):
     given = ["--epochs", "1", "--width", "16", "--learning-rate", "1e-2", "--nproc", "2", "--resume", "False"]
+    given += ["--tracking", "tensorboard"]
     status, said = run("own_loop.loop:train", *given, "--output", str(tmp_path / "trained"))
     assert status == 0, said
+    assert f"Report: {tmp_path}/trained/report.html" in said
+    assert "<title>Finished: training on own_loop" in (tmp_path / "trained" / "report.html").read_text()
+    assert list((tmp_path / "trained" / "tensorboard").glob("events.*"))
     assert torch.load(tmp_path / "trained" / "model.pt", weights_only=True)["0.weight"].shape == (16, 64)
 
 
@@ -37,6 +47,27 @@ def test_its_help_has_what_the_docstrings_say_of_each_setting():
         "--compile bool whether torch.compile compiles", "--nproc int ranks to spawn;", "[default: trained]",
     ):  # fmt: skip
         assert words in said
+    assert "--resume-from" not in said, "train() has none"
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
+    given = ["own_loop.loop:train", "--epochs", "100000", "--nproc", "1", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "flyte_ddp", "run", *given]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("Train Epoch"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert f"Interrupted; the same command resumes from {tmp_path}/checkpoint\n" in said
+    assert said.endswith("Aborted!\n")
+    assert "<title>Failed: training on own_loop" in (tmp_path / "report.html").read_text()
+
+
+def test_the_command_has_a_version():
+    assert flyte_ddp.__version__ in CliRunner().invoke(main, ["--version"]).output
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """The observers of a run: console, tracker, report and progress file."""
 
-import hashlib
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, one_line
@@ -19,7 +16,6 @@ from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
-from flyte_ddp.whole_files import write_whole
 
 REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
 
@@ -99,15 +95,3 @@ class Observers:
 
     def _open_report(self) -> Report:
         return Report(self.record, self._report_path, self._publish)
-
-
-def tracking_id(platform: Platform, key: str, beside: Path) -> str:
-    """An id shared by all attempts at one training, and by no other: on a cluster from the execution, locally from a
-    file beside the checkpoint, which is removed with it when training has succeeded."""
-    if platform.is_local():
-        file = beside.with_name("tracking-id")
-        if not beside.exists() or not file.exists():
-            write_whole(file, secrets.token_hex(4).encode())
-        return f"{key[:8]}-{file.read_text()}"
-    execution, _ = platform.execution()
-    return f"{key[:8]}-{hashlib.sha256(f'{execution}/{key}'.encode()).hexdigest()[:8]}"
