@@ -164,6 +164,7 @@ def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_what_a_cluster_is_tried_with_runs_here_too(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    flyte.init()
     ended = list(all_runs(flyte.with_runcontext("local").run))
     trained, again, swept, promoted, predicted = (run.outputs()[0] for run in ended)
     assert trained == again, "cached"
