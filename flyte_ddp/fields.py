@@ -5,6 +5,7 @@ checked. A broken rule raises InputError.
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -80,18 +81,10 @@ def refuse_repeated(names: Sequence[str]) -> None:
 class Settings(DataClassJsonMixin):
     """Base of all settings: strict, possibly partial JSON in, InputError for whatever breaks a field's rule."""
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        """A new default, as in `epochs: int = 30`, leaves the field's rules as they are; setting() replaces them."""
-        super().__init_subclass__(**more)
-        known = {name: field for base in reversed(cls.__mro__) for name, field in _declared_in(base).items()}
-        for name in known.keys() & vars(cls).keys() & vars(cls).get("__annotations__", {}).keys():
-            if not isinstance(vars(cls)[name], dataclasses.Field):
-                setattr(cls, name, setting(vars(cls)[name], **known[name].metadata))
-
     def __post_init__(self) -> None:
         _check_declared(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            object.__setattr__(self, field.name, checked(type(self).__name__, field, getattr(self, field.name)))
+            object.__setattr__(self, field.name, _checked(type(self), field, getattr(self, field.name)))
 
     @classmethod
     def from_json(cls: type[S], s: Any, **_: Any) -> S:
@@ -116,7 +109,7 @@ class Settings(DataClassJsonMixin):
         """Checks before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
         UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing."""
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        former = {old: name for name, field in fields.items() if (old := field.metadata.get("formerly", ""))}
+        former = {old: name for name in fields if (old := _rules_of(cls, name).get("formerly", ""))}
         for old in former.keys() & values.keys():
             warn_renamed(cls.__name__, old, former[old])
         refuse_repeated([former.get(name, name) for name in values])
@@ -125,13 +118,16 @@ class Settings(DataClassJsonMixin):
             if name not in fields:
                 hint = did_you_mean(str(name), fields)
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
-            checked(cls.__name__, fields[name], value)
+            _checked(cls, fields[name], value)
         return values
 
 
-def _declared_in(kind: type) -> dict[str, "dataclasses.Field[Any]"]:
-    fields: dict[str, dataclasses.Field[Any]] = vars(kind).get("__dataclass_fields__", {})
-    return fields
+@functools.cache
+def _rules_of(kind: type, name: str) -> Mapping[str, Any]:
+    """Those of the nearest class that gives some by setting(), since a new default alone, as in `epochs: int = 30`,
+    leaves them as they are."""
+    declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in kind.__mro__)
+    return next((field.metadata for field in declared if field and "formerly" in field.metadata), {})
 
 
 def described(kind: type[Settings]) -> dict[str, str]:
@@ -162,9 +158,17 @@ def _check_declared(kind: type[Settings]) -> None:
             raise InputError(f"{one.__name__}.{name} must have a type, as in {example}: it has no effect without")
 
 
-def checked(owner: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError."""
-    name, rules = f"{owner}.{field.name}", {**setting(None).metadata, **field.metadata}
+def _checked(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any) -> Any:
+    return checked(kind.__name__, field, value, _rules_of(kind, field.name))
+
+
+def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any] | None = None) -> Any:
+    """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError.
+
+    rules: of setting(); by default the field's own.
+    """
+    name = f"{owner}.{field.name}"
+    rules = {**setting(None).metadata, **(field.metadata if rules is None else rules)}
     # with `from __future__ import annotations` it is the type's name
     expected: Any = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
     if expected not in TYPE_NAMES:

@@ -93,6 +93,22 @@ def test_a_new_default_leaves_the_rules_of_its_field_and_setting_replaces_them()
     assert (Smaller().batch_size, Smaller.from_json("{}").precision) == (0, "float32")
 
 
+def test_defaults_of_another_base_leave_the_rules_too_and_other_metadata_are_no_rules():
+    @dataclass(frozen=True)
+    class Long:
+        epochs: int = 0
+        width: int = dataclasses.field(default=8, metadata={"help": "of the hidden layer"})
+
+    @dataclass(frozen=True)
+    class Both(Long, TrainingSettings):
+        width: int = 16
+        seed: ClassVar[int] = 3  # type: ignore[misc]
+
+    with pytest.raises(InputError, match=r"Both\.epochs must be at least 1, got 0"):
+        Both()
+    assert (Both(epochs=5).width, Both.seed) == (16, 3)
+
+
 def test_missing_fields_take_defaults_and_whole_numbers_become_floats():
     hp = Hyperparameters.from_json('{"epochs": 3.0, "learning_rate": 1}')
     assert hp == dataclasses.replace(Hyperparameters(), epochs=3, learning_rate=1.0)

@@ -110,7 +110,11 @@ def split_of(
         data = data.tensors
     if not is_dataset(data):
         return Resident(data, device)
-    if not len(data):
+    try:
+        length = len(data)
+    except TypeError as error:
+        raise InputError(f"a Dataset must have a length, got {type(data).__name__}: {error}") from None
+    if not length:
         raise InputError("the split is empty, it must have samples: its Dataset has length 0")
     return Streamed(data, device, options.loader_workers, options.pin_memory)
 
@@ -119,7 +123,9 @@ def is_dataset(data: Any) -> bool:
     """Whether samples are asked for one by one: of a Dataset, or of what is like one, such as Hugging Face's."""
     if isinstance(data, torch.utils.data.Dataset):
         return True
-    if isinstance(data, (torch.Tensor, np.ndarray, Sequence, Mapping)) or hasattr(data, "columns"):  # a DataFrame
+    if isinstance(data, (torch.Tensor, np.ndarray, Sequence, Mapping, torch.nn.Module, type)):
+        return False
+    if hasattr(data, "columns"):  # a DataFrame
         return False
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from flyte_ddp import Loop
@@ -157,6 +158,94 @@ def accumulates(loop: Loop, every=3):
             loop.log(loss=loss, scale=1.0)
             schedule.step()
         evaluate(loop, model, tests)
+
+
+def trains_layers_at_their_own_pace(loop: Loop):
+    """One optimizer steps each time, the other every three steps; draws before an epoch's steps."""
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 8), nn.Linear(8, 3)
+    model = loop.wrap(nn.Sequential(*layers))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    fast, slow = (torch.optim.Adam(layer.parameters(), 0.01) for layer in layers)
+    loop.keep(model=model, fast=fast, slow=slow, copy=AveragedModel(model))
+    for epoch in loop.epochs():
+        scale = 1 + random.random() * np.random.rand()
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(scale * inputs), labels)
+            loss.backward()
+            fast.step()
+            fast.zero_grad()
+            if (epoch * len(batches) + loop.step) % 3 == 2:
+                slow.step()
+                slow.zero_grad()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
+def never_steps_by_the_last_gradients(loop: Loop):
+    """An optimizer steps in the first epoch alone, by gradients that come on."""
+    model, batches, tests, optimizer = linear(loop, is_kept=False)
+    loop.keep(model=model, optimizer=optimizer)
+    for epoch in loop.epochs():
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            if not epoch:
+                optimizer.step()
+                optimizer.zero_grad()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
+def learns_a_weight_of_its_loss(loop: Loop):
+    model, batches, tests, _ = linear(loop, is_kept=False)
+    weight = nn.Parameter(torch.ones(3, device=loop.device))
+    optimizer = torch.optim.SGD([*model.parameters(), weight], 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs) * weight, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
+def leaves_the_steps_and_evaluates(loop: Loop):
+    """With gradients, and batch norm; one rank has nothing to evaluate."""
+    model = loop.wrap(network(0.0))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(1))
+    optimizer, _, _ = kept(loop, model, batches)
+    for _ in loop.epochs():
+        model.train()
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.log(loss=loss)
+            if loop.step == 2:
+                break
+        evaluate(loop, model, tests)
+
+
+def keeps_a_schedule_alone(loop: Loop):
+    model, batches, _, optimizer = linear(loop, is_kept=False)
+    loop.keep(model=model, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    for _ in loop.epochs():
+        for _ in batches:
+            optimizer.step()
+
+
+def keeps_twice(loop: Loop):
+    model, _, _, optimizer = linear(loop, is_kept=False)
+    loop.keep(model=model)
+    loop.keep(model=model, optimizer=optimizer)
+
+
+def wraps_what_is_not_trained(loop: Loop):
+    loop.wrap(nn.Linear(8, 3).requires_grad_(False))
 
 
 def steps_by_hand(loop: Loop):

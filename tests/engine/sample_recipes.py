@@ -90,9 +90,16 @@ class NamedArrays(Sound):
         return table(), np.array([f"row {index}" for index in range(SIZE)])
 
 
+class Decoded(dict):
+    """What is stored is not what it gives."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name) / 2
+
+
 class RowsLikeDicts(Rows):
     def __getitem__(self, index):
-        return UserDict(inputs=UserDict(rows=table()[index]), mask=np.ones(()))
+        return UserDict(inputs=Decoded(rows=2 * table()[index]), mask=np.ones(()))
 
 
 class RowsOfNoDataset:

@@ -5,7 +5,7 @@ import torch
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import EpochFinished, RanksTimed, RunStarted, StepLogged
+from flyte_ddp.events import CheckpointWritten, EpochFinished, RanksTimed, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankError
 from tests.small_training import TWO_HOSTS, Unplugged, identical, relative_difference, unplug_at
 
@@ -43,14 +43,36 @@ def test_a_checkpoint_waits_for_the_optimizer_while_gradients_are_accumulated(ow
     assert resumed.result.digest == undisturbed(3, "accumulates").result.digest
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_it_waits_for_each_optimizer_and_draws_the_same_before_the_steps_of_an_epoch(own, undisturbed, epoch):
+    loop = "trains_layers_at_their_own_pace"
+    with pytest.raises(Unplugged):
+        own(2, loop, on_event=unplug_at(2, epoch), checkpoint_seconds=0, name="cut")
+    assert own(2, loop, name="cut").result.digest == undisturbed(2, loop).result.digest
+
+
+def test_it_does_not_wait_without_end(own):
+    epochs, loop = 40, "never_steps_by_the_last_gradients"
+    trained = own(1, loop, checkpoint_seconds=0, epochs=epochs, log_interval=100)
+    written = [event.epoch for event in trained.events if isinstance(event, CheckpointWritten)]
+    assert any(1 < epoch < epochs for epoch in written)
+    (warning,) = trained.result.warnings
+    assert "an optimizer has some that it has not stepped by in 256 steps" in warning.reason
+
+
+def test_ranks_do_not_wait_for_one_another_once_the_steps_are_left(own):
+    assert len(own(2, "leaves_the_steps_and_evaluates").result.epochs) == 2
+
+
 def test_whoever_accumulates_ends_with_a_checkpoint(own, tmp_path):
     own(1, "accumulates", epochs=1, checkpoint_seconds=1000)
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["epoch"] == 1
 
 
 def test_ranks_whose_weights_drift_apart_are_told_of_once(own, undisturbed):
-    (warning,) = own(3, "adds_noise_of_its_own").result.warnings
-    assert warning.reason.startswith("the ranks have other weights than one another")
+    for loop in ("adds_noise_of_its_own", "learns_a_weight_of_its_loss"):
+        (warning,) = own(3, loop, name=loop).result.warnings
+        assert warning.reason.startswith("the ranks have other weights than one another")
     assert not undisturbed(3, "accumulates").result.warnings
 
 
@@ -179,6 +201,9 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(own):
             r"loop.keep: model must be what loop.wrap has returned, as ranks train together, got Linear",
         ),
         ("keeps_another_optimizer", r"loop.keep must have the SGD that steps: a resume would begin with a new one"),
+        ("keeps_a_schedule_alone", r"loop.keep must have the SGD that steps: a resume would begin with a new one"),
+        ("keeps_twice", r"loop.keep must be called once, with all that changes"),
+        ("wraps_what_is_not_trained", r"loop.wrap: the network must have a weight that is trained"),
         ("steps_outside_of_a_step", r"an optimizer must step within `for … in loop.batches`"),
         ("evaluates_nothing", r"loop.evaluated: loss must have samples, or weights that are not 0, on some rank"),
         ("keeps_what_has_no_state", r"loop.keep: learning_rate must have state_dict and load_state_dict, got float"),

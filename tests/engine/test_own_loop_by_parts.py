@@ -66,6 +66,7 @@ def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
+        ("freezes_later", r"with virtual_ranks the same parameters must be trained in each step: call requires_grad_"),
         ("unpacks", r"a batch must go to loop.backward with virtual_ranks, as it has several parts"),
         ("calls_the_network", r"with virtual_ranks a step's gradients must come from loop.backward\(batch, loss_of\)"),
         ("changes_a_buffer", r"must change no buffer but batch norm's statistics, and it changes mean_input"),

@@ -26,4 +26,8 @@ def tensor_of(array: np.ndarray) -> Tensor:
 
 def with_dicts(tree: Any) -> Any:
     """With a dict for what is like one, such as the BatchEncoding that a tokenizer returns, into which no tree goes."""
-    return pytree.tree_map(lambda leaf: with_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)
+
+    def with_dict(leaf: Any) -> Any:
+        return with_dicts({key: leaf[key] for key in leaf}) if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_map(with_dict, tree)

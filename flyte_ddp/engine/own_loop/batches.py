@@ -52,16 +52,19 @@ class TrainSteps:
         if progress.logged:  # the steps were left in the middle of an epoch
             progress.end_step()
         steps = self._batches.steps(progress.epoch, progress.step, len(self))
-        for shares in collected_between(progress.clock.timed(steps)):
-            progress.begin_step()
-            seed = partial(key, progress.epoch, progress.step)
-            if self._batches.virtual_ranks:
-                seed_all(seed())
-                yield Parts(shares, [seed(1 + share.share.part) for share in shares])
-            else:
-                seed_all(seed(1 + self._rank))  # as if nothing had been interrupted
-                yield shares[0].tree
-            progress.end_step()
+        try:
+            for shares in collected_between(progress.clock.timed(steps)):
+                progress.begin_step()
+                seed = partial(key, progress.epoch, progress.step)
+                if self._batches.virtual_ranks:
+                    seed_all(seed())
+                    yield Parts(shares, [seed(1 + share.share.part) for share in shares])
+                else:
+                    seed_all(seed(1 + self._rank))  # as if nothing had been interrupted
+                    yield shares[0].tree
+                progress.end_step()
+        finally:  # also if the loop is left
+            progress.is_stepping = False
             seed_all(key(progress.epoch, progress.step))  # what is drawn outside of steps is the same on all ranks
 
 

@@ -27,7 +27,7 @@ from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
 from flyte_ddp.engine.checks.data_probe import unequal_data
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.load import data_path_of, split_of
+from flyte_ddp.engine.load import data_path_of, seed_all, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
 from flyte_ddp.engine.own_loop.progress import Progress
@@ -36,6 +36,7 @@ from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import Environment, check_ranks
 from flyte_ddp.launch.link import Link
+from flyte_ddp.random_numbers import Use, key_of
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 Number = Tensor | float
@@ -81,6 +82,8 @@ class Loop:
         """The network on the rank's device, in torch's DistributedDataParallel; with settings.virtual_ranks in what
         loop.backward needs, of which there can be one."""
         progress, parts = self._progress, self.settings.virtual_ranks
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise InputError("loop.wrap: the network must have a weight that is trained; others need no wrapping")
         if parts and progress.exact:
             raise InputError("loop.wrap must be called once with virtual_ranks: put both networks into one module")
         wrapped: ByParts | _Replicated
@@ -88,7 +91,9 @@ class Loop:
             wrapped = ByParts(model.to(self.device), parts, lambda: progress.is_stepping)
             progress.exact = wrapped.exact
         else:
-            wrapped = _Replicated(model.to(self.device), progress)
+            wrapped = _Replicated(
+                model.to(self.device), lambda: (progress.epoch, progress.step) if progress.is_stepping else None
+            )
         progress.wrapped.append(wrapped.module)
         return wrapped
 
@@ -119,6 +124,8 @@ class Loop:
         optimizers, schedules, averages, scalers. Raises InputError for what has not.
         """
         progress = self._progress
+        if progress.parts:
+            raise InputError("loop.keep must be called once, with all that changes")
         for name, part in {"model": model, **parts}.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 kind = type(part).__name__
@@ -153,6 +160,7 @@ class Loop:
         precision = "bfloat16" if self.settings.precision == "bfloat16" else "float32"
         self._progress.start(headline, tuple(percent), precision)
         while self.epoch < self.settings.epochs:
+            seed_all(key_of(Use.OWN_STEP, self.settings.seed, self.epoch, 0))  # as if nothing had been interrupted
             yield self.epoch
             self._progress.end_epoch()
 
@@ -166,7 +174,6 @@ class Loop:
         if isinstance(batch, Parts):
             if not self._progress.exact:
                 raise InputError("call loop.wrap before loop.backward: it says what network is trained")
-            self._progress.has_gradients = True
             return self._progress.exact.backward(batch, loss_of)
         loss = loss_of(batch)
         loss.backward()
@@ -218,28 +225,28 @@ class _Replicated(SettledBuckets):
     Gradients from outside of a step stay this rank's own, but no optimizer steps by them: see before_optimizer.
     """
 
-    def __init__(self, model: nn.Module, progress: Progress):
+    def __init__(self, model: nn.Module, position: Callable[[], tuple[int, int] | None]):
+        """position: epoch and step that the user's code is in; None where it is in no step."""
         super().__init__(model)
-        self._progress, self._called_in = progress, (-1, -1)
+        self._position, self._called_in = position, (-1, -1)
         first = next(weight for weight in model.parameters() if weight.requires_grad)
         first.register_post_accumulate_grad_hook(self._arrived)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if not (self._progress.is_stepping and torch.is_grad_enabled()):
+        position = self._position()
+        if position is None or not torch.is_grad_enabled():
             return self.module(*inputs, **named)
-        self._called_in = self._progress.epoch, self._progress.step
+        self._called_in = position
         with naming_unused(self):
             return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
     def _arrived(self, _: Tensor) -> None:
         """A gradient has come."""
-        if self._progress.is_stepping:
-            self._progress.has_gradients = True
-            if self._called_in != (self._progress.epoch, self._progress.step):
-                raise InputError(
-                    "call what loop.wrap has returned, not the network in it: its gradients are this rank's own, and "
-                    "ranks would train networks of their own"
-                )
+        if self._position() not in (None, self._called_in):
+            raise InputError(
+                "call what loop.wrap has returned, not the network in it, in each step: its gradients are this rank's "
+                "own, and ranks would train networks of their own"
+            )
 
 
 def _count(value: Number) -> float:

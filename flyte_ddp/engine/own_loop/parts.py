@@ -41,8 +41,6 @@ class ByParts(nn.Module):
 
     def __init__(self, module: nn.Module, virtual_ranks: int, is_in_step: Callable[[], bool]):
         super().__init__()
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise InputError("loop.wrap: the network must have a weight that is trained")
         self.module, self._is_in_step = module, is_in_step
         self._exact = [ExactGradients(module, virtual_ranks)]  # a list, so that it is no part of the network
 
@@ -70,6 +68,8 @@ class ExactGradients:
         self._mode.running = RunningStatistics(model)
         self._step = _LossStep(model, self._mode)
         self._parallel = ExactStep(self._step, virtual_ranks)
+        self._weights = [*model.parameters()]
+        self._is_trained = [weight.requires_grad for weight in self._weights]
         self._buffers = dict(model.named_buffers())
         self._floats = [name for name, buffer in self._buffers.items() if buffer.is_floating_point()]
         self.is_computing = False
@@ -87,6 +87,11 @@ class ExactGradients:
 
         It computes a part more than once where a number does not fit, and changes what a forward pass changes once.
         """
+        if [weight.requires_grad for weight in self._weights] != self._is_trained:
+            raise InputError(
+                "with virtual_ranks the same parameters must be trained in each step: call requires_grad_ before "
+                "loop.wrap, or train without virtual_ranks"
+            )
         before = {name: buffer.clone() for name, buffer in self._buffers.items()}
         unequal = self._changes(before)  # to themselves, as what holds NaN is
         changed = torch.zeros_like(unequal)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
@@ -35,6 +37,18 @@ DRIFTED = (
     "by gradients of what loop.wrap has returned, or from the same random numbers"
 )
 
+MOST_WAITED = 64  # steps
+
+MOST_WAITED = 256  # steps
+LEFT_OUT = (
+    f"a checkpoint has no gradients, and an optimizer has some that it has not stepped by in {MOST_WAITED} steps: a "
+    "resume begins without them"
+)
+
+
+def weights_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
+
 
 class Progress:
     """What the ranks know alike, but for what the current step has logged.
@@ -48,7 +62,6 @@ class Progress:
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
         is_stepping: whether the user's code is in a step.
-        has_gradients: whether some have come that no optimizer has stepped by. A checkpoint has none, so it waits.
         test_samples: of all evaluations.
         history: the epochs that are done.
         ran_on: see machine.py.
@@ -61,7 +74,9 @@ class Progress:
         self.exact: ExactGradients | None = None
         self.batches: TrainBatches | None = None
         self.steps = self.test_samples = 0
-        self.is_stepping = self.has_gradients = self._owes_checkpoint = False
+        self.is_stepping = self._owes_checkpoint = False
+        self._stepped: list[Optimizer] = []  # in the current step, or the last one
+        self._waited = 0  # for how many steps a checkpoint has
         self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
         self.clock, self.names = StepClock(device), list[str]()
@@ -102,11 +117,11 @@ class Progress:
         self._since = time.perf_counter() - self._seconds
 
     def begin_step(self) -> None:
-        self.is_stepping = True
+        self.is_stepping, self._stepped = True, []
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
         self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0
 
-    def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """Before it steps. Looks at gradients where they are logged, as they may be gone then; the host waits."""
         if not any(one is optimizer for one in self._kept):
             kind = type(optimizer).__name__
@@ -117,19 +132,35 @@ class Progress:
         if self._is_logged and gradients:
             self._norm = float(norms(gradients).norm())
 
-    def after_optimizer(self, *_: Any) -> None:
-        self.has_gradients = False
+    def after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.append(optimizer)
 
     @property
     def _kept(self) -> list[Any]:
-        """The parts, and what those that are wrappers wrap."""
+        """The parts, and what those that are wrappers wrap; a schedule has its optimizer, but does not keep it."""
         parts = [*self.parts.values()]
-        return parts + [one for part in parts for one in getattr(part, "__dict__", {}).values()]
+        wrappers = [part for part in parts if hasattr(part, "__dict__") and not isinstance(part, LRScheduler)]
+        held = [value for part in wrappers for value in vars(part).values()]
+        return parts + [one for value in held for one in (value if isinstance(value, list) else [value])]
 
     @property
-    def _is_between_optimizer_steps(self) -> bool:
-        """Gradients are being accumulated, unless the user's own code does an optimizer's work."""
-        return self.has_gradients and any(isinstance(one, torch.optim.Optimizer) for one in self._kept)
+    def _optimizers(self) -> list[Optimizer]:
+        return [one for one in self._kept if isinstance(one, Optimizer)]
+
+    def _waits(self) -> bool:
+        """Whether a checkpoint has to wait, as it has no gradients, and an optimizer has some to step by.
+
+        Not without end: it may be that nothing is ever done with them.
+        """
+        idle = [one for one in self._optimizers if not any(one is each for each in self._stepped)]
+        if all(weight.grad is None for weight in weights_of(idle)):
+            self._waited = 0
+            return False
+        self._waited += 1
+        if self._waited <= MOST_WAITED:
+            return True
+        self._warn_once(LEFT_OUT)
+        return False
 
     def end_step(self) -> None:
         """Once the user's code has done all that belongs to the step; a collective.
@@ -163,7 +194,7 @@ class Progress:
         if is_logged:
             self._tell()
         self._owes_checkpoint |= self._last.stop or (self._last.saves > before.saves and self.step < self.steps)
-        if self._owes_checkpoint and not self._is_between_optimizer_steps:
+        if self._owes_checkpoint and not self._waits():
             self._save(self._last.stop)
             if self._last.stop:
                 raise StopRequested(self.epoch, self.step)
@@ -194,7 +225,7 @@ class Progress:
         self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
         self._set_to_zero()
         is_over = self.epoch == self._job.settings.epochs
-        self._owes_checkpoint = self._is_between_optimizer_steps and not is_over
+        self._owes_checkpoint = not is_over and self._waits()
         if not self._owes_checkpoint:
             self._save(is_over)
         self._since = time.perf_counter()
@@ -305,13 +336,18 @@ class Progress:
 
     @torch.no_grad()
     def _compare_ranks(self) -> None:
-        """Warns, once, if ranks have other weights; a collective. Buffers may differ: those of rank 0 count."""
-        weights = [weight for network in self.wrapped for weight in network.parameters()]
+        """Warns if ranks have other weights; a collective. Buffers may differ: those of rank 0 count."""
+        weights: list[Tensor] = [weight for network in self.wrapped for weight in network.parameters()]
+        weights += weights_of(self._optimizers)  # a loss's own, say
         own = torch.stack([sum_of(weight) * (2 * number + 1) for number, weight in enumerate(weights)]).sum()
         extremes = torch.stack([own, ~own])  # the least of all is the other way up
         distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
-        if extremes[0] != ~extremes[1] and not any(DRIFTED in warning.reason for warning in self._monitor.warnings):
-            for warning in self._monitor.noted(self.epoch, self.step, [DRIFTED]):
+        if extremes[0] != ~extremes[1]:
+            self._warn_once(DRIFTED)
+
+    def _warn_once(self, reason: str) -> None:
+        if all(warning.reason != reason for warning in self._monitor.warnings):
+            for warning in self._monitor.noted(self.epoch, self.step, [reason]):
                 self._link.emit(warning)
 
     def _save(self, is_last: bool) -> None:
