@@ -37,8 +37,6 @@ DRIFTED = (
     "by gradients of what loop.wrap has returned, or from the same random numbers"
 )
 
-MOST_WAITED = 64  # steps
-
 MOST_WAITED = 256  # steps
 LEFT_OUT = (
     f"a checkpoint has no gradients, and an optimizer has some that it has not stepped by in {MOST_WAITED} steps: a "
@@ -337,9 +335,10 @@ class Progress:
     @torch.no_grad()
     def _compare_ranks(self) -> None:
         """Warns if ranks have other weights; a collective. Buffers may differ: those of rank 0 count."""
-        weights: list[Tensor] = [weight for network in self.wrapped for weight in network.parameters()]
-        weights += weights_of(self._optimizers)  # a loss's own, say
-        own = torch.stack([sum_of(weight) * (2 * number + 1) for number, weight in enumerate(weights)]).sum()
+        weights = [weight for network in self.wrapped for weight in network.parameters()]
+        each = {id(weight): weight for weight in (*weights, *weights_of(self._optimizers))}  # a loss's own, say
+        sums = [sum_of(weight).to(self.device) * (2 * number + 1) for number, weight in enumerate(each.values())]
+        own = torch.stack(sums).sum()
         extremes = torch.stack([own, ~own])  # the least of all is the other way up
         distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
         if extremes[0] != ~extremes[1]:
