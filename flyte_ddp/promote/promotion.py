@@ -148,11 +148,7 @@ def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
     with run_folder(platform, "roll-back") as folder:
         models = place_of(platform, place)
         pointer = roll_back(models, version) if version else models.read()
-        if not pointer.version:
-            raise InputError(
-                f"place must have a promoted model, but {models.root} has none: promote one, or check its name"
-            )
-        current = f"Promoted: {pointer.version}"
+        current = f"Promoted: {pointer.version or 'nothing yet'}"
         fragment = article(models.root, current, [history(pointer)])
         report = write_page(platform, folder, f"Models in {models.root}", fragment)
     say_last(f"{current}\nVersions: {', '.join(models.versions()) or 'none'}")
