@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
-from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.digest import sum_of_all
 from flyte_ddp.engine.machine import Place, some
 from flyte_ddp.engine.step import SingleStep, Totals
 from flyte_ddp.engine.torch_compat import pytree
@@ -69,11 +69,7 @@ class Audit:
 
     def compare_states(self, tensors: Iterable[Tensor], epoch: int, step: int) -> None:
         """Raises WrongBitsError, on all ranks, unless all of them have the same tensors; a collective."""
-        zero = torch.zeros((), dtype=torch.int64, device=self._device)
-        total = sum(
-            (sum_of(tensor.detach().to(self._device)) * (2 * number + 1) for number, tensor in enumerate(tensors)), zero
-        )
-        digests = self._of_all(total)
+        digests = self._of_all(sum_of_all(tensors, self._device))
         if len({*digests}) > 1:
             wrong, is_known = _who_is_wrong(digests, [])
             raise WrongBitsError(self._named(wrong), is_known, epoch, step, "has other weights, or optimizer state")

@@ -9,7 +9,7 @@ and no tensor is gathered or leaves its GPU. It tells of chance, not of malice: 
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, distributed
@@ -71,3 +71,18 @@ def sum_of(numbers: Tensor, first: int = 0) -> Tensor:
         total += mixed.mul_(mixed).sum()
         done, row = stop, row + len(chunk)
     return total
+
+
+@torch.no_grad()
+def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """() int64: of the tensors in this order."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return sum((sum_of(one).to(device) * (2 * number + 1) for number, one in enumerate(tensors)), zero)
+
+
+def differ_between_ranks(tensors: Iterable[Tensor], device: torch.device) -> bool:
+    """Whether a rank has other ones; a collective of two numbers. A tensor that is given twice counts once."""
+    own = sum_of_all({id(one): one for one in tensors}.values(), device)
+    extremes = torch.stack([own, ~own])  # the least of all is the other way up
+    distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
+    return bool(extremes[0] != ~extremes[1])

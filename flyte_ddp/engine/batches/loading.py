@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -149,7 +149,9 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
     with generators_restored():
         for index, key in zip(indices, sample_keys(indices, origin), strict=True):
             seed_generators(key)
-            samples.append(with_dicts(dataset[int(index)]))
+            samples.append(dataset[int(index)])
+    if any(isinstance(leaf, Mapping) for leaf in pytree.tree_leaves(samples[0])):
+        samples = [with_dicts(sample) for sample in samples]
     structures = [pytree.tree_structure(sample) for sample in samples]
     for index, structure, sample in zip(indices, structures, samples, strict=True):
         if structure != structures[0]:

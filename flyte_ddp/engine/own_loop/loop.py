@@ -274,7 +274,7 @@ def run(
         progress = Progress(environment, device, link, job)
         hooks = [
             register_optimizer_step_pre_hook(progress.before_optimizer),
-            register_optimizer_step_post_hook(progress.after_optimizer),
+            register_optimizer_step_post_hook(progress.optimizers.stepped),
         ]
         link.emit(StartUp("calling your loop, up to its first epoch"))
         try:

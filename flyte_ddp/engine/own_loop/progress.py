@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
-from flyte_ddp.engine.digest import sum_of, weights_digest
+from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.own_loop.results import result_of, write_model
 from flyte_ddp.engine.own_loop.started import run_started
@@ -37,16 +37,6 @@ DRIFTED = (
     "by gradients of what loop.wrap has returned, or from the same random numbers"
 )
 
-MOST_WAITED = 256  # steps
-LEFT_OUT = (
-    f"a checkpoint has no gradients, and an optimizer has some that it has not stepped by in {MOST_WAITED} steps: a "
-    "resume begins without them"
-)
-
-
-def weights_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    return [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
-
 
 class Progress:
     """What the ranks know alike, but for what the current step has logged.
@@ -54,6 +44,7 @@ class Progress:
     Attributes:
         epoch, step: from 0; the latter of the epoch, the number of those that are done.
         parts: what changes while it trains, by name; "model" is the network itself.
+        optimizers: those among the parts.
         wrapped: the networks that the ranks train together.
         exact: with virtual ranks, what adds their gradients up.
         batches, steps: of an epoch; None and 0 before they are known.
@@ -68,13 +59,12 @@ class Progress:
     def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job):
         self.device, self.epoch, self.step = device, 0, 0
         self.parts: dict[str, Any] = {}
+        self.optimizers = Optimizers(self.parts)
         self.wrapped: list[nn.Module] = []
         self.exact: ExactGradients | None = None
         self.batches: TrainBatches | None = None
         self.steps = self.test_samples = 0
         self.is_stepping = self._owes_checkpoint = False
-        self._stepped: list[Optimizer] = []  # in the current step, or the last one
-        self._waited = 0  # for how many steps a checkpoint has
         self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
         self.clock, self.names = StepClock(device), list[str]()
@@ -115,13 +105,14 @@ class Progress:
         self._since = time.perf_counter() - self._seconds
 
     def begin_step(self) -> None:
-        self.is_stepping, self._stepped = True, []
+        self.is_stepping = True
+        self.optimizers.begin_step()
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
         self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0
 
     def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """Before it steps. Looks at gradients where they are logged, as they may be gone then; the host waits."""
-        if not any(one is optimizer for one in self._kept):
+        if not self.optimizers.have(optimizer):
             kind = type(optimizer).__name__
             raise InputError(f"loop.keep must have the {kind} that steps: a resume would begin with a new one")
         if not self.is_stepping:
@@ -130,35 +121,12 @@ class Progress:
         if self._is_logged and gradients:
             self._norm = float(norms(gradients).norm())
 
-    def after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepped.append(optimizer)
-
-    @property
-    def _kept(self) -> list[Any]:
-        """The parts, and what those that are wrappers wrap; a schedule has its optimizer, but does not keep it."""
-        parts = [*self.parts.values()]
-        wrappers = [part for part in parts if hasattr(part, "__dict__") and not isinstance(part, LRScheduler)]
-        held = [value for part in wrappers for value in vars(part).values()]
-        return parts + [one for value in held for one in (value if isinstance(value, list) else [value])]
-
-    @property
-    def _optimizers(self) -> list[Optimizer]:
-        return [one for one in self._kept if isinstance(one, Optimizer)]
-
     def _waits(self) -> bool:
-        """Whether a checkpoint has to wait, as it has no gradients, and an optimizer has some to step by.
-
-        Not without end: it may be that nothing is ever done with them.
-        """
-        idle = [one for one in self._optimizers if not any(one is each for each in self._stepped)]
-        if all(weight.grad is None for weight in weights_of(idle)):
-            self._waited = 0
-            return False
-        self._waited += 1
-        if self._waited <= MOST_WAITED:
-            return True
-        self._warn_once(LEFT_OUT)
-        return False
+        """Whether a checkpoint has to wait, see Optimizers."""
+        waits = self.optimizers.wait()
+        if self.optimizers.waited and not waits:
+            self._warn_once(LEFT_OUT)
+        return waits
 
     def end_step(self) -> None:
         """Once the user's code has done all that belongs to the step; a collective.
@@ -219,7 +187,9 @@ class Progress:
         self.history.append(finished)
         self._link.emit(finished)
         self._link.emit(self._stragglers.so_far())
-        self._compare_ranks()
+        weights = [weight for network in self.wrapped for weight in network.parameters()]
+        if differ_between_ranks([*weights, *self.optimizers.weights()], self.device):  # buffers may: rank 0's count
+            self._warn_once(DRIFTED)
         self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
         self._set_to_zero()
         is_over = self.epoch == self._job.settings.epochs
@@ -331,18 +301,6 @@ class Progress:
 
     def _digest(self) -> str:
         return weights_digest(self.parts["model"].state_dict(), device=self.device)
-
-    @torch.no_grad()
-    def _compare_ranks(self) -> None:
-        """Warns if ranks have other weights; a collective. Buffers may differ: those of rank 0 count."""
-        weights = [weight for network in self.wrapped for weight in network.parameters()]
-        each = {id(weight): weight for weight in (*weights, *weights_of(self._optimizers))}  # a loss's own, say
-        sums = [sum_of(weight).to(self.device) * (2 * number + 1) for number, weight in enumerate(each.values())]
-        own = torch.stack(sums).sum()
-        extremes = torch.stack([own, ~own])  # the least of all is the other way up
-        distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
-        if extremes[0] != ~extremes[1]:
-            self._warn_once(DRIFTED)
 
     def _warn_once(self, reason: str) -> None:
         if all(warning.reason != reason for warning in self._monitor.warnings):
