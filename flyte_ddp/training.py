@@ -5,37 +5,32 @@ result = train("my_project.model:CharLM", Settings(epochs=3), output="trained")
 In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call trains as one of its ranks.
 """
 
-import hashlib
 import os
 import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.code.user_code import EXAMPLE, UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import OUTPUT, PREDICTIONS, Job, KeptModel, TrainingResult, job_in, subject_of
+from flyte_ddp.engine.job import OUTPUT, Job, KeptModel, TrainingResult, job_in, subject_of
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import EpochFinished, Event, StartUp, all_of
+from flyte_ddp.events import EpochFinished, Event, StartUp
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
-from flyte_ddp.report.background import Background
-from flyte_ddp.report.console import open_console, say, show_output
+from flyte_ddp.report.console import show_output
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.observing import Observers
-from flyte_ddp.report.own_observers import OBSERVER_SECONDS, OwnObservers
-from flyte_ddp.report.progress import FILE, ProgressFile, attempts_in
-from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
-from flyte_ddp.report.summary import say_summary
-from flyte_ddp.report.surroundings import surroundings
+from flyte_ddp.report.listeners import Listeners, ReportingListeners
+from flyte_ddp.report.progress import FILE, attempts_in
+from flyte_ddp.report.record import RunFinished
+from flyte_ddp.report.summary import say_interrupted
 from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.whole_files import writing_to
@@ -92,7 +87,7 @@ def train(
         output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint that the same call
             resumes from; one training's at a time, and refused where an unfinished one has left its checkpoint.
         data_files: files that the recipe reads, relative to its module's file; a checkpoint is only valid for the same.
-        on_event: receives every event; without it, lines go to standard error.
+        on_event: receives every event; without it, or with a report, lines go to standard error.
         init: what to start with: the model_state of an earlier training, or a checkpoint (final-checkpoint in its
             output, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total;
             or a folder in save_pretrained's layout, the recipe's init_path.
@@ -163,84 +158,18 @@ def run_in(
     goodput, is_first = Goodput(started, earlier=earlier), is_first_rank()
     if is_first:
         (folder / FILE).unlink(missing_ok=True)  # an attempt that resumes knows the digests before it
-    observing = reported if report and is_first else told
-    result = observing(folder, job, watching, on_event, goodput)[0]
+    listeners = ReportingListeners if report and is_first else Listeners
+    with listeners(folder, job, watching, on_event, goodput) as tell:
+        if is_first:
+            tell(StartUp("importing torch"))
+        results = run_job(job, TimeLeft(tell))
+        goodput.wait(time.time())
+        tell.end(RunFinished.of(results, folder, goodput))
+    result = results[0]
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
     return Result(
         result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch, result.kept, result.digest
-    )
-
-
-def told(
-    folder: Path,
-    job: Job,
-    watching: Sequence[UserCode],
-    on_event: Callable[[Event], None] | None,
-    goodput: Goodput,
-) -> list[TrainingResult]:
-    """Trains, and tells whoever listens, with a progress file."""
-    is_first = is_first_rank()
-    own = OwnObservers(watching if is_first else ())
-    make = partial(ProgressFile, folder, folder.name, goodput=goodput)
-    progress = Background(FILE, make, OBSERVER_SECONDS) if is_first else OwnObservers(())
-    try:
-        with nullcontext(on_event) if on_event else closing(open_console()) as listen:
-            tell = all_of(goodput, listen, own, progress)
-            if is_first:
-                tell(StartUp("importing torch"))
-            results = run_job(job, TimeLeft(tell))
-    except BaseException as error:
-        for observer in (own, progress):
-            observer.close(RunFailed.by(error))
-        raise
-    finished = finished_in(folder, results, goodput)
-    for observer in (own, progress):
-        observer.close(finished)
-    return results
-
-
-def reported(
-    folder: Path,
-    job: Job,
-    watching: Sequence[UserCode],
-    on_event: Callable[[Event], None] | None,
-    goodput: Goodput,
-) -> list[TrainingResult]:
-    """Trains with report and tracker, too, as a task does."""
-    page, info = folder / "report.html", info_of(job, folder, goodput)
-    with Observers(info, page, lambda html: None, goodput=goodput, own=watching) as observers:
-        tell = all_of(observers, *filter(None, [on_event]))
-        tell(StartUp("importing torch"))
-        results = run_job(job, TimeLeft(tell))
-        observers.end(finished_in(folder, results, goodput))
-    say_summary(observers.record, Path(job.model_path), page, show_paths=True)
-    return results
-
-
-def finished_in(folder: Path, results: list[TrainingResult], goodput: Goodput) -> RunFinished:
-    goodput.wait(time.time())
-    predictions, began = folder / PREDICTIONS, goodput.attempts[-1].began
-    pictures = predictions if predictions.exists() else None
-    return RunFinished(results, pictures, time.time() - began, goodput.seconds)
-
-
-def info_of(job: Job, folder: Path, goodput: Goodput) -> RunInfo:
-    """What observers know of it before it starts."""
-    first = f"{folder}/{goodput.attempts[0].began}"  # the same for all attempts at it
-    return RunInfo(
-        name=folder.name,
-        recipe=job.recipe,
-        tracking_id=f"{job.key[:8]}-{hashlib.sha256(first.encode()).hexdigest()[:8]}",
-        attempt=0,
-        settings=job.settings,
-        options=job.options,
-        data=None,
-        description=None,
-        data_seconds=0.0,
-        logs=folder,
-        checkpoint=str(folder),
-        surroundings=surroundings(),
     )
 
 
@@ -283,12 +212,6 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     if is_first:
         remove_checkpoint(checkpoint)
     return results
-
-
-def say_interrupted(checkpoint: Path) -> None:
-    """After Ctrl-C, of which a command says no more than that it was aborted."""
-    if checkpoint.exists():
-        say(f"Interrupted; the same command resumes from {checkpoint}")
 
 
 def name_of(kind: Any, what: str = "recipe") -> str:

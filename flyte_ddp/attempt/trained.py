@@ -1,6 +1,5 @@
 """What is around the ranks of a training, however they are started: from the fetched data to figures and files."""
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -14,18 +13,17 @@ from flyte_ddp.attempt.restarts import Start
 from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.code.user_code import UserCode
-from flyte_ddp.engine.job import PREDICTIONS, Subject, TrainingResult, job_of
+from flyte_ddp.engine.job import Subject, TrainingResult, job_of
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.observing import Observers
 from flyte_ddp.report.predictions import Predictions, predictions_of
-from flyte_ddp.report.record import RunFinished, RunInfo
-from flyte_ddp.report.summary import say_summary
+from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
+from flyte_ddp.report.summary import say_interrupted, say_summary
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training import say_interrupted
 from flyte_ddp.whole_files import write_whole
 
 
@@ -98,7 +96,6 @@ def train_by(
     subject = fetch()
     with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from, stored) as run:
         model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
-        predictions = logs / PREDICTIONS
         if not run.store.is_given:
             options = replace(options, resume_from="")
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
@@ -115,8 +112,7 @@ def train_by(
                     say_interrupted(run.store.path)
                 raise
             goodput.wait(time.time())
-            pictures = predictions if predictions.exists() else None
-            finished = RunFinished(results, pictures, time.time() - started, goodput.seconds)
+            finished = RunFinished.of(results, logs, goodput)
             observers.end(finished)
     say_summary(observers.record, model, report, show_paths=platform.is_local())
     return Trained(
@@ -137,7 +133,7 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
     return RunInfo(
         name=run.folder.name,
         recipe=subject.recipe,
-        tracking_id=tracking_id(platform, subject.key, run.store.path),
+        tracking_id=tracking_id_of(platform, subject.key, run.store.path),
         attempt=platform.earlier_attempts(),
         settings=subject.settings,
         options=options,
@@ -150,7 +146,7 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
     )
 
 
-def tracking_id(platform: Platform, key: str, beside: Path) -> str:
+def tracking_id_of(platform: Platform, key: str, beside: Path) -> str:
     """An id shared by all attempts at one training, and by no other: on a cluster from the execution, locally from a
     file beside the checkpoint, which is removed with it when training has succeeded."""
     if platform.is_local():
@@ -159,4 +155,4 @@ def tracking_id(platform: Platform, key: str, beside: Path) -> str:
             write_whole(file, secrets.token_hex(4).encode())
         return f"{key[:8]}-{file.read_text()}"
     execution, _ = platform.execution()
-    return f"{key[:8]}-{hashlib.sha256(f'{execution}/{key}'.encode()).hexdigest()[:8]}"
+    return tracking_id(key, f"{execution}/{key}")

@@ -1,6 +1,7 @@
 """What a report shows of a training run, collected from its events and computed from them."""
 
 import copy
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from flyte_ddp import events
 from flyte_ddp.data.description import DatasetDescription
-from flyte_ddp.engine.job import KeptModel, TrainingResult
+from flyte_ddp.engine.job import PREDICTIONS, KeptModel, TrainingResult
 from flyte_ddp.launch.failures import message_of
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.words import written
@@ -38,6 +39,11 @@ class RunFinished:
     total_seconds: float
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, results: list[TrainingResult], logs: Path, goodput: Goodput) -> "RunFinished":
+        predictions, seconds = logs / PREDICTIONS, time.time() - goodput.attempts[-1].began
+        return cls(results, predictions if predictions.exists() else None, seconds, goodput.seconds)
+
 
 @dataclass(frozen=True)
 class RunFailed:
@@ -48,6 +54,11 @@ class RunFailed:
     @classmethod
     def by(cls, error: BaseException) -> "RunFailed":
         return cls((message_of(error).splitlines() or [type(error).__name__])[0])
+
+
+def tracking_id(key: str, first: str) -> str:
+    """first: what only the attempts at one training have in common."""
+    return f"{key[:8]}-{hashlib.sha256(first.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
-from flyte_ddp.report.console import say_last
+from flyte_ddp.report.console import say, say_last
 from flyte_ddp.report.goodput import spent
 from flyte_ddp.report.record import Record, RunInfo
 from flyte_ddp.report.words import capitalised, in_words, split_sizes
 from flyte_ddp.text import counted
 
 MOST_SAID = 10
+
+
+def say_interrupted(checkpoint: Path) -> None:
+    """After Ctrl-C, of which a command says no more than that it was aborted."""
+    if checkpoint.exists():
+        say(f"Interrupted; the same command resumes from {checkpoint}")
 
 
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
