@@ -1,4 +1,4 @@
-"""Training loops as people write them, and with their mistakes."""
+"""Training loops as people write them."""
 
 import random
 from contextlib import nullcontext
@@ -116,6 +116,14 @@ def linear(loop, test=9, is_kept=True):
     return model, batches, tests, optimizer
 
 
+def step(loop, model, optimizer, inputs, labels):
+    loss = F.cross_entropy(model(inputs), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    loop.log(loss=loss)
+
+
 def plain(loop: Loop, steps=None, forgets=(), bad_step=None):
     model, batches, tests, optimizer = linear(loop, is_kept="keep" not in forgets)
     if "epochs" in forgets:
@@ -182,36 +190,6 @@ def trains_layers_at_their_own_pace(loop: Loop):
         evaluate(loop, model, tests)
 
 
-def never_steps_by_the_last_gradients(loop: Loop):
-    """An optimizer steps in the first epoch alone, by gradients that come on."""
-    model, batches, tests, optimizer = linear(loop, is_kept=False)
-    loop.keep(model=model, optimizer=optimizer)
-    for epoch in loop.epochs():
-        for inputs, labels in batches:
-            loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()
-            if not epoch:
-                optimizer.step()
-                optimizer.zero_grad()
-            loop.log(loss=loss)
-        evaluate(loop, model, tests)
-
-
-def learns_a_weight_of_its_loss(loop: Loop):
-    model, batches, tests, _ = linear(loop, is_kept=False)
-    weight = nn.Parameter(torch.ones(3, device=loop.device))
-    optimizer = torch.optim.SGD([*model.parameters(), weight], 0.1)
-    loop.keep(model=model, optimizer=optimizer)
-    for _ in loop.epochs():
-        for inputs, labels in batches:
-            loss = F.cross_entropy(model(inputs) * weight, labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loop.log(loss=loss)
-        evaluate(loop, model, tests)
-
-
 def leaves_the_steps_and_evaluates(loop: Loop):
     """With gradients, and batch norm; one rank has nothing to evaluate."""
     model = loop.wrap(network(0.0))
@@ -220,32 +198,10 @@ def leaves_the_steps_and_evaluates(loop: Loop):
     for _ in loop.epochs():
         model.train()
         for inputs, labels in batches:
-            loss = F.cross_entropy(model(inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loop.log(loss=loss)
+            step(loop, model, optimizer, inputs, labels)
             if loop.step == 2:
                 break
         evaluate(loop, model, tests)
-
-
-def keeps_a_schedule_alone(loop: Loop):
-    model, batches, _, optimizer = linear(loop, is_kept=False)
-    loop.keep(model=model, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1))
-    for _ in loop.epochs():
-        for _ in batches:
-            optimizer.step()
-
-
-def keeps_twice(loop: Loop):
-    model, _, _, optimizer = linear(loop, is_kept=False)
-    loop.keep(model=model)
-    loop.keep(model=model, optimizer=optimizer)
-
-
-def wraps_what_is_not_trained(loop: Loop):
-    loop.wrap(nn.Linear(8, 3).requires_grad_(False))
 
 
 def steps_by_hand(loop: Loop):
@@ -263,31 +219,6 @@ def steps_by_hand(loop: Loop):
                     weight.grad = None
             loop.log(loss=loss)
         evaluate(loop, model, tests)
-
-
-def calls_the_network_itself(loop: Loop):
-    model, batches, _, optimizer = linear(loop)
-    for _ in loop.epochs():
-        for inputs, labels in batches:
-            loss = F.cross_entropy(model.module(inputs), labels)
-            loss.backward()
-            optimizer.step()
-
-
-def leaves_a_layer_unused(loop: Loop):
-    layers = nn.Sequential(nn.Linear(8, 3), nn.ModuleDict({"unused": nn.Linear(3, 3)}))
-    layers.forward = lambda inputs: layers[0](inputs)  # type: ignore[method-assign]
-    model = loop.wrap(layers)
-    batches = loop.batches(Drawn())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loop.keep(model=model, optimizer=optimizer)
-    for _ in loop.epochs():
-        for inputs, labels in batches:
-            loss = F.cross_entropy(model(inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loop.log(loss=loss)
 
 
 def trains_two(loop: Loop):
@@ -308,35 +239,6 @@ def trains_two(loop: Loop):
             of_maker.step()
             loop.log(loss=loss)
         loop.evaluated(loss=float(loop.step))
-
-
-def adds_noise_of_its_own(loop: Loop):
-    """To the weights, other noise on each rank."""
-    model, batches, tests, optimizer = linear(loop)
-    noise = torch.Generator().manual_seed(loop.rank)
-    for _ in loop.epochs():
-        for inputs, labels in batches:
-            loss = F.cross_entropy(model(inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                model.module.weight += 1e-6 * torch.randn(3, 8, generator=noise)
-            loop.log(loss=loss)
-        evaluate(loop, model, tests)
-
-
-def evaluates_on_the_first_rank(loop: Loop):
-    model, batches, tests, optimizer = linear(loop)
-    for _ in loop.epochs():
-        for inputs, labels in batches:
-            loss = F.cross_entropy(model(inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loop.log(loss=loss)
-        if loop.rank == 0:
-            evaluate(loop, model, tests)
 
 
 def evaluates_within(loop: Loop):
@@ -374,97 +276,9 @@ def trains_beside_an_evaluation(loop: Loop):
         unlabelled = iter(tests)
         next(unlabelled)
         for inputs, labels in batches:
-            loss = F.cross_entropy(model(inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loop.log(loss=loss)
+            step(loop, model, optimizer, inputs, labels)
         evaluate(loop, model, loop.evaluation(few(9)))
-
-
-def forgets_to_wrap(loop: Loop):
-    loop.keep(model=nn.Linear(8, 3))
-
-
-def keeps_another_optimizer(loop: Loop):
-    model = loop.wrap(nn.Linear(8, 3))
-    batches = loop.batches(Drawn())
-    loop.keep(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    forgotten = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in loop.epochs():
-        for _ in batches:
-            forgotten.step()
-
-
-def steps_outside_of_a_step(loop: Loop):
-    model = loop.wrap(nn.Linear(8, 3))
-    loop.batches(Drawn())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loop.keep(model=model, optimizer=optimizer)
-    for _ in loop.epochs():
-        optimizer.step()
-
-
-def evaluates_nothing(loop: Loop):
-    loop.evaluated(loss=(0.0, 0))
-
-
-def evaluates_nan(loop: Loop):
-    loop.evaluated(loss=float("nan"))
-
-
-def forgets_to_keep(loop: Loop):
-    plain(loop, forgets=["keep"])
-
-
-def forgets_epochs(loop: Loop):
-    plain(loop, forgets=["epochs"])
-
-
-def forgets_to_log(loop: Loop):
-    plain(loop, forgets=["log"])
-
-
-def logs_no_loss(loop: Loop):
-    plain(loop, forgets=["loss"])
-
-
-def forgets_to_evaluate(loop: Loop):
-    plain(loop, forgets=["evaluated"])
-
-
-def not_finite(loop: Loop):
-    plain(loop, bad_step=4)
 
 
 def tests_one_sample(loop: Loop):
     train(loop, test=1)
-
-
-class HoldsGenerator(Drawn):
-    def __init__(self):
-        super().__init__()
-        self.generator = np.random.default_rng(0)
-
-    def __getitem__(self, index):
-        return self.features[index] + self.generator.random(), self.labels[index]
-
-
-def has_a_generator_of_its_own(loop: Loop):
-    loop.batches(HoldsGenerator())
-
-
-def has_other_samples_on_each_rank(loop: Loop):
-    loop.evaluation((torch.full((9, 8), float(loop.rank)), torch.zeros(9)))
-
-
-def keeps_what_has_no_state(loop: Loop):
-    loop.keep(model=loop.wrap(nn.Linear(1, 1)), learning_rate=0.1)
-
-
-def trains_without_a_loop(loop: Loop):
-    loop.wrap(nn.Linear(1, 1))
-
-
-def takes_nothing():
-    pass

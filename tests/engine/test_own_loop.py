@@ -9,13 +9,18 @@ from flyte_ddp.events import CheckpointWritten, EpochFinished, RanksTimed, RunSt
 from flyte_ddp.launch.failures import RankError
 from tests.small_training import TWO_HOSTS, Unplugged, identical, relative_difference, unplug_at
 
-LOOPS = "tests.engine.own_loops:"
+LOOPS, MISTAKES = "tests.engine.own_loops:", "tests.engine.own_loop_mistakes:"
 SMALL = {"keep_checkpoint": False, "batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
 
 
 @pytest.fixture
 def own(train):
     return lambda nproc=2, loop="train", **more: train(nproc, recipe=LOOPS + loop, **{**SMALL, **more})
+
+
+@pytest.fixture
+def mistaken(train):
+    return lambda loop, nproc=2, **more: train(nproc, recipe=MISTAKES + loop, **{**SMALL, **more})
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +56,9 @@ def test_it_waits_for_each_optimizer_and_draws_the_same_before_the_steps_of_an_e
     assert own(2, loop, name="cut").result.digest == undisturbed(2, loop).result.digest
 
 
-def test_it_does_not_wait_without_end(own):
+def test_it_does_not_wait_without_end(mistaken):
     epochs, loop = 40, "never_steps_by_the_last_gradients"
-    trained = own(1, loop, checkpoint_seconds=0, epochs=epochs, log_interval=100)
+    trained = mistaken(loop, 1, checkpoint_seconds=0, epochs=epochs, log_interval=100)
     written = [event.epoch for event in trained.events if isinstance(event, CheckpointWritten)]
     assert any(1 < epoch < epochs for epoch in written)
     (warning,) = trained.result.warnings
@@ -69,9 +74,9 @@ def test_whoever_accumulates_ends_with_a_checkpoint(own, tmp_path):
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["epoch"] == 1
 
 
-def test_ranks_whose_weights_drift_apart_are_told_of_once(own, undisturbed):
+def test_ranks_whose_weights_drift_apart_are_told_of_once(mistaken, undisturbed):
     for loop in ("adds_noise_of_its_own", "learns_a_weight_of_its_loss"):
-        (warning,) = own(3, loop, name=loop).result.warnings
+        (warning,) = mistaken(loop, 3, name=loop).result.warnings
         assert warning.reason.startswith("the ranks have other weights than one another")
     assert not undisturbed(3, "accumulates").result.warnings
 
@@ -165,16 +170,16 @@ def test_ranks_without_a_sample_to_evaluate_wait_for_nobody(own):
     assert own(3, loop="tests_one_sample", epochs=1).result.tested["accuracy"] in (0, 1)
 
 
-def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(own, tmp_path):
+def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(mistaken, tmp_path):
     words = "NonFiniteError: loss is not finite in epoch 1, step 5, on rank 1: "
     with pytest.raises(RankError, match=words):
-        own(loop="not_finite", checkpoint_seconds=0)
+        mistaken("not_finite", checkpoint_seconds=0)
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["step"] <= 4
 
 
-def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(own):
+def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
     with pytest.raises(RankError, match="NonFiniteError: the loss on the test split is nan after epoch 1"):
-        own(loop="evaluates_nan")
+        mistaken("evaluates_nan")
 
 
 @pytest.mark.parametrize(
@@ -207,13 +212,16 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(own):
         ("steps_outside_of_a_step", r"an optimizer must step within `for … in loop.batches`"),
         ("evaluates_nothing", r"loop.evaluated: loss must have samples, or weights that are not 0, on some rank"),
         ("keeps_what_has_no_state", r"loop.keep: learning_rate must have state_dict and load_state_dict, got float"),
-        ("trains_without_a_loop", r"own_loops:trains_without_a_loop must train in `for epoch in loop.epochs\(\):`"),
-        ("takes_nothing", r"own_loops:takes_nothing must take one argument, the loop, as in def train\(loop\)"),
+        (
+            "trains_without_a_loop",
+            r"own_loop_mistakes:trains_without_a_loop must train in `for epoch in loop.epochs\(\):`",
+        ),
+        ("takes_nothing", r"own_loop_mistakes:takes_nothing must take one argument, the loop, as in def train\(loop\)"),
     ],
 )
-def test_a_mistake_is_one_error_with_its_remedy(own, loop, words):
+def test_a_mistake_is_one_error_with_its_remedy(mistaken, loop, words):
     with pytest.raises(InputError, match=words):
-        own(loop=loop)
+        mistaken(loop)
 
 
 @pytest.mark.parametrize(
