@@ -11,8 +11,7 @@ from tests.engine.own_loops import Drawn, evaluate, linear, plain, step
 
 def never_steps_by_the_last_gradients(loop: Loop):
     """An optimizer steps in the first epoch alone, by gradients that come on."""
-    model, batches, tests, optimizer = linear(loop, is_kept=False)
-    loop.keep(model=model, optimizer=optimizer)
+    model, batches, tests, optimizer = linear(loop)
     for epoch in loop.epochs():
         for inputs, labels in batches:
             loss = F.cross_entropy(model(inputs), labels)

@@ -30,7 +30,8 @@ def write_project(folder: Path) -> None:
     for block, name in re.findall(r"^```python\n(# (\S+\.py)\n.*?)^```", text, re.MULTILINE | re.DOTALL):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(block)
-    shutil.copy(Path(__file__).with_name("variants.py"), folder / "numerals")
+    for name in ("variants.py", "loaders.py"):
+        shutil.copy(Path(__file__).with_name(name), folder / "numerals")
 
 
 def train(

@@ -58,9 +58,19 @@ def test_what_is_not_finite_ends_the_run_wherever_it_shows(tmp_path, module, wor
             {},
             "Settings.learning_rate must be a parameter of __init__, by this name, in Scaled and Numerals",
         ),
-        ("model:LitNumerals", "variants:WithoutTraining", {}, "WithoutTraining must define train_dataloader"),
-        ("model:LitNumerals", "variants:WithoutLength", {}, "train_dataloader has no length: set limit_train_batches"),
-        ("model:LitNumerals", "variants:WithoutBatches", {}, "WithoutBatches: train_dataloader must have a batch for"),
+        ("model:LitNumerals", "loaders:WithoutTraining", {}, "WithoutTraining must define train_dataloader"),
+        (
+            "model:LitNumerals",
+            "loaders:WithoutLength",
+            {},
+            "train_dataloader has no length: set limit_train_batches",
+        ),
+        (
+            "model:LitNumerals",
+            "loaders:WithoutBatches",
+            {},
+            "WithoutBatches: train_dataloader must have a batch for",
+        ),
         ("model:LitNumerals", "model:Numerals", {"limit_train_batches": 0.001}, "Try at least `limit_train_batches="),
         (
             "variants:WithoutOptimizer",
@@ -99,7 +109,11 @@ def test_what_resumes_on_another_number_of_ranks_says_so_with_what_fails_by_it(t
     ("module", "data", "words"),
     [
         ("variants:PartlyUnused", "model:Numerals", 'as an option: --options \'{"strategy": "ddp_find_unused_param'),
-        ("model:LitNumerals", "variants:OwnBatches", "derive the batch sampler from torch.utils.data.BatchSampler"),
+        (
+            "model:LitNumerals",
+            "loaders:OwnBatches",
+            "derive the batch sampler from torch.utils.data.BatchSampler",
+        ),
     ],
 )
 def test_an_error_of_lightnings_has_the_remedy_that_there_is_here(tmp_path, module, data, words):

@@ -48,7 +48,7 @@ def test_a_host_without_the_checkpoint_is_sent_it(tmp_path, whole):
 
 
 def test_a_loader_with_a_state_goes_on_within_an_epoch_also_after_a_stop_on_request(tmp_path):
-    one: Any = {"data": "numerals.variants:Resumable", "nproc": 1}
+    one: Any = {"data": "numerals.loaders:Resumable", "nproc": 1}
     whole = train(tmp_path / "whole", settings(), **one)
 
     def stop(event):
@@ -86,7 +86,7 @@ def test_the_parent_is_told_what_the_module_logs(tmp_path):
 
 
 def test_a_callback_of_the_module_ends_the_training_and_its_data_are_split_as_before_for_the_test(tmp_path):
-    trained = train(tmp_path / "run", settings(epochs=9), "numerals.variants:Stopping", "numerals.variants:Drawn")
+    trained = train(tmp_path / "run", settings(epochs=9), "numerals.variants:Stopping", "numerals.loaders:Drawn")
     (chosen,) = of(EpochChosen, trained)
     assert chosen.stopped_early
     assert (chosen.epoch, len(trained.result.epochs)) == (1, 2)
@@ -126,7 +126,7 @@ def test_what_a_modelcheckpoint_has_kept_survives_a_kill_in_logs_of_another_plac
 
 
 def test_data_without_a_test_split_and_a_headline_that_is_not_logged(tmp_path):
-    trained = train(tmp_path / "run", settings(epochs=1), data="numerals.variants:WithoutTest", headline="acuracy")
+    trained = train(tmp_path / "run", settings(epochs=1), data="numerals.loaders:WithoutTest", headline="acuracy")
     assert trained.result.tested == {}
     (warning,) = trained.result.warnings
     assert warning.reason.startswith("headline must be a measure that the module logs: accuracy, loss, got 'acuracy'")
@@ -135,7 +135,7 @@ def test_data_without_a_test_split_and_a_headline_that_is_not_logged(tmp_path):
 
 def test_a_validation_without_a_batch_and_an_epoch_that_a_callback_adds_are_said(tmp_path):
     trained = train(
-        tmp_path / "run", settings(epochs=2), "numerals.variants:Averaging", "numerals.variants:WithoutValidation"
+        tmp_path / "run", settings(epochs=2), "numerals.variants:Averaging", "numerals.loaders:WithoutValidation"
     )
     (started,) = of(RunStarted, trained)
     assert started.epochs == len(of(EpochFinished, trained)) == 3
@@ -146,7 +146,7 @@ def test_data_without_a_length_are_trained_on_for_as_many_batches_as_are_asked_f
     trained = train(
         tmp_path / "run",
         settings(limit_train_batches=15, limit_val_batches=0, limit_test_batches=0, epochs=1),
-        data="numerals.variants:WithoutLength",
+        data="numerals.loaders:WithoutLength",
         nproc=1,
     )
     assert [event.step for event in of(StepLogged, trained)] == [10, 15]

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
 
 
 def test_ranks_draw_the_same_orders_and_splits_and_their_own_numbers_in_steps(tmp_path):
-    trained = train(tmp_path / "run", settings(epochs=2), "numerals.variants:Seen", "numerals.variants:InTwo")
+    trained = train(tmp_path / "run", settings(epochs=2), "numerals.variants:Seen", "numerals.loaders:InTwo")
     seen = [json.loads((tmp_path / "run" / "logs" / f"seen-{rank}").read_text()) for rank in range(2)]
     orders = []
     for split, count in {"train": 30, "validation 0": 24, "validation 1": 16}.items():
@@ -48,7 +48,7 @@ def test_after_a_resume_samples_that_are_drawn_are_those_of_an_undisturbed_train
     of_two: Any = {
         "settings": settings(epochs=2),
         "module": "numerals.variants:Seen",
-        "data": f"numerals.variants:{data}",
+        "data": f"numerals.loaders:{data}",
     }
     train(tmp_path / "whole", **of_two)
     with pytest.raises(KilledError):
@@ -59,7 +59,7 @@ def test_after_a_resume_samples_that_are_drawn_are_those_of_an_undisturbed_train
 
 
 def test_what_a_sampler_of_the_users_draws_is_dealt_out(tmp_path):
-    train(tmp_path, settings(epochs=2), "numerals.variants:Seen", "numerals.variants:Sampled")
+    train(tmp_path, settings(epochs=2), "numerals.variants:Seen", "numerals.loaders:Sampled")
     epochs = [
         [index for rank in seen_by(tmp_path, ("train", epoch)) for *_, batch, _ in rank for index in batch]
         for epoch in (0, 1)
@@ -71,10 +71,13 @@ def test_what_a_sampler_of_the_users_draws_is_dealt_out(tmp_path):
 
 def test_ranks_that_see_the_same_samples_are_named_and_a_sampler_that_is_ignored_is_refused(tmp_path):
     trained = train(
-        tmp_path, settings(epochs=1, limit_train_batches=3), "numerals.variants:Seen", "numerals.variants:ForEachRank"
+        tmp_path,
+        settings(epochs=1, limit_train_batches=3),
+        "numerals.variants:Seen",
+        "numerals.loaders:ForEachRank",
     )
     assert any(warning.reason.startswith("ranks 0, 1 see the same samples") for warning in trained.result.warnings)
     with pytest.raises(
         InputError, match=r"Ignored.train_dataloader must have .*RandomSampler\(replacement=True, num_s"
     ):
-        train(tmp_path / "ignored", settings(), data="numerals.variants:Ignored")
+        train(tmp_path / "ignored", settings(), data="numerals.loaders:Ignored")
