@@ -111,9 +111,8 @@ class RankObserver(Checkpoint):
         remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
         self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
         now = machine(places, self._job.settings.precision, self._job.options)
-        before = self.ran_on[-1]["ranks"] if self.ran_on else now["ranks"]
-        if before != now["ranks"] and not getattr(trainer.datamodule, "is_same_on_any_ranks", False):  # type: ignore[attr-defined]
-            self.other_ranks = problem_of_ranks(before, now["ranks"])
+        if not getattr(trainer.datamodule, "is_same_on_any_ranks", False):  # type: ignore[attr-defined]
+            self.other_ranks = problem_of_ranks(self.ran_on, now)
         self.ran_on, remarks = moved(self.ran_on, now)
         started = run_started(self._environment, self._job, trainer, *self.position, hosts)
         self.started = replace(
