@@ -17,10 +17,15 @@ SETUP = re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[0]
 BLOCKS = re.findall(r"^```sh\n([^`]*)^```\n\n```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 # In one shell, as a reader has them; again if gloo's threads lose a race at the very end, as in PyTorch's own scripts
 ALL = f"""
-for number in {{0..{len(BLOCKS) - 1}}}; do for try in {{1..10}}; do
-    . ../../$number.sh > ../../$number.txt 2>&1
-    grep -q "terminate called without an active exception" ../../$number.txt || break
-done; done
+trap 'failed="$BASH_COMMAND"' ERR
+for number in {{0..{len(BLOCKS) - 1}}}; do
+    for try in {{1..10}}; do
+        failed=
+        . ../../$number.sh > ../../$number.txt 2>&1
+        grep -q "terminate called without an active exception" ../../$number.txt || break
+    done
+    if [ -n "$failed" ]; then echo "$failed"; cat ../../$number.txt; exit 1; fi
+done
 """
 SHOWN = [output for _, output in BLOCKS]
 # What differs between machines and between runs; all else has to be as shown
