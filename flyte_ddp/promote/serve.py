@@ -11,86 +11,99 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
 
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.data.image_files import decode
-from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.data.image_files import decode, reason
+from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote.place import Place
 from flyte_ddp.recipe import CPU
 from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.recipes.models import load_model
-from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, show_output
 
 LOOK_SECONDS = 10.0  # between two looks at which version is promoted
+CLIENT_SECONDS = 60.0  # without a byte, after which a client that has stopped sending is given up
 MOST_BYTES = 20 << 20  # of an image
+
+
+class Version(NamedTuple):
+    """What answers: a promoted classifier, its metadata, and how its images are normalised."""
+
+    name: str
+    model: torch.nn.Module
+    facts: dict[str, Any]
+    normalise: Normaliser
 
 
 class Served:
     """The promoted classifier; a version that cannot be loaded leaves the one before."""
 
     def __init__(self, place: Place):
-        self._place, self._lock, self._due = place, threading.Lock(), 0.0
-        self.version = ""
-        self._load()
-        if not self.version:
+        self._place, self._looking = place, threading.Lock()
+        if not (name := self._newest_name()):
             raise InputError(f"place {place.root} must have a promoted model to serve, but has none: promote one first")
+        self._loaded = self._load(name)
 
-    def newest(self) -> str:
-        """The version that answers."""
-        with self._lock:
-            self.follow()
-            return self.version
-
-    def follow(self) -> None:
-        """Loads what has been promoted since the last look, if that was long ago."""
-        if time.monotonic() >= self._due:
+    def newest(self) -> Version:
+        """The version that answers. One request at a time looks for what has been promoted since the last look, if that
+        was long ago; the others do not wait for the storage."""
+        if time.monotonic() >= self._due and self._looking.acquire(blocking=False):
             try:
-                self._load()
-            except (InputError, ReportedError) as problem:
-                say(f"Still serving {self.version}: {problem}")
+                if (name := self._newest_name()) != self._loaded.name:
+                    self._loaded = self._load(name)
+            except Exception as problem:  # of the place, of a full disk, of a network that this code does not know
+                say(f"Still serving {self._loaded.name}: {problem}")
+            finally:
+                self._looking.release()
+        return self._loaded
 
-    def _load(self) -> None:
+    def _newest_name(self) -> str:
         self._due = time.monotonic() + LOOK_SECONDS
-        version = self._place.read().version
-        if version != self.version:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "model.pt")
-                self._place.fetch(version, path)
-                metadata = read_metadata(path)
-                if not metadata or "image_shape" not in metadata.facts:
-                    raise InputError(f"version {version} in {self._place.root} must be an image classifier's")
-                self._model, self._facts, self.version = load_model(path), metadata.facts, version
-                self._normalise = Normaliser(self._facts["mean"], self._facts["std"], CPU)
-            say(f"Serving {version}")
+        return self._place.read().version
+
+    def _load(self, name: str) -> Version:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.pt")
+            self._place.fetch(name, path)
+            metadata = read_metadata(path)
+            if not metadata or not {"image_shape", "mean", "std", "classes"} <= metadata.facts.keys():
+                raise InputError(f"version {name} in {self._place.root} must be an image classifier's")
+            facts = metadata.facts
+            loaded = Version(name, load_model(path), facts, Normaliser(facts["mean"], facts["std"], CPU))
+        say(f"Serving {name}")
+        return loaded
 
     @torch.inference_mode()
     def answer(self, image: bytes) -> dict[str, Any]:
         """Raises ValueError for what is no image."""
-        with self._lock:
-            self.follow()
-            model, facts, version, normalise = self._model, self._facts, self.version, self._normalise
+        name, model, facts, normalise = self.newest()
         try:
             pixels = torch.tensor(decode(io.BytesIO(image), tuple(facts["image_shape"])))
         except Exception as error:  # Pillow has many types
-            raise ValueError(f"the body must be an image file: {one_line(error)}") from None
+            raise ValueError(f"the body must be an image file: {reason(error)}") from None
         probabilities = model(normalise(pixels[None])).softmax(1)[0].tolist()
         by_class = dict(zip(facts["classes"], probabilities, strict=True))
         best = max(by_class, key=by_class.__getitem__)
-        return {"version": version, "class": best, "probability": by_class[best], "probabilities": by_class}
+        return {"version": name, "class": best, "probability": by_class[best], "probabilities": by_class}
 
 
-def server(served: Served, host: str, port: int) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # of clients at once; with the default, 5, a dozen are enough for some to be turned away
+
+
+def server(served: Served, host: str, port: int) -> Server:
     """Serves once serve_forever is called; port 0 is any that is free."""
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = CLIENT_SECONDS
+
         def do_GET(self) -> None:
-            self._reply(200, {"version": served.newest()})
+            self._reply(200, {"version": served.newest().name})
 
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
@@ -113,7 +126,7 @@ def server(served: Served, host: str, port: int) -> ThreadingHTTPServer:
         def log_message(self, *_: Any) -> None:
             """Not of each request."""
 
-    return ThreadingHTTPServer((host, port), Handler)
+    return Server((host, port), Handler)
 
 
 def own_platform() -> Platform:
@@ -130,14 +143,21 @@ def own_platform() -> Platform:
 @click.command()
 @click.argument("place")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Whose requests: 0.0.0.0 is everyone's.")
-@click.option("--port", default=8080, show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
 def main(place: str, host: str, port: int) -> None:
     """Serve the image classifier that is promoted at PLACE, a folder or a URL of the storage."""
     show_output()
     if not place:
         raise InputError("place must be a folder or a URL, got '': DDP_PROMOTE_TO names it where an app is deployed")
     root = place if "://" in place else str(Path(place).absolute())
-    with server(Served(Place(own_platform(), root)), host, port) as http:
+    served = Served(Place(own_platform(), root))
+    try:
+        http = server(served, host, port)
+    except OSError as error:
+        raise InputError(
+            f"--host and --port must be free here, got {host}:{port}: {error.strerror}: choose others"
+        ) from None
+    with http:
         say(f"Listening on http://{host}:{http.server_port}")
         http.serve_forever()
 

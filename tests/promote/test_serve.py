@@ -2,11 +2,13 @@
 
 import io
 import json
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from flyte_ddp.data.prepared import prepared
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform as flyte1_platform
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.promote import serve
@@ -37,15 +39,20 @@ def place(whole, tmp_path):
     return place
 
 
+@contextmanager
+def serving(http):
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}/"
+    http.shutdown()
+    thread.join()
+
+
 @pytest.fixture
 def url(place, monkeypatch):
     monkeypatch.setattr(serve, "LOOK_SECONDS", 0.0)
-    with serve.server(serve.Served(place), "127.0.0.1", 0) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}/"
-        http.shutdown()
-        thread.join()
+    with serve.server(serve.Served(place), "127.0.0.1", 0) as http, serving(http) as url:
+        yield url
 
 
 def ask(url, body=None):
@@ -89,13 +96,52 @@ def test_a_promotion_is_followed_and_a_damaged_one_is_not(url, place, whole, sma
 
 @pytest.mark.parametrize(
     ("body", "status", "says"),
-    [(b"no image", 400, "must be an image file: cannot identify"), (b"", 413, "must be an image file of at most")],
+    [(b"no image", 400, "must be an image file: not an image"), (b"", 413, "must be an image file of at most")],
 )
 def test_what_is_no_image_is_refused_and_the_next_is_answered(url, small_data, body, status, says):
     refused, answer = ask(url, body)
     assert refused == status
     assert says in answer["error"]
     assert ask(url, png(prepared.open_split(small_data, "test")[0][0]))[0] == 200
+
+
+def test_many_clients_at_once_are_all_answered(place):
+    with serve.server(serve.Served(place), "127.0.0.1", 0) as http:  # all come before the first is answered
+        clients = [socket.create_connection(("127.0.0.1", http.server_port), timeout=2) for _ in range(50)]
+        with serving(http):
+            for client in clients:
+                client.settimeout(30)
+                client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                assert client.recv(100).startswith(b"HTTP/1.0 200")
+                client.close()
+
+
+def test_while_one_request_looks_for_a_promotion_the_others_are_answered(url, place, monkeypatch):
+    is_looking, has_answered = threading.Event(), threading.Event()
+
+    def slow_storage():
+        is_looking.set()
+        assert has_answered.wait(30)
+        raise ReportedError("the storage does not answer")
+
+    monkeypatch.setattr(place, "read", slow_storage)
+    first = threading.Thread(target=ask, args=(url,))
+    first.start()
+    assert is_looking.wait(30)
+    assert ask(url) == (200, {"version": "one"})
+    has_answered.set()
+    first.join()
+
+
+def test_a_client_that_stops_sending_is_given_up(place, monkeypatch):
+    monkeypatch.setattr(serve, "CLIENT_SECONDS", 0.1)
+    with (
+        serve.server(serve.Served(place), "127.0.0.1", 0) as http,
+        serving(http),
+        socket.create_connection(("127.0.0.1", http.server_port), timeout=30) as client,
+    ):
+        client.sendall(b"POST / HTTP/1.0\r\nContent-Length: 100\r\n\r\nhalf")
+        assert client.recv(100) == b""
 
 
 def test_without_a_promoted_model_it_does_not_start(tmp_path):
@@ -109,10 +155,18 @@ def test_a_place_that_is_not_named_is_refused_with_the_variable_that_names_it():
     assert "place must be a folder or a URL, got '': DDP_PROMOTE_TO names it" in words(done.output)
 
 
+def test_a_port_that_another_program_has_is_one_error(place):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = CliRunner().invoke(serve.main, [place.root, "--port", str(port)])
+    assert done.exit_code == 2
+    assert f"--host and --port must be free here, got 127.0.0.1:{port}: Address already in use" in words(done.output)
+
+
 def test_where_flyte_2_is_not_installed_it_serves_too(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "flyte_ddp.flyte2", None)
     assert serve.own_platform() is flyte1_platform
-    assert serve.Served(Place(serve.own_platform(), place.root)).newest() == "one"
+    assert serve.Served(Place(serve.own_platform(), place.root)).newest().name == "one"
 
 
 @pytest.mark.slow
