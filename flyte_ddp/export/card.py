@@ -121,10 +121,10 @@ def before_section(written: Written) -> Section:
 def loading_section(written: Written, formats: Sequence[str], needs_data: bool) -> Section:
     """needs_data: whether building the network may need the data of the training."""
     names = [spec.name for spec in written.inputs]
-    arguments, by_name = ", ".join(names), ", ".join(f'"{name}": {name}' for name in names)
+    by_name = ", ".join(f'"{name}": {name}' for name in names)
     how = {
         "safetensors": f'flyte_ddp.recipes.models.load_model("model.safetensors"{", data_path=DATA" * needs_data})',
-        "pt2": f'torch.export.load("model.pt2").module()({arguments})',
+        "pt2": f'torch.export.load("model.pt2").module()({written.call})',
         "pretrained": 'from_pretrained("pretrained") of its class, or PeftModel.from_pretrained(base, "pretrained")',
         "onnx": f'onnxruntime.InferenceSession("model.onnx").run(None, {{{by_name}}})',
     }

@@ -111,10 +111,10 @@ def save_program(name: str, path: Path, model: nn.Module, program: torch.export.
         written.save(path, external_data=size > MOST_ONNX_BYTES)
 
 
-def open_network(name: str, path: Path, model: nn.Module, outputs: str) -> nn.Module:
+def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
     """The network in the file, to be called in the same way as the recipe's own.
 
-    model: an untrained one. outputs: Written.structure.
+    model: an untrained one.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
@@ -124,7 +124,7 @@ def open_network(name: str, path: Path, model: nn.Module, outputs: str) -> nn.Mo
         loaded = torch.export.load(path).module()
         assert isinstance(loaded, nn.Module)
         return loaded
-    return OnnxNetwork(path, outputs)
+    return OnnxNetwork(path, model)
 
 
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
@@ -139,20 +139,27 @@ def _from_pretrained(path: Path, model: Any) -> nn.Module:
 
 
 class OnnxNetwork(nn.Module):
-    """A network that ONNX Runtime runs on the CPU."""
+    """A network that ONNX Runtime runs on the CPU. Its file says neither how outputs are nested nor what of them is no
+    tensor, such as None: the untrained model's outputs do."""
 
-    def __init__(self, path: Path, outputs: str):
+    def __init__(self, path: Path, model: nn.Module):
         super().__init__()
         import onnxruntime
 
         self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         self.names = [one.name for one in self.session.get_inputs()]
-        self.structure = pytree.treespec_loads(outputs)
+        self.model = model.eval()
+        self.nested: tuple[list[Any], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.nested = self.nested or pytree.tree_flatten(self.model(*args, **kwargs))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         arrays = {name: leaf.contiguous().numpy() for name, leaf in zip(self.names, tensors, strict=True)}
-        return pytree.tree_unflatten(map(torch.from_numpy, self.session.run(None, arrays)), self.structure)
+        outputs = map(torch.from_numpy, self.session.run(None, arrays))
+        leaves, structure = self.nested
+        return pytree.tree_unflatten(
+            [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        )
 
 
 def specs_of(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -177,6 +184,21 @@ def _specs(few: Any, more: Any) -> tuple[TensorSpec, ...]:
             name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
             specs.append(TensorSpec(name, shape, str(one.dtype).removeprefix("torch.")))
     return tuple(specs)
+
+
+class Name(str):
+    """A name that stands for itself within the representation of a list, a dict and so on."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def source_of(model: nn.Module, call: Call) -> str:
+    """The arguments of the call, as source code, with the names of the inputs for the tensors."""
+    inputs, _ = specs_of(model, call, call)
+    names = (Name(one.name) for one in inputs)
+    args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: next(names), (call.args, call.kwargs))
+    return ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
 
 
 def _varying(few: int, more: int) -> str:

@@ -19,7 +19,6 @@ from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.results import build_metadata
-from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.export import programs
 from flyte_ddp.export.settings import FILES, ExportJob, Written
@@ -83,22 +82,22 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
         before=source_before(recipe),
         inputs=inputs,
         outputs=outputs,
-        structure=pytree.treespec_dumps(pytree.tree_structure(few.outputs)),
+        call=programs.source_of(model, few),
     )
 
 
-def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str, str]) -> Measured | str:
+def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str]) -> Measured | str:
     """The measures of a file on the test split, or why it cannot be used; also tries a batch of one sample.
 
-    argument: the job, the file's format and path, and Written.structure.
+    argument: the job, and the file's format and path.
     """
-    job, name, path, structure = argument
+    job, name, path = argument
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(job, CPU)
     with BlockCache(environment) as cache:
         test = load_split(recipe, "test", job, cache)
         try:
-            network = programs.open_network(name, Path(path), recipe.initial_model(), structure)
+            network = programs.open_network(name, Path(path), recipe.initial_model())
             with torch.inference_mode():
                 recipe.forward(network, batch_of(recipe, test, torch.tensor([0])))
             return measure(recipe, network, test, link)

@@ -131,7 +131,7 @@ class Written:
         classes: the share of each class's samples that is predicted correctly; empty if there are no classes.
         samples: what the samples are called, in the plural.
         before: the source of the recipe's own forward; empty if it has none.
-        structure: how the network's outputs are nested, in torch's notation.
+        call: the arguments of the network, as source code with the names of the inputs.
     """
 
     measured: Measured
@@ -142,4 +142,4 @@ class Written:
     before: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    structure: str
+    call: str

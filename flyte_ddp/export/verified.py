@@ -59,7 +59,7 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
     """The measures of the file; ReportedError if they differ from the model's."""
     file, tolerance = FILES[name], asked.options.tolerance
-    outcome: Measured | str = _run(MEASURE, (asked.job, name, str(Path(asked.folder, file)), written.structure), asked)
+    outcome: Measured | str = _run(MEASURE, (asked.job, name, str(Path(asked.folder, file))), asked)
     if isinstance(outcome, str):
         raise ReportedError(f"{file} was written, but cannot be used: {outcome}: leave {name} out of formats")
     difference = differing(written.measured.measures, outcome.measures, tolerance)

@@ -1,5 +1,7 @@
 """Recipes whose networks cannot be exported, or not as they are, and one whose samples are too few to tell."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -78,7 +80,7 @@ class Chooser(nn.Linear):
 
 
 class Nested(Lines):
-    """Its network takes a number and a tensor by name, and returns a dict with a tuple in it."""
+    """Its network takes a number and a tensor by name, and returns a dict with a tuple and None in it."""
 
     def model(self) -> nn.Module:
         return Nest()
@@ -93,7 +95,31 @@ class Nest(nn.Linear):
 
     def forward(self, points, scale, *, shift):  # type: ignore[override]
         found = super().forward(points) * scale + shift
-        return {"scores": (found.sum(1), found), "points": points + 0}
+        return {"scores": (found.sum(1), found), "states": None, "points": points + 0}
+
+
+class Named(Lines):
+    """Its network returns a tuple with names, which torch.export does not write."""
+
+    def model(self) -> nn.Module:
+        return Namer()
+
+    def forward(self, model, batch):
+        return model(batch[0]).scores
+
+
+class Scores(NamedTuple):
+    total: Tensor
+    scores: Tensor
+
+
+class Namer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, points: Tensor) -> Scores:  # type: ignore[override]
+        found = super().forward(points)
+        return Scores(found.sum(1), found)
 
 
 class Tied(Lines):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -179,6 +180,17 @@ def test_inputs_by_name_and_nested_outputs_come_through(short):
     card = (Path(outputs.model.path) / "model_card.md").read_text().replace("\\", "")
     assert "| Input | shift: (batch, 1) float32 |" in card
     assert "| Output | output_scores_1: (batch, 2) float32 |" in card
+    (call,) = re.findall(r"model\.pt2.*module\(\)(\(.*\))", card)
+    program, points = torch.export.load(Path(outputs.model.path) / "model.pt2").module(), torch.rand(5, 2)
+    found = eval(f"program{call}", {"program": program, "points": points, "shift": points[:, :1]})
+    assert torch.equal(found["scores"][1], load_model(path)(points, scale=2.0, shift=points[:, :1])["scores"][1])
+
+
+def test_outputs_that_one_format_cannot_hold_go_into_the_others(short):
+    name, settings, path = short("Named")
+    with pytest.raises(InputError, match=r"cannot be exported to pt2: .*leave pt2 out of formats"):
+        exported(name, settings, path)
+    assert set(exported(name, settings, path, formats="safetensors,onnx").summary.exported) == {"safetensors", "onnx"}
 
 
 def test_texts_of_any_length_go_through_the_files(short):
