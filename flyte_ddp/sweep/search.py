@@ -85,8 +85,8 @@ def _check(sweep: Sweep, base: AnySettings, name: str, space: Any) -> None:
         raise InputError(f"Sweep.values.{name} must be {allowed}, got {space!r:.80}")
     for value in ends:
         _with(base, {name: value})
-    if name == "dataset":
-        raise InputError("Sweep.values must not name dataset: accuracies compare only on one dataset, named in hp")
+    if name in ("dataset", "validation_fraction"):
+        raise InputError(f"Sweep.values must not name {name}: trials compare only on the same samples: fix it for all")
 
 
 # scikit-learn's ParameterGrid and ParameterSampler could replace the next two functions. But importing them adds 1.1 s

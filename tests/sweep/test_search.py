@@ -76,6 +76,7 @@ RANGE = {"minimum": 0.1, "maximum": 1}
         ("grid", {"schedule": ["onecycle", "cosine"]}, "must be one of onecycle, constant"),
         ("grid", {"epochs": [1.5]}, "Hyperparameters.epochs must be a whole number, got 1.5"),
         ("grid", {"dataset": ["digits", "mnist"]}, "must not name dataset"),
+        ("grid", {"validation_fraction": [0.1, 0.2]}, "must not name validation_fraction: trials compare only on"),
         ("grid", {"seed": list(range(15)), "batch_size": list(range(1, 15))}, f"at most {MOST_TRIALS} trials, got 210"),
         ("random", {"learning_rate": 0.1}, "or a range such as"),
         ("random", {"learning_rate": {"minimun": 0.1}}, "did you mean minimum?"),
