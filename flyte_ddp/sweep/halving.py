@@ -123,10 +123,10 @@ def classifier_trials(
 ) -> list[Hyperparameters]:
     """The hyperparameters of each trial of an image classifier, all checked before anything is downloaded or
     spawned."""
-    trials = trials_of(sweep, hp)
-    check_rungs(sweep, [vars(trial) for trial in trials])
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
+    trials = trials_of(sweep, hp)
+    check_rungs(sweep, [vars(trial) for trial in trials])
     for trial in trials:
         check_ranks(platform, trial, options)
     return trials

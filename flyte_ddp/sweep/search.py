@@ -66,6 +66,8 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
     """The settings of each trial, the same for the same sweep; InputError for values that cannot be tried."""
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
+    if sweep.measure == "loss" and sweep.largest:
+        raise InputError("Sweep.largest must be false for the loss, got true: the largest is that of the worst trial")
     for name, space in sweep.values.items():
         _check(sweep, base, name, space)
     chosen = _grid(sweep) if sweep.search == "grid" else _draws(sweep, base)
@@ -86,7 +88,9 @@ def _check(sweep: Sweep, base: AnySettings, name: str, space: Any) -> None:
     for value in ends:
         _with(base, {name: value})
     if name in ("dataset", "validation_fraction"):
-        raise InputError(f"Sweep.values must not name {name}: trials compare only on the same samples: fix it for all")
+        raise InputError(
+            f"Sweep.values must not name {name}: trials compare only on the same samples, so set it for all alike"
+        )
 
 
 # scikit-learn's ParameterGrid and ParameterSampler could replace the next two functions. But importing them adds 1.1 s

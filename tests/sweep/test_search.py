@@ -95,6 +95,12 @@ def test_what_cannot_be_tried_is_refused(search, values, words):
     assert words in str(raised.value)
 
 
+def test_the_worst_trial_by_its_loss_is_not_the_best():
+    with pytest.raises(InputError, match=r"Sweep\.largest must be false for the loss, got true"):
+        trials_of(Sweep({"seed": [1, 2]}, measure="loss"), BASE)
+    assert len(trials_of(Sweep({"seed": [1, 2]}, measure="loss", largest=False), BASE)) == 2
+
+
 @pytest.mark.parametrize("values", [[], "learning_rate", None])
 def test_values_have_to_be_an_object(values):
     with pytest.raises(InputError, match=r"Sweep\.values must be an object, got"):
