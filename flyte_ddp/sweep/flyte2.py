@@ -16,6 +16,7 @@ from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import output_file
 from flyte_ddp.flyte2.train import image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.report.background import one_line
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import (
     Entrant,
@@ -75,17 +76,16 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
 
 
 async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -> Rungs:
-    """Runs the trials of a rung side by side, sweep.concurrency at a time; None for one whose pods have failed for
-    good."""
+    """Runs the trials of a rung side by side, sweep.concurrency at a time."""
     settings, slots = [dataclasses.asdict(one) for one in trials], asyncio.Semaphore(sweep.concurrency)
     rungs: Rungs = []
 
-    async def attempt(entrant: Entrant) -> TrialResult | None:
+    async def attempt(entrant: Entrant) -> TrialResult:
         async with slots:
             try:
                 return await run(entrant)
-            except RuntimeUserError:  # Flyte's page of that task has it
-                return None
+            except RuntimeUserError as error:
+                return TrialResult(failure=f"{error.code}: {one_line(error)}")
 
     for _ in rungs_of(sweep, settings):
         rungs.append(await asyncio.gather(*map(attempt, entrants(sweep, settings, rungs).values())))

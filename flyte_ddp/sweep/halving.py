@@ -14,7 +14,7 @@ from flyte_ddp.attempt.datasets import check_ranks
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.summaries import RunSummary
 from flyte_ddp.errors import InputError, ReportedError
-from flyte_ddp.launch.failures import Failure, RankError
+from flyte_ddp.launch.failures import Failure, RankError, from_exception
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
@@ -143,8 +143,8 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
             say(f"\nTrial {number} of {len(trials)}: {trial.values(sweep.values)}{until}")
             try:
                 results.append(run(entrant))
-            except RankError as error:
-                results.append(failed(error.failure))
+            except (InputError, RankError) as error:  # of the trial's own settings, or in training
+                results.append(failed(getattr(error, "failure", None) or from_exception(error, None, "")))
         rungs.append(results)
     return rungs
 

@@ -184,3 +184,14 @@ def test_a_sweep_cuts_trials_and_trains_with_the_best(tmp_path, monkeypatch):
     assert (best["learning_rate"], best["trained_epochs"], second["trained_epochs"]) == ("0.1", "2", "1")
     assert diverged["failure"].startswith("NonFiniteError: loss is not finite in epoch 1")
     assert "Sweep of digits" in (table.parent / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_refused_is_listed_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    sweep = {"values": {"freeze": ["", "no_such_layer"]}}
+    flyte_run("--sweep", json.dumps(sweep), "--hp", json.dumps({**SMALL, "seed": 14}), file="flyte2/sweep.py")
+    (table,) = tmp_path.glob("*/trials.csv")
+    with open(table, newline="") as file:
+        _, refused = csv.DictReader(file)
+    assert refused["failure"].startswith("InputError: freeze must match names of tensors, got 'no_such_layer'")

@@ -136,6 +136,18 @@ def test_any_measure_decides_and_one_that_is_no_number_loses(largest, winner):
         run_rungs(BY_TWO, EIGHT, run)
 
 
+def test_a_trial_whose_settings_its_recipe_refuses_ends_no_other():
+    def run(entrant: Entrant) -> TrialResult:
+        if (rate := json.loads(entrant.settings)["learning_rate"]) == 0.3:
+            raise InputError("learning_rate must be another one, got 0.3")
+        return TrialResult({"accuracy": rate})
+
+    first, *_ = run_rungs(BY_TWO, EIGHT, run)
+    assert [result.failure for result in first if result and result.failure] == [
+        "InputError: learning_rate must be another one, got 0.3"
+    ]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("largest", [True, False])
 def test_trials_whose_measure_is_not_finite_have_failed(value, largest):
