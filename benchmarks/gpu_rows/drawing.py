@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.global_batch import operators
+from flyte_ddp.engine.global_batch import compiled_draws, operators
+from flyte_ddp.engine.global_batch.compiled_draws import compile_by_position
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 
 SIZE, HALF = 16, 8  # samples of a global batch, and of the second of two ranks
@@ -75,8 +76,43 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def by_position(device: torch.device) -> str:
     """Whatever torch draws in a block is that of the global batch: the second half is what the whole has there."""
+    draws = _draws_on(device)
+    for name, draw in draws.items():
+        whole, half = (GlobalBatchMode(BatchShare(first, SIZE - first, SIZE)) for first in (0, HALF))
+        with whole.block(1):
+            everything = draw(SIZE)
+        half.learn(whole.drawn, [(operation, (HALF, *shape[1:])) for operation, shape in whole.drawn], SIZE)
+        with half.block(1):
+            found = draw(HALF)
+        expect(torch.allclose(found, everything[HALF:], atol=1e-5), f"{name}: other numbers on the second rank")
+    return f"{len(draws)} operations and layers"
+
+
+def compiled(device: torch.device) -> str:
+    """What torch compiles draws what it would draw otherwise, for other seeds and samples than it was compiled for."""
+    draws, mode = _draws_on(device), GlobalBatchMode(BatchShare(0, HALF, SIZE))
+
+    def together(count: int) -> list[Tensor]:
+        return [draw(count) for draw in draws.values()]
+
+    together_compiled = torch.compile(together, backend=compile_by_position)
+    compiler = compiled_draws.COMPILER if device.type == "cuda" else "aot_eager"  # a compiler of C++ takes minutes
+    with patch.object(compiled_draws, "COMPILER", compiler):
+        for first, seed in ((0, 1), (HALF, 2)):
+            mode.share.first = first
+            with mode.block(seed):
+                expected = together(HALF)
+            with mode.block(seed):
+                found = together_compiled(HALF)
+            for name, one, other in zip(draws, found, expected, strict=True):
+                expect(torch.allclose(one, other, atol=1e-5), f"{name}: other numbers, compiled")
+    return f"{len(draws)} operations and layers, by {compiler}"
+
+
+def _draws_on(device: torch.device) -> dict[str, Callable[[int], Tensor]]:
+    """For a number of samples."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).to(device)
-    draws: dict[str, Callable[[int], Tensor]] = {
+    return {
         "rand": lambda n: torch.rand(n, 5, device=device),
         "randn": lambda n: torch.randn(n, 5, device=device),
         "randint": lambda n: torch.randint(9, (n, 5), device=device),
@@ -87,12 +123,3 @@ def by_position(device: torch.device) -> str:
         "dropout": lambda n: F.dropout(torch.ones(n, 5, device=device), 0.5),
         "a transformer's layer": lambda n: layer(torch.ones(n, 6, 8, device=device)),
     }
-    for name, draw in draws.items():
-        whole, half = (GlobalBatchMode(BatchShare(first, SIZE - first, SIZE)) for first in (0, HALF))
-        with whole.block(1):
-            everything = draw(SIZE)
-        half.learn(whole.drawn, [(operation, (HALF, *shape[1:])) for operation, shape in whole.drawn], SIZE)
-        with half.block(1):
-            found = draw(HALF)
-        expect(torch.allclose(found, everything[HALF:], atol=1e-5), f"{name}: other numbers on the second rank")
-    return f"{len(draws)} operations and layers"

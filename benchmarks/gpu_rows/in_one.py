@@ -11,6 +11,7 @@ CASES = {
     "random numbers by position": "drawing:numbers",
     "dropout by the kernel for GPUs, and without it": "drawing:dropouts",
     "what layers draw is that of the global batch": "drawing:by_position",
+    "what is compiled draws the same": "drawing:compiled",
     "batch norm of all ranks, forward and backward": "computing:batch_norm",
     "attention without dropout takes a fused kernel": "computing:attention",
     "products and convolutions in IEEE's float32": "computing:ieee",

@@ -115,7 +115,7 @@ def set_up(
     )  # fmt: skip
     # After the trials and the average, which are copies without these
     if job.options.compile:
-        compile_layers(recipe, probed.mode, [model, average.model] if average else [model])
+        compile_layers(recipe, [model, average.model] if average else [model])
     checkpoint_activations(recipe, model, probed.mode)
     if validation:
         state.best_tracker = best_tracker_of(recipe, probed.headline, settings)

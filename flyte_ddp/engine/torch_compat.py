@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
+from torch.fx import GraphModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -73,10 +75,49 @@ def leave_uncompiled(function: Any) -> None:
 
 
 def allow_compiling(times: int) -> None:
-    """Lets torch.compile compile the same code so often: past its own limit it would leave it as it is."""
-    config = torch._dynamo.config
+    """Lets torch.compile compile the same code so often: past its own limit it would leave it as it is. How it does
+    that, it decides without measuring, or the same step would round otherwise after another start."""
+    config, torch._inductor.config.deterministic = torch._dynamo.config, True
     config.recompile_limit = max(config.recompile_limit, times)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, times)
+
+
+def compiled_by(name: str, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """What torch's compiler of that name makes of a graph."""
+    compiled: Callable[..., Any] = torch._dynamo.lookup_backend(name)(graph, inputs)
+    return compiled
+
+
+def run_without_content(graph: GraphModule, inputs: Sequence[Any]) -> None:
+    """Calls the graph that torch.compile gives to a backend, with its inputs, which have shapes alone."""
+    with torch.no_grad():  # hooks for what a backward pass needs would count these tensors
+        FakeTensorProp(graph, _fake_mode(inputs)).propagate(*inputs)
+
+
+def with_input(
+    graph: GraphModule, inputs: Sequence[Any], like: Tensor, use: Callable[[Tensor], None]
+) -> tuple[GraphModule, list[Any]]:
+    """Such a graph, and its inputs, with another one, the last, and a call of a function with it before all others."""
+    changed = deepcopy(graph.graph)
+    with changed.inserting_after(changed.find_nodes(op="placeholder")[-1]):
+        added = changed.placeholder("positions")
+    with changed.inserting_after(added):
+        changed.call_function(use, (added,))
+    return GraphModule(graph, changed), [*inputs, _fake_mode(inputs).from_tensor(like)]
+
+
+def _fake_mode(inputs: Sequence[Any]) -> Any:
+    return torch._guards.detect_fake_mode(inputs)
+
+
+def lengths_in(inputs: Sequence[Any]) -> dict[int, Any]:
+    """Which inputs of such a graph are lengths that may have any value, and what stands for them in others."""
+    return {number: one.node.expr for number, one in enumerate(inputs) if isinstance(one, torch.SymInt)}
+
+
+def length_of(known: dict[Any, int], length: int) -> int:
+    """What a length is that follows from known ones."""
+    return int(length.node.expr.xreplace(known)) if isinstance(length, torch.SymInt) else length
 
 
 def plain_attention(*args: Any, **kwargs: Any) -> Tensor:

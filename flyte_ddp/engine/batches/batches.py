@@ -147,6 +147,14 @@ class _Batches:
         start, stop = self.samples_until(step), self.samples_until(step + 1)
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks, self.ghost_batch_size or 1))
 
+    def sizes(self) -> list[int]:
+        """Of the rank's shares in the first step and the last; with virtual ranks all sizes that a part may have."""
+        ends = 0, len(self) - 1
+        if not self.virtual_ranks:
+            return [own.stop - own.start for own in map(self.own, ends)]
+        cuts = [self._cut(step, number) for step in ends for number in range(self.virtual_ranks)]
+        return sorted({cut.stop - cut.start for cut in cuts} - {0})
+
     def parts_with_samples(self, step: int) -> list[int]:
         """Of the virtual ranks' parts; a short batch may leave some without."""
         cuts = ((number, self._cut(step, number)) for number in range(self.virtual_ranks))

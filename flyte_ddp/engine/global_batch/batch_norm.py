@@ -15,6 +15,12 @@ Waiting = Callable[[], AbstractContextManager[None]]
 PLAIN = original(torch.ops.aten.batch_norm.default)
 
 
+def is_plain(share: BatchShare, features: Tensor) -> bool:
+    """Whether the rank's samples are the batch: torch's own kernel does all at once, but refuses a single row."""
+    is_lone = share.statistics is None if share.alone else distributed.get_world_size() == 1
+    return is_lone and features.numel() > features.shape[1]
+
+
 def batch_norm(
     share: BatchShare,
     waiting: Waiting,
@@ -33,10 +39,7 @@ def batch_norm(
     waiting: entered while the ranks exchange their sums. torch's own SyncBatchNorm does the same, but only on GPUs.
     """
     channels = features.shape[1]
-    # torch's own kernel does everything at once, but refuses a single row
-    is_lone = share.statistics is None if share.alone else distributed.get_world_size() == 1
-    is_plain = is_lone and features.numel() > channels
-    if not training or is_plain:
+    if not training or is_plain(share, features):
         plain: Tensor = PLAIN(features, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
         return plain
     weight = torch.ones(channels, device=features.device) if weight is None else weight

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp import random_numbers
-from flyte_ddp.engine.global_batch.batch_norm import batch_norm
+from flyte_ddp.engine.global_batch.batch_norm import batch_norm, is_plain
 from flyte_ddp.engine.global_batch.ghost_batch_norm import ghost_batch_norm
 from flyte_ddp.engine.global_batch.positions import Numbers, Positions
 from flyte_ddp.engine.torch_compat import check, leave_uncompiled, original, plain_attention
@@ -42,6 +42,11 @@ def replaced_by(mode: Positions | None) -> Iterator[None]:
         _active = outer
 
 
+def active() -> Positions | None:
+    """Of the block that runs."""
+    return _active
+
+
 def draws_so_far() -> int:
     """How many draws of the block have come here."""
     return len(_active.drawn) if _active else 0
@@ -53,7 +58,8 @@ def _dropout(mode: Positions, features: Tensor, p: float, train: bool) -> Tensor
     if not train or p == 0:
         return features
     position = mode.position("dropout", tuple(features.shape))
-    kernel = dropout_kernel() if features.is_cuda and position.layout.dimension == 0 else None
+    is_compiling = torch.compiler.is_compiling()  # which makes a kernel of this and what is around it
+    kernel = dropout_kernel() if features.is_cuda and position.layout.dimension == 0 and not is_compiling else None
     if kernel and features.dtype in kernel.DTYPES:
         return kernel.Dropout.apply(features, p, position.key, position.first)
     kept = functools.partial(random_numbers.kept, p=p)
@@ -86,12 +92,13 @@ def _attend(
 
 def _normalise(mode: Positions, *args: Any) -> Tensor:
     training = args[5]
-    if training:
-        mode.leave_compiled()
+    share = mode.share
+    if training and (share.alone or share.ghost_batch_size or not is_plain(share, args[0])):
+        leave_compiled()
     mode.normalised |= training
-    if training and mode.share.ghost_batch_size:
-        return ghost_batch_norm(mode.share, mode.running, *args)
-    return batch_norm(mode.share, mode.waiting, *args)
+    if training and share.ghost_batch_size:
+        return ghost_batch_norm(share, mode.running, *args)
+    return batch_norm(share, mode.waiting, *args)
 
 
 def _normalise_instances(mode: Positions, *args: Any) -> Tensor:
@@ -227,6 +234,12 @@ def _replace_operators() -> list[torch.library.Library]:
             for key in keys:
                 library.impl(name, functools.partial(_call, replacement, operation), key)
     return [library]
+
+
+def leave_compiled() -> None:
+    """Has torch call the operation that calls this as it is, between what it compiles before and after it."""
+    if torch.compiler.is_compiling():
+        torch.empty(1).item()  # torch cannot compile what depends on a number
 
 
 def _call(

@@ -13,10 +13,11 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.global_batch.batch_norm import Waiting
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.errors import InputError
+from flyte_ddp.random_numbers import Number
 
 Shape = tuple[int, ...]
 # (key, first, count, device): of the draw with this key the numbers from position first on
-Numbers = Callable[[int, int, int, torch.device], Tensor]
+Numbers = Callable[[Number, Number, int, torch.device], Tensor]
 
 
 class Layout(NamedTuple):
@@ -32,6 +33,11 @@ class Layout(NamedTuple):
     each: int
     rest: Shape
 
+    @property
+    def numbers(self) -> int:
+        """For each sample."""
+        return 0 if self.dimension is None else self.each * math.prod(self.rest)
+
     def fits(self, shape: Shape, count: int) -> bool:
         if self.dimension is None:
             return shape == self.rest
@@ -43,8 +49,8 @@ class Position(NamedTuple):
     """Of a draw: its layout, its key, and the position of its first element."""
 
     layout: Layout
-    key: int
-    first: int
+    key: Number
+    first: Number
 
     def draw(self, shape: Shape, device: torch.device, numbers: Numbers) -> Tensor:
         """numbers(key, first, count, device) for the shape, each sample's by its position."""
@@ -52,6 +58,40 @@ class Position(NamedTuple):
         if not layout.dimension:
             return drawn.view(shape)
         return drawn.view(shape[layout.dimension], *layout.rest).movedim(0, layout.dimension)
+
+
+class Draw(NamedTuple):
+    """What a draw is of."""
+
+    operation: str
+    shape: Shape
+    layout: Layout
+
+    def with_lengths(self, length_of: Callable[[int], int]) -> "Draw":
+        """length_of: what a length of a shape stands for."""
+        dimension, each, rest = self.layout
+        layout = Layout(dimension, each, tuple(map(length_of, rest)))
+        return Draw(self.operation, tuple(map(length_of, self.shape)), layout)
+
+
+class Trace:
+    """Of a graph that torch compiles, which may run for other keys and other samples.
+
+    Attributes:
+        draws: in their order.
+    """
+
+    def __init__(self, inputs: Tensor | None = None):
+        """inputs: (1 + draws,) int64 of the graph: the position of the rank's first sample, then the draws' keys; None
+        where torch asks for shapes alone."""
+        self.inputs = inputs
+        self.draws: list[Draw] = []
+
+    def position(self, draw: Draw) -> Position:
+        self.draws.append(draw)
+        if self.inputs is None:
+            return Position(draw.layout, *torch.zeros(2, dtype=torch.int64))
+        return Position(draw.layout, self.inputs[len(self.draws)], self.inputs[0] * draw.layout.numbers)
 
 
 class Positions:
@@ -67,7 +107,7 @@ class Positions:
         normalised: whether any batch was normalised.
         running: of the network that trains; None without groups of samples to normalise by.
         waiting: entered while the ranks exchange statistics.
-        is_compiled: whether torch compiles the network.
+        trace: of the graph that torch is compiling.
     """
 
     def __init__(self, share: BatchShare):
@@ -77,7 +117,7 @@ class Positions:
         self.normalised = False
         self.running: RunningStatistics | None = None
         self.waiting: Waiting = nullcontext
-        self.is_compiled = False
+        self.trace: Trace | None = None
         self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
         self._by_shape: dict[tuple[str, Shape, int], Layout] = {}
 
@@ -111,34 +151,33 @@ class Positions:
 
     def position(self, operation: str, shape: Shape) -> Position:
         """Of the next call. To be asked for once by each, since this draws its key."""
-        self.leave_compiled()
+        if torch.compiler.is_compiling():  # for shapes whose lengths may stand for any
+            return (self.trace or Trace()).position(Draw(operation, shape, self._layout(operation, shape)))
         wanted = operation, shape, self.share.count
         layout = self._by_shape.get(wanted) or self._by_shape.setdefault(wanted, self._layout(operation, shape))
-        (key,) = torch.empty(1, dtype=torch.int64).random_().tolist()
-        self.drawn.append((operation, shape))
-        self.note(repr(layout))
-        first = 0 if layout.dimension is None else self.share.first * layout.each * math.prod(layout.rest)
-        return Position(layout, key, first)
+        (key,) = self.keys([Draw(operation, shape, layout)]).tolist()
+        return Position(layout, key, self.share.first * layout.numbers)
 
-    def leave_compiled(self) -> None:
-        """Has the operation that calls this called as it is, between what is compiled before and after it."""
-        if self.is_compiled:
-            torch.empty(1).item()  # torch cannot compile what depends on a number
+    def keys(self, draws: Sequence[Draw]) -> Tensor:
+        """(draws,) int64: of what is drawn next."""
+        for draw in draws:
+            self.drawn.append(draw[:2])
+            self.note(repr(draw.layout))
+        return torch.empty(len(draws), dtype=torch.int64).random_()
 
     def _layout(self, operation: str, shape: Shape) -> Layout:
         known, count = self._layouts.get((operation, len(shape)), []), self.share.count
-        fitting = [layout for layout in known if layout.fits(shape, count)]
-        if len(fitting) == 1:
-            return fitting[0]
-        # Of shapes that the probe has not seen: as in the operation's others, or else in the first dimension
-        indices = {layout.dimension for layout in known}
-        if fitting or len(indices) > 1:
+        # Shapes that the probe has not seen have them as the operation's others, or else in the first dimension
+        dimensions = {layout.dimension for layout in known} or {0}
+        if len(dimensions) > 1:
+            dimensions = {layout.dimension for layout in known if layout.fits(shape, count)}
+        if len(dimensions) != 1:
             raise InputError(
                 f"{operation} of shape {shape} may have the samples in more than one dimension, or in none, as this "
                 f"rank's number of samples is {count}: choose batch_size so that each rank has at least 2 samples, in "
                 "an epoch's last batch, too, and give all samples the same shape"
             )
-        index = indices.pop() if indices else 0
+        (index,) = dimensions
         if index is None or not shape or not count or shape[index] % count:
             return Layout(None, 1, shape)
-        return Layout(index, shape[index] // count, shape[:index] + shape[index + 1 :])
+        return Layout(index, int(shape[index] // count), shape[:index] + shape[index + 1 :])

@@ -1,22 +1,25 @@
 """Compiles a network by torch.compile: each of the layers that Recipe.fsdp_units names by itself, or else all of it.
 
-Layers that are alike share what is compiled for the first of them. Where one draws or normalises, compiled code ends
-and begins anew, so that the numbers are those of operators.py, with or without this.
+Layers that are alike share what is compiled for the first of them. What they draw is the same with and without this:
+see compiled_draws.py. Where one normalises by the batch of several ranks, or by groups, compiled code ends and begins
+anew.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches, TrainBatches
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
+from flyte_ddp.engine.batches.lengths import lengths_of
+from flyte_ddp.engine.global_batch.compiled_draws import compile_by_position
 from flyte_ddp.engine.global_batch.operators import has_triton
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import allow_compiling
+from flyte_ddp.engine.torch_compat import allow_compiling, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import STARTING
@@ -36,13 +39,15 @@ def check_device(device: torch.device) -> None:
         raise InputError("options.compile needs Triton and a C compiler: install gcc in the image, or leave it out")
 
 
-def compile_layers(recipe: Recipe, mode: GlobalBatchMode, networks: Sequence[nn.Module]) -> None:
+def compile_layers(recipe: Recipe, networks: Sequence[nn.Module]) -> None:
     """Has torch compile what is called from now on."""
-    mode.is_compiled = True
+    # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
+    dynamic = False if recipe.settings.virtual_ranks else None
     layers = [layer for network in networks for layer in _layers(recipe, network)]
     allow_compiling(WAYS * len(layers))  # layers may differ in what is compiled into each, such as a number of its own
     for layer in layers:
-        layer.forward = torch.compile(layer.forward)  # Module.compile would take the layer's hooks along
+        # Module.compile would take the layer's hooks along
+        layer.forward = torch.compile(layer.forward, backend=compile_by_position, dynamic=dynamic)
 
 
 def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
@@ -52,8 +57,14 @@ def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
 def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatches, link: Link) -> None:
     """Calls what is compiled as steps and evaluations will, which leaves no trace; a collective.
 
-    All of that may take longer than a step ever should; so the rank says after each layer that it is alive.
+    All of that may take longer than a step ever should; so the rank says after each layer that it is alive. InputError
+    for samples of different lengths with virtual ranks.
     """
+    if state.recipe.settings.virtual_ranks and lengths_of(train.split):
+        raise InputError(
+            "options.compile must be false with virtual_ranks and samples of different lengths, for each of which all "
+            "would be compiled anew, got true: leave it out, or set virtual_ranks to 0"
+        )
     changing = [(tensor, tensor.clone()) for tensor in state.changing]
     with ExitStack() as hooks:
         for network in {state.model, state.evaluated}:
@@ -75,6 +86,11 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
 
 
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:
-    """The batch, and as much of it as the last one has: as many on all ranks, since these may meet in each."""
-    last = batches.own(len(batches) - 1)
-    return [batch, batch.parts(max(1, last.stop - last.start))[0]]
+    """Batches like this one of all sizes; as many on all ranks, since without virtual ranks these may meet in each."""
+
+    def of_size(size: int) -> Batch:
+        times = -(-size // batch.share.count)
+        tree = pytree.tree_map(lambda leaf: torch.cat([leaf] * times)[:size].clone(), batch.tree)
+        return replace(batch, tree=tree, share=replace(batch.share, count=size))
+
+    return [of_size(max(1, size)) for size in batches.sizes()]

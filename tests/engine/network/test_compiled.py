@@ -61,3 +61,28 @@ def test_it_computes_the_same_numbers(recipe, sharding, ranks, size, least, tmp_
     assert pieces - before <= (sharding == "full"), "a step must not wait for what is compiled"
     assert compiled.epochs[-1].train == pytest.approx(plain.epochs[-1].train, rel=1e-5)
     assert compiled.tested == pytest.approx(plain.tested, rel=1e-4)
+
+
+def test_by_virtual_ranks_it_computes_the_same_bits_on_any_number_of_ranks(tmp_path):
+    """Parts have 2 or 3 samples, so that some ranks meet both sizes, and one of them first."""
+    digests = []
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        settings = Settings(batch_size=10, epochs=1, virtual_ranks=4)
+        job = job_in(folder, subject_of(find_code(f"{TARGETS}:Whole"), settings), RunOptions(compile=True))
+        result, before, pieces = launcher.launch(
+            f"{TARGETS}:count_compiled", World(ranks, ranks, "gloo", "cpu"), job, 120, lambda event: None
+        )[0]
+        assert pieces == before > 0
+        digests.append(result.epochs[-1].digest)
+    assert len(set(digests)) == 1
+
+
+def test_by_virtual_ranks_samples_of_different_lengths_are_refused(tmp_path):
+    subject = subject_of(
+        find_code("tests.engine.length_recipes:Varied"), Settings(batch_size=4, epochs=1, virtual_ranks=2)
+    )
+    job = job_in(tmp_path, subject, RunOptions(compile=True))
+    with pytest.raises(InputError, match=r"options\.compile must be false with virtual_ranks and samples of different"):
+        launcher.launch(f"{TARGETS}:count_compiled", World(1, 1, "gloo", "cpu"), job, 120, lambda event: None)

@@ -1,0 +1,101 @@
+"""A backend of torch.compile, for code that draws: compiled, it draws what it would draw otherwise.
+
+The numbers of a draw follow from its key and from where the rank's samples begin, which change from step to step. So a
+graph that draws gets these as one more input, and torch compiles the arithmetic together with what is around it.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import has_side_effect
+
+from flyte_ddp.engine.global_batch.operators import FACTORIES, active
+from flyte_ddp.engine.global_batch.positions import Draw, Trace
+from flyte_ddp.engine.torch_compat import (
+    TorchDispatchMode,
+    compiled_by,
+    length_of,
+    lengths_in,
+    run_without_content,
+    with_input,
+)
+
+COMPILER = "inductor"
+
+
+def compile_by_position(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """What torch.compile calls with a graph, and with inputs whose tensors have no content."""
+    mode = active()
+    if mode is None:
+        return compiled_by(COMPILER, graph, inputs)
+    _replace_factories(graph)
+    try:
+        mode.trace = Trace()
+        run_without_content(graph, inputs)
+        draws = mode.trace.draws
+        if not draws:
+            return compiled_by(COMPILER, graph, inputs)
+        device = next(one.device for one in inputs if isinstance(one, Tensor))
+        positions = torch.zeros(1 + len(draws), dtype=torch.int64, device=device)
+        compiled = compiled_by(COMPILER, *with_input(graph, inputs, positions, _begin))
+    finally:
+        mode.trace = None
+    count, lengths = mode.share.count, lengths_in(inputs)
+
+    @lru_cache(maxsize=1000)
+    def draws_of(*values: int) -> list[Draw]:
+        known = dict(zip(lengths.values(), values, strict=True))
+        return [draw.with_lengths(partial(length_of, known)) for draw in draws]
+
+    def call(*arguments: Any) -> Any:
+        if active() is not mode or mode.share.count != count:  # other samples in tensors of the same shapes
+            return graph(*arguments)
+        keys = mode.keys(draws_of(*(arguments[place] for place in lengths)))
+        positions = torch.cat([torch.tensor([mode.share.first]), keys])
+        if device.type == "cuda":
+            positions = positions.pin_memory()  # only from there nobody waits for the copy
+        return compiled(*arguments, positions.to(device, non_blocking=True))
+
+    return call
+
+
+@has_side_effect
+def _begin(positions: Tensor) -> None:
+    """The graph's first operation, each time that it is traced."""
+    mode = active()
+    assert mode
+    mode.trace = Trace(positions)
+
+
+def _replace_factories(graph: GraphModule) -> None:
+    """What makes a tensor is seen by no operator of torch while it traces, so it is replaced in the graph."""
+    for part in graph.modules():
+        if isinstance(part, GraphModule):
+            for node in part.graph.nodes:
+                node.target = MADE.get(node.target, node.target)
+            part.recompile()
+
+
+def _made_by(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        with _Factories():  # type: ignore[no-untyped-call]
+            return factory(*args, **kwargs)
+
+    return made
+
+
+class _Factories(TorchDispatchMode):
+    """Has what makes a tensor replaced, while torch traces, too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mode, replacement = active(), FACTORIES.get(func.name().removeprefix("aten::"))
+        call = partial(replacement, mode) if mode and replacement else func
+        return call(*args, **kwargs or {})
+
+
+FUNCTIONS = torch.rand, torch.randn, torch.randint, torch.normal, torch.rand_like, torch.randn_like, torch.randint_like
+MADE = {function: _made_by(function) for function in FUNCTIONS}
