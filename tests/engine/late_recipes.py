@@ -199,6 +199,11 @@ class FactorTensor(Sound):
         return torch.tensor([0.5])
 
 
+class FactorUntilTheEnd(Sound):
+    def lr_lambda(self, step, steps):
+        return 1 / (steps - step)
+
+
 class NoMeasure(Recipe):
     data, model, forward = Sound.data, Sound.model, Sound.forward
     body = nn.Identity

@@ -47,7 +47,7 @@ REFUSED = {
 }
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
-    "LazyButCalled", "FactorTensor", "OwnNetwork",
+    "LazyButCalled", "FactorTensor", "FactorUntilTheEnd", "OwnNetwork",
     "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted",
 ]  # fmt: skip
 
