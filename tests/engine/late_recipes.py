@@ -162,6 +162,23 @@ class FrozenScripted(Scripted):
         return nn.Sequential(layers, nn.Linear(WIDTH, WIDTH))
 
 
+class Compiled(Sound):
+    def model(self):
+        return torch.compile(super().model(), backend="eager")
+
+
+class CompiledLayer(Sound):
+    def model(self):
+        network = super().model()
+        network[0].compile(backend="eager")
+        return network
+
+
+class Synchronised(Sound):
+    def model(self):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+
+
 class NoNetwork(Sound):
     """Its author has forgotten a return, as those of the next have."""
 
