@@ -109,6 +109,16 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
     return pairs
 
 
+def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
+    """Raises InputError for predictions that cannot be saved beside those of other batches."""
+    one, other = tuple(predictions.shape[1:]), tuple(others.shape[1:])
+    if one != other:
+        raise InputError(
+            f"{code_location(recipe, 'predictions')} must return rows of the same shape for all batches, got {one} and "
+            f"{other}: pad them to the longest of the split"
+        )
+
+
 def mismatched(outputs: Any) -> Any:
     """The outputs, each moved on to the next sample of the batch; what has no rows stays as it is."""
     return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)

@@ -96,6 +96,30 @@ class FlatPictures(Sound):
         return [("a row", row) for row in outputs]
 
 
+class PicturesOfNumPy(Sound):
+    def pictures(self, outputs, batch):
+        return [("a row", row.view(1, 2, 4).numpy()) for row in outputs]
+
+
+class PredictingWords(Sound):
+    """Of sentences that are padded to the longest of their batch: those of the last batch have three words at most."""
+
+    def data(self, split):
+        return torch.randn(1002, 4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def lengths(self, split):
+        return [4] * 1000 + [3, 2]
+
+    def constant_loss(self):
+        return 1.0  # so that test samples are in their order
+
+    def measure(self, outputs, batch):
+        return {"loss": (outputs - batch).square().mean((1, 2))}
+
+    def predictions(self, outputs, batch):
+        return outputs.argmax(2)
+
+
 # --- the step ---
 
 

@@ -19,6 +19,8 @@ REFUSED = {
     "PredictingOne": ["PredictingOne.predictions", "a row for each of the 12 samples, got ()"],
     "PredictingAList": ["PredictingAList.predictions", "a row for each of the 12 samples, got list"],
     "FlatPictures": ["FlatPictures.pictures", "(C, H, W)", "got shape (8,)"],
+    "PicturesOfNumPy": ["PicturesOfNumPy.pictures", "tensors (C, H, W)", "got ndarray"],
+    "PredictingWords": ["PredictingWords.predictions", "the same shape for all batches, got (3,) and (4,)", "pad them"],
     "Sparse": ["Sparse.model", "the gradient of 0.weight must not be sparse", "sparse=False"],
     "LBFGS": ["LBFGS.optimizer", "LBFGS cannot make a step (TypeError", "needs no closure"],
     "SparseAdam": ["SparseAdam.optimizer", "SparseAdam cannot make a step (RuntimeError", "dense gradients"],
