@@ -143,6 +143,7 @@ def _norm(gradient: Tensor) -> float:
     return float(norm.full_tensor() if is_shard(norm) else norm)
 
 
+@torch.no_grad()  # with gradients, torch may refuse a view of a weight that has changed since
 def _gaps(stage: str, whole: Trial, parts: Sequence[Trial], tolerance: float) -> str | None:
     """The name of what differs between the whole and the joined parts; None if nothing does or can be compared, such
     as rows that are padded to the longest of their part."""

@@ -98,6 +98,7 @@ SOUND = [
     "InPlace",
     "NotReentrant",
     "Forces",
+    "ViewOfWeights",
     "Undirected",
 ]
 
