@@ -149,7 +149,8 @@ def headline_of(recipe: Recipe, measures: dict[str, float]) -> str:
     """The name of the main measure; InputError if the recipe names one that does not exist."""
     if recipe.headline and recipe.headline not in measures:
         raise InputError(
-            f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}"
+            f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}: name "
+            "one of them, or let measure() return it"
         )
     others: list[str] = [name for name in measures if name != "loss"]
     return recipe.headline or next(iter(others), "loss")

@@ -93,7 +93,8 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
         if gaps is None:
             continue
         if _gaps(stage, whole, [trials(0, trials.size)], tolerance) is not None:
-            return [f"{code_location(recipe, stage)}: returns something else each time: let {DRAWN}"]
+            remedy = f"let {DRAWN}; count in a buffer"
+            return [f"{code_location(recipe, stage)}: returns something else each time: {remedy}"]
         if _gaps(stage, whole, [trials(0, trials.size, as_second=True)], tolerance) is not None:
             return [f"{code_location(recipe, stage)}: {gaps} depends on the rank or the number of ranks: read neither"]
         return [
