@@ -146,8 +146,8 @@ def test_what_is_drawn_for_a_batch_depends_on_its_position_alone():
     assert not torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights"])
-def test_weights_of_the_loss_that_are_not_finite_end_the_run(alone, tmp_path, name):
+@pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights", "NaNParameter"])
+def test_weights_of_loss_or_network_that_are_not_finite_end_the_run(alone, tmp_path, name):
     with pytest.raises(NonFiniteError, match="loss is not finite in epoch 1, step 1, on rank 0"):
         run(name, tmp_path)
 
@@ -156,7 +156,7 @@ def test_every_recipe_of_the_modules_is_tested():
     recipes = {name for name, kind in CLASSES.items() if issubclass(kind, Sound)}
     assert recipes - {*REFUSED, *SOUND} == {
         "Permitted", "OneRankRaises", "RarelyLonger", "RarelyLongerPart", "Chatty", "Unseeded", "Borrowing",
-        "BorrowingGroups", "TurnedAlike", "TurnedByOne", "NaNWeights", "InfiniteWeights",
+        "BorrowingGroups", "TurnedAlike", "TurnedByOne", "NaNWeights", "InfiniteWeights", "NaNParameter",
         "OfDataset",  # from which others derive
         # of tests/engine/test_validation.py
         "Overflowing", "OverflowingTest", "OverflowingValidation", "OverflowingTestAfterValidation", "BrokenScore",
