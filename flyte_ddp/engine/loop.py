@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.garbage import collected_between
-from flyte_ddp.engine.measures import mismatched, pairs_of, sums_of
+from flyte_ddp.engine.measures import check_rows, mismatched, pairs_of, sums_of
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.non_finite import find_non_finite
@@ -246,6 +246,7 @@ def evaluate(state: TrainingState, test: EvaluationBatches, link: Link, split: s
                     sums[-2:] += sums_of({"loss": others["loss"]})
                 predictions = recipe.predictions(outputs, batch.tree)
             if predictions is not None:
+                check_rows(recipe, predictions, rows[0] if rows else predictions)
                 rows.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
             link.heartbeat()
     distributed.all_reduce(by_part)

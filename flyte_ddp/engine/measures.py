@@ -109,6 +109,16 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
     return pairs
 
 
+def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
+    """Raises InputError for predictions that cannot be saved beside those of other batches."""
+    one, other = tuple(predictions.shape[1:]), tuple(others.shape[1:])
+    if one != other:
+        raise InputError(
+            f"{code_location(recipe, 'predictions')} must return rows of the same shape for all batches, got {one} and "
+            f"{other}: pad them to the longest of the split"
+        )
+
+
 def mismatched(outputs: Any) -> Any:
     """The outputs, each moved on to the next sample of the batch; what has no rows stays as it is."""
     return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)
@@ -139,7 +149,8 @@ def headline_of(recipe: Recipe, measures: dict[str, float]) -> str:
     """The name of the main measure; InputError if the recipe names one that does not exist."""
     if recipe.headline and recipe.headline not in measures:
         raise InputError(
-            f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}"
+            f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}: name "
+            "one of them, or let measure() return it"
         )
     others: list[str] = [name for name in measures if name != "loss"]
     return recipe.headline or next(iter(others), "loss")

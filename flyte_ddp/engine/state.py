@@ -75,7 +75,9 @@ class TrainingState:
         optimizer = own_optimizer(recipe, model)
         self.layout = Layout(self.model, optimizer)
         self.optimizer = on_shards(optimizer)
-        self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(step, total_steps))
+        # LambdaLR asks for the rate of a step after the last, for which a schedule has none
+        last = total_steps - 1
+        self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(min(step, last), total_steps))
         # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
         self.flag = torch.zeros((), device=device)
         # What an optimizer divides the gradients by in its step, if it can, which saves a pass over them

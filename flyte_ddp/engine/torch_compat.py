@@ -37,6 +37,11 @@ def uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile has returned it, or its method compile() has been called."""
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
+
+
 @contextmanager
 def any_batch_size() -> Iterator[None]:
     """Lets batch norm have a single row on this rank; torch refuses that before it calls the operator."""

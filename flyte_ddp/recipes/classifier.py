@@ -40,9 +40,7 @@ class Classifier(Recipe):
     def _check(self, outputs: Any, labels: Any) -> None:
         """Raises InputError for what torch refuses without naming data or network."""
         owner, count = type(self).__name__, len(labels)
-        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
-            got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise InputError(f"{owner}: forward must return logits, a tensor of shape ({count}, classes), got {got}")
+        self._check_logits(outputs)
         if labels.dtype not in (torch.int64, torch.uint8) or labels.ndim != 1:
             dtype = str(labels.dtype).removeprefix("torch.")
             raise InputError(
@@ -50,6 +48,14 @@ class Classifier(Recipe):
             )
         if self.share.alone:
             self._check_range(outputs, labels)
+
+    def _check_logits(self, outputs: Any) -> None:
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise InputError(
+                f"{type(self).__name__}: forward must return logits, a tensor of shape (n, classes), got "
+                f"{got}: for other outputs, define measure() and predictions()"
+            )
 
     def _check_range(self, outputs: Tensor, labels: Tensor) -> None:
         classes = outputs.shape[1]
@@ -62,4 +68,5 @@ class Classifier(Recipe):
 
     def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
         """(n, classes) log-probabilities."""
+        self._check_logits(outputs)
         return F.log_softmax(outputs.float(), dim=1)

@@ -96,6 +96,30 @@ class FlatPictures(Sound):
         return [("a row", row) for row in outputs]
 
 
+class PicturesOfNumPy(Sound):
+    def pictures(self, outputs, batch):
+        return [("a row", row.view(1, 2, 4).numpy()) for row in outputs]
+
+
+class PredictingWords(Sound):
+    """Of sentences that are padded to the longest of their batch: those of the last batch have three words at most."""
+
+    def data(self, split):
+        return torch.randn(1002, 4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def lengths(self, split):
+        return [4] * 1000 + [3, 2]
+
+    def constant_loss(self):
+        return 1.0  # so that test samples are in their order
+
+    def measure(self, outputs, batch):
+        return {"loss": (outputs - batch).square().mean((1, 2))}
+
+    def predictions(self, outputs, batch):
+        return outputs.argmax(2)
+
+
 # --- the step ---
 
 
@@ -162,6 +186,23 @@ class FrozenScripted(Scripted):
         return nn.Sequential(layers, nn.Linear(WIDTH, WIDTH))
 
 
+class Compiled(Sound):
+    def model(self):
+        return torch.compile(super().model(), backend="eager")
+
+
+class CompiledLayer(Sound):
+    def model(self):
+        network = super().model()
+        network[0].compile(backend="eager")
+        return network
+
+
+class Synchronised(Sound):
+    def model(self):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+
+
 class NoNetwork(Sound):
     """Its author has forgotten a return, as those of the next have."""
 
@@ -197,6 +238,11 @@ class FactorNaN(Sound):
 class FactorTensor(Sound):
     def lr_lambda(self, step, steps):
         return torch.tensor([0.5])
+
+
+class FactorUntilTheEnd(Sound):
+    def lr_lambda(self, step, steps):
+        return 1 / (steps - step)
 
 
 class NoMeasure(Recipe):

@@ -41,6 +41,15 @@ class InfiniteWeights(NaNWeights):
     weight = torch.inf
 
 
+class NaNParameter(Sound):
+    """As memory that nobody has filled may be."""
+
+    def model(self):
+        network = super().model()
+        nn.init.constant_(network[0].weight, torch.nan)
+        return network
+
+
 class DerivedTensor(Sound):
     def derive(self, measures):
         return {**measures, "both": torch.zeros(2)}

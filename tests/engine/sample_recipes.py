@@ -4,6 +4,7 @@ import tempfile
 from collections import UserDict
 
 import numpy as np
+import torch
 
 from tests.engine.dataset_recipes import OfDataset, Rows
 from tests.engine.probe_recipes import SIZE, Sound, table
@@ -44,6 +45,39 @@ class OnDisk(BytesSwapped):
         with tempfile.NamedTemporaryFile() as file:
             rows.astype(">f4").tofile(file.name)
             return np.memmap(file.name, ">f4", "r", shape=rows.shape)
+
+
+class OfSixteenBits(BytesSwapped):
+    """As features that were computed in bfloat16, which NumPy has not."""
+
+    def held(self, rows):
+        return torch.from_numpy(rows).bfloat16()
+
+    def forward(self, model, batch):
+        return model(batch.float())
+
+
+class Computed(BytesSwapped):
+    """By a network, and nobody has said that it is not to be trained."""
+
+    def held(self, rows):
+        torch.manual_seed(0)
+        return torch.nn.Linear(rows.shape[1], rows.shape[1])(torch.from_numpy(rows))
+
+
+class Sparse(BytesSwapped):
+    def held(self, rows):
+        return torch.from_numpy(rows).to_sparse()
+
+
+class Nested(BytesSwapped):
+    def held(self, rows):
+        return torch.nested.nested_tensor([torch.from_numpy(row[: 1 + len(row) // 2]) for row in rows])
+
+
+class ListedSamples(BytesSwapped):
+    def held(self, rows):
+        return [(torch.from_numpy(row), torch.tensor(0)) for row in rows]
 
 
 class LikeADict(BytesSwapped):

@@ -19,6 +19,8 @@ REFUSED = {
     "PredictingOne": ["PredictingOne.predictions", "a row for each of the 12 samples, got ()"],
     "PredictingAList": ["PredictingAList.predictions", "a row for each of the 12 samples, got list"],
     "FlatPictures": ["FlatPictures.pictures", "(C, H, W)", "got shape (8,)"],
+    "PicturesOfNumPy": ["PicturesOfNumPy.pictures", "tensors (C, H, W)", "got ndarray"],
+    "PredictingWords": ["PredictingWords.predictions", "the same shape for all batches, got (3,) and (4,)", "pad them"],
     "Sparse": ["Sparse.model", "the gradient of 0.weight must not be sparse", "sparse=False"],
     "LBFGS": ["LBFGS.optimizer", "LBFGS cannot make a step (TypeError", "needs no closure"],
     "SparseAdam": ["SparseAdam.optimizer", "SparseAdam cannot make a step (RuntimeError", "dense gradients"],
@@ -26,6 +28,9 @@ REFUSED = {
     "LearnedWeights": ["LearnedWeights.measure", "the weights of 'loss' must not need a gradient", "detach()"],
     "Lazy": ["Lazy.model", "0.weight has no shape yet", "call the network once in model()"],
     "Scripted": ["Scripted.model", "the network must not come from torch.jit, or must be frozen", "return the module"],
+    "Compiled": ["Compiled.model", "the network must not be compiled", "set options.compile instead"],
+    "CompiledLayer": ["CompiledLayer.model", "0 must not be compiled", "leave torch.compile out"],
+    "Synchronised": ["Synchronised.model", "1 must not be nn.SyncBatchNorm", "leave convert_sync_batchnorm out"],
     "NoNetwork": ["NoNetwork.model", "must return the network, an nn.Module, got NoneType"],
     "NoOutputs": ["NoOutputs.forward", "must return the network's outputs, got None"],
     "NoFactor": ["NoFactor.lr_lambda", "must return a finite number, got None"],
@@ -47,7 +52,7 @@ REFUSED = {
 }
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
-    "LazyButCalled", "FactorTensor", "OwnNetwork",
+    "LazyButCalled", "FactorTensor", "FactorUntilTheEnd", "OwnNetwork",
     "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted",
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """What the network and the data of a Classifier must return; torch's own errors name neither."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ def measured(outputs, labels, alone=False):
         (LOGITS, LABELS.float(), "labels must be int64 of shape (4,), got float32 of shape (4,)"),
         (LOGITS, LABELS.int(), "labels must be int64 of shape (4,), got int32 of shape (4,)"),
         (LOGITS, LABELS[:, None], "labels must be int64 of shape (4,), got int64 of shape (4, 1)"),
-        ((LOGITS, 1), LABELS, "forward must return logits, a tensor of shape (4, classes), got tuple"),
-        (LOGITS[:, 0], LABELS, "forward must return logits, a tensor of shape (4, classes), got shape (4,)"),
+        ((LOGITS, 1), LABELS, "forward must return logits, a tensor of shape (n, classes), got tuple"),
+        (LOGITS[:, 0], LABELS, "forward must return logits, a tensor of shape (n, classes), got shape (4,)"),
     ],
 )
 def test_what_is_no_classification_is_refused_by_name(outputs, labels, words, alone):
@@ -47,3 +48,10 @@ def test_labels_may_be_bytes():
 def test_ignored_labels_have_no_loss():
     labels = torch.where(LABELS == 0, -100, LABELS)
     assert (measured(LOGITS, labels, alone=True)["loss"] == 0).tolist() == [True, False, False, True]
+
+
+def test_predictions_of_other_outputs_ask_for_a_method_of_their_own():
+    words = "Flowers: forward must return logits, a tensor of shape (n, classes), got dict: for other outputs, define "
+    predict: Any = Flowers(TrainingSettings()).predictions
+    with pytest.raises(InputError, match=re.escape(words)):
+        predict({"logits": LOGITS}, (torch.zeros(4, 8), LABELS))

@@ -14,6 +14,7 @@ from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.batches.sample_seeds import NOWHERE, Origin
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
+from flyte_ddp.model_files.weights import listed
 from flyte_ddp.random_numbers import Use, key_of
 
 
@@ -48,10 +49,13 @@ class Resident:
         leaves = [leaf if isinstance(_checked(leaf), np.memmap) else _as_tensor(leaf) for leaf in leaves]
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or "no tensors"
+            shapes = listed([str(tuple(leaf.shape)) for leaf in leaves]) or "no tensors"
             if all(leaf.ndim for leaf in leaves) and set(lengths) == {0}:
                 raise InputError(f"the split is empty, it must have samples: its tensors are {shapes}")
-            raise InputError(f"the first dimension has to be the samples, as many in all tensors, got {shapes}")
+            raise InputError(
+                f"the first dimension has to be the samples, as many in all tensors, got {shapes}: stack them, or "
+                "return a Dataset"
+            )
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
                 bad = int(leaf.isfinite().logical_not().nonzero()[0, 0])
@@ -80,13 +84,16 @@ class Resident:
 def _checked(leaf: Any) -> Any:
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a Dataset, got {type(leaf).__name__}")
+    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        raise InputError(f"data must be dense tensors, got a {kind} one: pad it, call to_dense(), or return a Dataset")
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in KINDS:
         raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
     return leaf
 
 
 def _as_tensor(leaf: Tensor | np.ndarray) -> Tensor:
-    return leaf if isinstance(leaf, Tensor) else tensor_of(leaf)
+    return leaf.detach() if isinstance(leaf, Tensor) else tensor_of(leaf)
 
 
 class Subset:

@@ -55,10 +55,12 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
     left_out = matching("init_leave_out", named, sorted({*own, *weights}))
     unfit = [name for name in misfits(weights, own) if name not in left_out]
     if unfit and MISMATCHING not in patterns:
+        layer = unfit[0].rpartition(".")[0] or unfit[0]
+        remedy = f'to leave such tensors out, set init_leave_out to their names, as "{layer}", or to "{MISMATCHING}"'
+        if own.keys().isdisjoint(weights):
+            remedy = "rename its tensors, before which a wrapper may have put a prefix"
         raise InputError(
-            f"init must fit the network, got {path} with {describe_misfits(unfit, weights, own)}: to leave such "
-            f'tensors out, set init_leave_out to their names, as "{unfit[0].rpartition(".")[0] or unfit[0]}", or to '
-            f'"{MISMATCHING}"'
+            f"init must fit the network, got {path} with {describe_misfits(unfit, weights, own)}: {remedy}"
         )
     taken = {name: value for name, value in weights.items() if name not in {*left_out, *unfit}}
     if not taken:

@@ -93,7 +93,8 @@ def _differences(recipe: Recipe, trials: Trials, whole: Trial, parts: Sequence[T
         if gaps is None:
             continue
         if _gaps(stage, whole, [trials(0, trials.size)], tolerance) is not None:
-            return [f"{code_location(recipe, stage)}: returns something else each time: let {DRAWN}"]
+            remedy = f"let {DRAWN}; count in a buffer"
+            return [f"{code_location(recipe, stage)}: returns something else each time: {remedy}"]
         if _gaps(stage, whole, [trials(0, trials.size, as_second=True)], tolerance) is not None:
             return [f"{code_location(recipe, stage)}: {gaps} depends on the rank or the number of ranks: read neither"]
         return [
@@ -143,6 +144,7 @@ def _norm(gradient: Tensor) -> float:
     return float(norm.full_tensor() if is_shard(norm) else norm)
 
 
+@torch.no_grad()  # with gradients, torch may refuse a view of a weight that has changed since
 def _gaps(stage: str, whole: Trial, parts: Sequence[Trial], tolerance: float) -> str | None:
     """The name of what differs between the whole and the joined parts; None if nothing does or can be compared, such
     as rows that are padded to the longest of their part."""

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.batches.splits import Split
+from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
+from flyte_ddp.engine.batches.lengths import lengths_of
+from flyte_ddp.engine.batches.splits import Split, Subset
 from flyte_ddp.engine.checks.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.checks.refusals import refuse_untrainable
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
-from flyte_ddp.engine.measures import code_location, headline_of, mismatched, pairs_of, ratios
+from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import count_in_total
 from flyte_ddp.errors import InputError
@@ -89,6 +90,8 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         tests = Trials(recipe, model, mode, splits["test"], _count(recipe, splits["test"], is_training=False), False)
         tested = tests(0, tests.size)
         _try_results(recipe, tested, mixed)
+        if tested.stages["predictions"] is not None:
+            _try_lengths(recipe, tests, splits["test"], mixed)
         reasons = reasons or dependences(recipe, tests, tested)
         disagreement = _disagreement(recipe, training.totals + _totals(tested))
     finally:
@@ -192,10 +195,24 @@ def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
     with _fault_named(f"{where} fails, or returns no pairs of a caption and an image", "return () for none"):
         pictures = [(str(caption), picture) for caption, picture in recipe.pictures(outputs, tree)]
     for _, picture in pictures:
-        if picture.ndim != 3 or picture.shape[0] not in (1, 3):
-            raise InputError(
-                f"{where} must return images (C, H, W) of 1 or 3 channels, got shape {tuple(picture.shape)}"
-            )
+        if not isinstance(picture, Tensor) or picture.ndim != 3 or picture.shape[0] not in (1, 3):
+            got = f"shape {tuple(picture.shape)}" if isinstance(picture, Tensor) else type(picture).__name__
+            raise InputError(f"{where} must return images, tensors (C, H, W) of 1 or 3 channels, got {got}")
+
+
+def _try_lengths(recipe: Recipe, tests: Trials, split: Split, mixed: bool) -> None:
+    """Whether what is saved of the batch that is padded to the fewest and of that to the most fits together."""
+    lengths, size = lengths_of(split), recipe.settings.test_batch_size
+    if not lengths:
+        return
+    samples = EvaluationBatches(split, size, rank=0, world_size=1, mixed=mixed).order.at(torch.arange(len(split)))
+    longest = torch.stack([batch[lengths.each[batch].argmax()] for batch in samples.split(size)])
+    rows = []
+    for index in (longest[lengths.each[longest].argmin()], longest[lengths.each[longest].argmax()]):
+        one = Subset(split, tests.size, index.expand_as)
+        trial = Trials(recipe, tests.model, tests.mode, one, tests.size, False, copied=tests.model)
+        rows.append(trial(0, tests.size).stages["predictions"])
+    check_rows(recipe, *rows)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.engine.batches.splits import Split, Subset, spread
-from flyte_ddp.engine.checks.trials import Trial, Trials
+from flyte_ddp.engine.checks.trials import Trial, Trials, is_same
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import code_location, trained_measure
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -55,9 +55,9 @@ def _refuse_lost(recipe: Recipe, trials: Trials, whole: Trial) -> None:
             )
     for name, now in whole.buffers.items():
         before = trials.buffers.get(name)
-        is_same = before is not None and torch.equal(now, before)
+        is_unchanged = before is not None and is_same(now, before)
         is_fitting = before is not None and now.shape == before.shape
-        if is_same or is_fitting == (name in kept):  # a cache that grows is made again
+        if is_unchanged or is_fitting == (name in kept):  # a cache that grows is made again
             continue
         owner = type(trials.model.get_submodule(name.rpartition(".")[0])).__name__
         does, remedy = "creates", "of which model() has none of this shape: create it in its __init__"

@@ -165,7 +165,12 @@ def changed_weights(model: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     """By name, with every name of tied ones, the network's parameters that are not as in the original."""
     before = dict(original.named_parameters(remove_duplicate=False))
     now = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
-    return {name: weight for name, weight in now.items() if not torch.equal(weight, before[name])}
+    return {name: weight for name, weight in now.items() if not is_same(weight, before[name])}
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Bit by bit, but for those of a NaN, which equals no other to torch."""
+    return torch.equal(one, other) or (one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True))
 
 
 @contextmanager

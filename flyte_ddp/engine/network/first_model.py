@@ -13,6 +13,7 @@ from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, start
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.sharding.sharding import give_room
+from flyte_ddp.engine.torch_compat import is_compiled
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.frozen_base import frozen_weights
 from flyte_ddp.recipe import Recipe
@@ -77,7 +78,7 @@ def _with_values(recipe: Recipe, job: Job) -> First:
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
     check_types(recipe, model)
-    _check_scripts(recipe, model)
+    _check_layers(recipe, model)
     return model, set(base), remarks
 
 
@@ -129,14 +130,30 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
         )
 
 
-def _check_scripts(recipe: Recipe, model: nn.Module) -> None:
-    """Raises InputError for what torch.jit has made of layers that are trained: torch loses their gradients."""
+def _check_layers(recipe: Recipe, model: nn.Module) -> None:
+    """Raises InputError for trained layers from torch.jit, since torch loses their gradients, or from torch.compile,
+    since compiled code draws and normalises by the rank; and for nn.SyncBatchNorm, which no part of a batch can wait
+    for."""
     for name, layer in model.named_modules():
-        if isinstance(layer, torch.jit.ScriptModule) and any(weight.requires_grad for weight in layer.parameters()):
-            raise InputError(
-                f"{code_location(recipe, 'model')}: {name or 'the network'} must not come from torch.jit, or must be "
-                "frozen, since its copies have no gradients: return the module that it was made of"
+        is_trained = any(weight.requires_grad for weight in layer.parameters())
+        problem = ""
+        if isinstance(layer, torch.jit.ScriptModule) and is_trained:
+            problem = (
+                "must not come from torch.jit, or must be frozen, since its copies have no gradients: return the "
+                "module that it was made of"
             )
+        elif is_compiled(layer) and is_trained:
+            problem = (
+                "must not be compiled, since its random numbers and batch norm would not be the global batch's: leave "
+                "torch.compile out, or on a GPU set options.compile instead"
+            )
+        elif isinstance(layer, nn.SyncBatchNorm):
+            problem = (
+                "must not be nn.SyncBatchNorm: leave convert_sync_batchnorm out, since any batch norm sees the global "
+                "batch"
+            )
+        if problem:
+            raise InputError(f"{code_location(recipe, 'model')}: {name or 'the network'} {problem}")
 
 
 def check_types(recipe: Recipe, model: nn.Module) -> None:

@@ -152,6 +152,11 @@ def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
         assert torch.equal(own.state_dict()["0.weight"], given.state_dict()["0.weight"])
     with pytest.raises(InputError, match="init_leave_out must leave some tensors of init"):
         start_from(own, path, "*")
+    torch.save(nn.DataParallel(own).state_dict(), path)
+    with pytest.raises(
+        InputError, match=r"unexpected keys module\.0\.bias, .*: rename its tensors, before which a wrapper"
+    ):
+        start_from(own, path, "")
 
 
 def test_what_to_leave_out_of_nothing_is_refused(tmp_path):
