@@ -72,7 +72,7 @@ def one(size: str, is_compiled: bool) -> tuple[float, float]:
         mode, model = GlobalBatchMode(recipe.share), recipe.model().to(device)
         names = names_of(recipe, model, train)
         if is_compiled:
-            compile_layers(recipe, [model])
+            compile_layers(recipe, mode, [model])
         state = TrainingState(recipe, model, mode, names, device, 1, autocast=False, total_steps=STEPS)
         started = time.perf_counter()
         compile_now(state, train, test, Link())

@@ -92,6 +92,8 @@ def compiled(device: torch.device) -> str:
     """What torch compiles draws what it would draw otherwise, for other seeds and samples than it was compiled for."""
     draws, mode = _draws_on(device), GlobalBatchMode(BatchShare(0, HALF, SIZE))
 
+    mode.is_compiled = True
+
     def together(count: int) -> list[Tensor]:
         return [draw(count) for draw in draws.values()]
 

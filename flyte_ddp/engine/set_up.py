@@ -28,6 +28,7 @@ from flyte_ddp.events import NotLearning, StartUp
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.model_files.frozen_base import FrozenBase
+from flyte_ddp.model_files.weights import listed
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
 
@@ -113,9 +114,14 @@ def set_up(
         base=FrozenBase(model, base.names - probed.moving) if probed.moving else base,  # which model() does not provide
         moving=probed.moving, average=average, log_gradients=job.options.log_gradients,
     )  # fmt: skip
+    if state.left_out:
+        remarks.append(
+            f"optimizer() is not given {listed(state.left_out)}: they stay as they are, and requires_grad_(False) on "
+            "them would save their gradients"
+        )
     # After the trials and the average, which are copies without these
     if job.options.compile:
-        compile_layers(recipe, [model, average.model] if average else [model])
+        compile_layers(recipe, probed.mode, [model, average.model] if average else [model])
     checkpoint_activations(recipe, model, probed.mode)
     if validation:
         state.best_tracker = best_tracker_of(recipe, probed.headline, settings)

@@ -73,6 +73,9 @@ class TrainingState:
                 (*average.model.parameters(), *average.model.buffers())
             )  # a copy from before the network had them
         optimizer = own_optimizer(recipe, model)
+        given = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        # Trainable weights that are not trained all the same, by name
+        self.left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
         self.layout = Layout(self.model, optimizer)
         self.optimizer = on_shards(optimizer)
         # LambdaLR asks for the rate of a step after the last, for which a schedule has none

@@ -37,11 +37,6 @@ def uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def is_compiled(module: Any) -> bool:
-    """Whether torch.compile has returned it, or its method compile() has been called."""
-    return uncompiled(module) is not module or module._compiled_call_impl is not None
-
-
 @contextmanager
 def any_batch_size() -> Iterator[None]:
     """Lets batch norm have a single row on this rank; torch refuses that before it calls the operator."""
@@ -85,6 +80,11 @@ def allow_compiling(times: int) -> None:
     config, torch._inductor.config.deterministic = torch._dynamo.config, True
     config.recompile_limit = max(config.recompile_limit, times)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, times)
+
+
+def is_functionalizing() -> bool:
+    """Whether torch traces what a compiler will get; before that it looks for shapes alone."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 def compiled_by(name: str, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:

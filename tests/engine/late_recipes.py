@@ -186,16 +186,18 @@ class FrozenScripted(Scripted):
         return nn.Sequential(layers, nn.Linear(WIDTH, WIDTH))
 
 
-class Compiled(Sound):
-    def model(self):
-        return torch.compile(super().model(), backend="eager")
+class Normalised(Sound):
+    body = staticmethod(lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)))
 
 
-class CompiledLayer(Sound):
+class Compiled(Normalised):
     def model(self):
-        network = super().model()
-        network[0].compile(backend="eager")
-        return network
+        return torch.compile(super().model(), backend="aot_eager")
+
+
+class HalfGiven(Sound):
+    def optimizer(self, model):
+        return torch.optim.SGD(model[2].parameters(), 0.1)
 
 
 class Synchronised(Sound):

@@ -8,6 +8,7 @@ import pytest
 
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import late_recipes
@@ -28,8 +29,6 @@ REFUSED = {
     "LearnedWeights": ["LearnedWeights.measure", "the weights of 'loss' must not need a gradient", "detach()"],
     "Lazy": ["Lazy.model", "0.weight has no shape yet", "call the network once in model()"],
     "Scripted": ["Scripted.model", "the network must not come from torch.jit, or must be frozen", "return the module"],
-    "Compiled": ["Compiled.model", "the network must not be compiled", "set options.compile instead"],
-    "CompiledLayer": ["CompiledLayer.model", "0 must not be compiled", "leave torch.compile out"],
     "Synchronised": ["Synchronised.model", "1 must not be nn.SyncBatchNorm", "leave convert_sync_batchnorm out"],
     "NoNetwork": ["NoNetwork.model", "must return the network, an nn.Module, got NoneType"],
     "NoOutputs": ["NoOutputs.forward", "must return the network's outputs, got None"],
@@ -53,7 +52,8 @@ REFUSED = {
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
     "LazyButCalled", "FactorTensor", "FactorUntilTheEnd", "OwnNetwork",
-    "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted",
+    "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted", "Normalised",
+    "Compiled", "HalfGiven",
 ]  # fmt: skip
 
 
@@ -81,6 +81,19 @@ def test_predictions_of_types_that_no_backend_adds_up_come_from_all_ranks(tmp_pa
     predictions = np.load(tmp_path / "predictions.npy")
     assert (predictions.dtype, predictions.shape) == (np.int16, (12, 8))
     assert predictions.any(1).all()
+
+
+def test_a_network_that_model_has_compiled_is_trained_as_it_is(tmp_path):
+    plain, compiled = (run(name, tmp_path / name, nproc=2).epochs[-1] for name in ("Normalised", "Compiled"))
+    assert compiled.train == pytest.approx(plain.train, rel=1e-6)
+
+
+def test_weights_that_the_optimizer_is_not_given_are_named(alone, tmp_path):
+    events: list[Event] = []
+    options, recipe = RunOptions(nproc=1), "tests.engine.late_recipes:HalfGiven"
+    train(recipe, Settings(epochs=1), options, output=tmp_path, on_event=events.append)
+    (started,) = (event for event in events if isinstance(event, RunStarted))
+    assert any("optimizer() is not given 0.weight, 0.bias: they stay as" in remark for remark in started.remarks)
 
 
 def test_every_recipe_of_the_module_is_tested():

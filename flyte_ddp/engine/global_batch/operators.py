@@ -21,7 +21,7 @@ from torch import Tensor
 from flyte_ddp import random_numbers
 from flyte_ddp.engine.global_batch.batch_norm import batch_norm, is_plain
 from flyte_ddp.engine.global_batch.ghost_batch_norm import ghost_batch_norm
-from flyte_ddp.engine.global_batch.positions import Numbers, Positions
+from flyte_ddp.engine.global_batch.positions import Numbers, Positions, leave_compiled
 from flyte_ddp.engine.torch_compat import check, leave_uncompiled, original, plain_attention
 
 ATTEND = original(torch.ops.aten.scaled_dot_product_attention.default)
@@ -234,12 +234,6 @@ def _replace_operators() -> list[torch.library.Library]:
             for key in keys:
                 library.impl(name, functools.partial(_call, replacement, operation), key)
     return [library]
-
-
-def leave_compiled() -> None:
-    """Has torch call the operation that calls this as it is, between what it compiles before and after it."""
-    if torch.compiler.is_compiling():
-        torch.empty(1).item()  # torch cannot compile what depends on a number
 
 
 def _call(

@@ -12,6 +12,7 @@ from torch import Tensor
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.global_batch.batch_norm import Waiting
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
+from flyte_ddp.engine.torch_compat import is_functionalizing
 from flyte_ddp.errors import InputError
 from flyte_ddp.random_numbers import Number
 
@@ -94,6 +95,12 @@ class Trace:
         return Position(draw.layout, self.inputs[len(self.draws)], self.inputs[0] * draw.layout.numbers)
 
 
+def leave_compiled() -> None:
+    """Has torch call the operation that calls this as it is, between what it compiles before and after it."""
+    if torch.compiler.is_compiling():
+        torch.empty(1).item()  # torch cannot compile what depends on a number
+
+
 class Positions:
     """A network's random numbers and batch statistics as those of the global batch, for the samples of a share.
 
@@ -107,7 +114,8 @@ class Positions:
         normalised: whether any batch was normalised.
         running: of the network that trains; None without groups of samples to normalise by.
         waiting: entered while the ranks exchange statistics.
-        trace: of the graph that torch is compiling.
+        is_compiled: whether torch compiles the network by compiled_draws.py.
+        trace: of the graph that it is compiling.
     """
 
     def __init__(self, share: BatchShare):
@@ -117,6 +125,7 @@ class Positions:
         self.normalised = False
         self.running: RunningStatistics | None = None
         self.waiting: Waiting = nullcontext
+        self.is_compiled = False
         self.trace: Trace | None = None
         self._layouts: dict[tuple[str, int], list[Layout]] = {}  # by operation and number of dimensions
         self._by_shape: dict[tuple[str, Shape, int], Layout] = {}
@@ -152,6 +161,13 @@ class Positions:
     def position(self, operation: str, shape: Shape) -> Position:
         """Of the next call. To be asked for once by each, since this draws its key."""
         if torch.compiler.is_compiling():  # for shapes whose lengths may stand for any
+            if not self.is_compiled:
+                leave_compiled()
+            if self.trace is None and is_functionalizing():
+                raise InputError(
+                    f"{operation} must not be compiled by a torch.compile in the recipe beside options.compile, whose "
+                    "numbers are the whole batch's: leave one of them out"
+                )
             return (self.trace or Trace()).position(Draw(operation, shape, self._layout(operation, shape)))
         wanted = operation, shape, self.share.count
         layout = self._by_shape.get(wanted) or self._by_shape.setdefault(wanted, self._layout(operation, shape))

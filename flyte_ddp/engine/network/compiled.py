@@ -16,6 +16,7 @@ from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.global_batch.compiled_draws import compile_by_position
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.global_batch.operators import has_triton
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
@@ -39,8 +40,9 @@ def check_device(device: torch.device) -> None:
         raise InputError("options.compile needs Triton and a C compiler: install gcc in the image, or leave it out")
 
 
-def compile_layers(recipe: Recipe, networks: Sequence[nn.Module]) -> None:
+def compile_layers(recipe: Recipe, mode: GlobalBatchMode, networks: Sequence[nn.Module]) -> None:
     """Has torch compile what is called from now on."""
+    mode.is_compiled = True
     # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
     dynamic = False if recipe.settings.virtual_ranks else None
     layers = [layer for network in networks for layer in _layers(recipe, network)]

@@ -13,7 +13,6 @@ from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, start
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.sharding.sharding import give_room
-from flyte_ddp.engine.torch_compat import is_compiled
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.frozen_base import frozen_weights
 from flyte_ddp.recipe import Recipe
@@ -131,21 +130,14 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
 
 
 def _check_layers(recipe: Recipe, model: nn.Module) -> None:
-    """Raises InputError for trained layers from torch.jit, since torch loses their gradients, or from torch.compile,
-    since compiled code draws and normalises by the rank; and for nn.SyncBatchNorm, which no part of a batch can wait
-    for."""
+    """Raises InputError for trained layers from torch.jit, since torch loses their gradients, and for nn.SyncBatchNorm,
+    which no part of a batch can wait for."""
     for name, layer in model.named_modules():
-        is_trained = any(weight.requires_grad for weight in layer.parameters())
         problem = ""
-        if isinstance(layer, torch.jit.ScriptModule) and is_trained:
+        if isinstance(layer, torch.jit.ScriptModule) and any(weight.requires_grad for weight in layer.parameters()):
             problem = (
                 "must not come from torch.jit, or must be frozen, since its copies have no gradients: return the "
                 "module that it was made of"
-            )
-        elif is_compiled(layer) and is_trained:
-            problem = (
-                "must not be compiled, since its random numbers and batch norm would not be the global batch's: leave "
-                "torch.compile out, or on a GPU set options.compile instead"
             )
         elif isinstance(layer, nn.SyncBatchNorm):
             problem = (

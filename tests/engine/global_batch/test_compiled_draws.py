@@ -26,6 +26,12 @@ def compiles_anew():
     torch._dynamo.reset()
 
 
+def mode_of(share):
+    mode = GlobalBatchMode(share)
+    mode.is_compiled = True
+    return mode
+
+
 class Drawing(nn.Module):
     """Draws in each way that a network may."""
 
@@ -70,7 +76,7 @@ SHARES = [(0, 8, 7), (8, 8, 7), (16, 8, 9), (3, 8, 12), (24, 5, 12), (1, 5, 10)]
 )
 def test_it_draws_the_same_numbers_for_any_samples_and_any_lengths(compiler, network, shares, graphs, monkeypatch):
     monkeypatch.setattr(compiled_draws, "COMPILER", compiler)
-    mode, network = GlobalBatchMode(BatchShare(size=32)), network()
+    mode, network = mode_of(BatchShare(size=32)), network()
     compiled = torch.compile(network.forward, backend=compile_by_position)
     for seed, (first, count, length) in enumerate(shares):
         vars(mode.share).update(first=first, count=count)
@@ -88,7 +94,7 @@ def test_it_draws_the_same_numbers_for_any_samples_and_any_lengths(compiler, net
 def test_as_many_rows_of_other_samples_are_drawn_for_as_they_are(monkeypatch):
     """Two rows for each of four samples look like a row for each of eight."""
     monkeypatch.setattr(compiled_draws, "COMPILER", "aot_eager")
-    mode, network = GlobalBatchMode(BatchShare(size=32)), Drawing()
+    mode, network = mode_of(BatchShare(size=32)), Drawing()
     compiled = torch.compile(network.forward, backend=compile_by_position)
     features = torch.randn(8, 3, WIDTH)
     for count in (8, 4):
@@ -129,7 +135,21 @@ def charlm():
 @pytest.mark.parametrize("network_of", [charlm, resnet, bert])
 def test_a_network_on_one_rank_is_compiled_in_one_piece(network_of, alone, tmp_path):
     environment = Environment(World(1, 1, "gloo", "cpu"), 0, 0, f"file://{tmp_path}/rendezvous", 1)
-    with process_group(environment, 60), GlobalBatchMode(BatchShare(0, 8, 8)).block(1):
+    with process_group(environment, 60), mode_of(BatchShare(0, 8, 8)).block(1):
         network, batch = network_of()
         found = torch._dynamo.explain(network)(batch)
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+
+
+def test_what_a_recipe_compiles_itself_ends_where_it_draws():
+    mode, network = GlobalBatchMode(BatchShare(0, 8, 16)), Drawing()
+    layer = nn.Sequential(network.layer, nn.Dropout(0.3))
+    compiled, features = torch.compile(layer, backend="aot_eager"), torch.randn(8, 3, WIDTH)
+    with mode.block(1):
+        expected = layer(features)
+    with mode.block(1):
+        assert torch.equal(compiled(features), expected)
+    mode.is_compiled = True
+    torch._dynamo.reset()
+    with mode.block(1), pytest.raises(Exception, match="leave one of them out"):
+        compiled(features)
