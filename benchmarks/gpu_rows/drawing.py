@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.global_batch import compiled_draws, operators
-from flyte_ddp.engine.global_batch.compiled_draws import compile_by_position
+from flyte_ddp.engine.global_batch import operators
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
+from flyte_ddp.engine.network import compiled_draws
+from flyte_ddp.engine.network.compiled_draws import compile_by_position
 
 SIZE, HALF = 16, 8  # samples of a global batch, and of the second of two ranks
 DRAWS: dict[str, Callable[..., Tensor]] = {

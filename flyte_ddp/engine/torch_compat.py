@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.fx import GraphModule
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -94,9 +93,10 @@ def compiled_by(name: str, graph: GraphModule, inputs: list[Any]) -> Callable[..
 
 
 def run_without_content(graph: GraphModule, inputs: Sequence[Any]) -> None:
-    """Calls the graph that torch.compile gives to a backend, with its inputs, which have shapes alone."""
-    with torch.no_grad():  # hooks for what a backward pass needs would count these tensors
-        FakeTensorProp(graph, _fake_mode(inputs)).propagate(*inputs)
+    """Calls the graph that torch.compile gives to a backend, with tensors that have the inputs' shapes alone."""
+    mode = _fake_mode(inputs)
+    with torch.no_grad(), mode:  # hooks for what a backward pass needs would count these tensors
+        graph(*(mode.from_tensor(one) if isinstance(one, Tensor) else one for one in inputs))
 
 
 def with_input(
@@ -118,6 +118,16 @@ def _fake_mode(inputs: Sequence[Any]) -> Any:
 def lengths_in(inputs: Sequence[Any]) -> dict[int, Any]:
     """Which inputs of such a graph are lengths that may have any value, and what stands for them in others."""
     return {number: one.node.expr for number, one in enumerate(inputs) if isinstance(one, torch.SymInt)}
+
+
+def divided(length: int, count: int) -> int:
+    """length // count; a length that may have any value in such a graph is fixed, unless it is a multiple anyway."""
+    each = length // count
+    if isinstance(each, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return each if statically_known_true(length % count == 0) else int(each)
+    return each
 
 
 def length_of(known: dict[Any, int], length: int) -> int:

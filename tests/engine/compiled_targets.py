@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine import set_up, worker
-from flyte_ddp.engine.global_batch import compiled_draws
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.network import compiled_draws
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link

@@ -29,6 +29,8 @@ class Draws(TorchDispatchMode):
         transforms: the names of these.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -39,7 +41,7 @@ class Draws(TorchDispatchMode):
         result = func(*args, **kwargs)
         if (
             draws_so_far() == before
-            and torch.Tag.nondeterministic_seeded in func.tags
+            and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
             and _really_draws(func, args, kwargs)
         ):
             drawn = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))

@@ -48,8 +48,8 @@ def active() -> Positions | None:
 
 
 def draws_so_far() -> int:
-    """How many draws of the block have come here."""
-    return len(_active.drawn) if _active else 0
+    """How many draws of the block, or of what is compiled in it, have come here."""
+    return len(_active.trace.draws if _active.trace else _active.drawn) if _active else 0
 
 
 def _dropout(mode: Positions, features: Tensor, p: float, train: bool) -> Tensor:

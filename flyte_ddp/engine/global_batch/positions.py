@@ -12,7 +12,7 @@ from torch import Tensor
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.global_batch.batch_norm import Waiting
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
-from flyte_ddp.engine.torch_compat import is_functionalizing
+from flyte_ddp.engine.torch_compat import divided, is_functionalizing
 from flyte_ddp.errors import InputError
 from flyte_ddp.random_numbers import Number
 
@@ -71,7 +71,7 @@ class Draw(NamedTuple):
     def with_lengths(self, length_of: Callable[[int], int]) -> "Draw":
         """length_of: what a length of a shape stands for."""
         dimension, each, rest = self.layout
-        layout = Layout(dimension, each, tuple(map(length_of, rest)))
+        layout = Layout(dimension, length_of(each), tuple(map(length_of, rest)))
         return Draw(self.operation, tuple(map(length_of, self.shape)), layout)
 
 
@@ -83,14 +83,14 @@ class Trace:
     """
 
     def __init__(self, inputs: Tensor | None = None):
-        """inputs: (1 + draws,) int64 of the graph: the position of the rank's first sample, then the draws' keys; None
-        where torch asks for shapes alone."""
+        """inputs: (1 + draws,) int64 of the graph: the position of the rank's first sample, then the draws' keys. For
+        draws beyond these, and with None, shapes alone are right."""
         self.inputs = inputs
         self.draws: list[Draw] = []
 
     def position(self, draw: Draw) -> Position:
         self.draws.append(draw)
-        if self.inputs is None:
+        if self.inputs is None or len(self.draws) >= len(self.inputs):
             return Position(draw.layout, *torch.zeros(2, dtype=torch.int64))
         return Position(draw.layout, self.inputs[len(self.draws)], self.inputs[0] * draw.layout.numbers)
 
@@ -168,7 +168,12 @@ class Positions:
                     f"{operation} must not be compiled by a torch.compile in the recipe beside options.compile, whose "
                     "numbers are the whole batch's: leave one of them out"
                 )
-            return (self.trace or Trace()).position(Draw(operation, shape, self._layout(operation, shape)))
+            try:
+                draw = Draw(operation, shape, self._layout(operation, shape))
+            except InputError:
+                leave_compiled()  # so that it is raised outside
+                raise
+            return (self.trace or Trace()).position(draw)  # torch asks for shapes before there is a trace
         wanted = operation, shape, self.share.count
         layout = self._by_shape.get(wanted) or self._by_shape.setdefault(wanted, self._layout(operation, shape))
         (key,) = self.keys([Draw(operation, shape, layout)]).tolist()
@@ -196,4 +201,4 @@ class Positions:
         (index,) = dimensions
         if index is None or not shape or not count or shape[index] % count:
             return Layout(None, 1, shape)
-        return Layout(index, int(shape[index] // count), shape[:index] + shape[index + 1 :])
+        return Layout(index, divided(shape[index], count), shape[:index] + shape[index + 1 :])

@@ -15,9 +15,9 @@ from torch import nn
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.lengths import lengths_of
-from flyte_ddp.engine.global_batch.compiled_draws import compile_by_position
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.global_batch.operators import has_triton
+from flyte_ddp.engine.network.compiled_draws import compile_by_position
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import allow_compiling, pytree

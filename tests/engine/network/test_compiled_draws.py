@@ -1,17 +1,22 @@
 """What torch.compile compiles draws the numbers that it would draw otherwise, and stays in one piece."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from examples.charlm.recipe import CharLM
 from examples.charlm.settings import Settings
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.global_batch import compiled_draws
-from flyte_ddp.engine.global_batch.compiled_draws import compile_by_position
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
+from flyte_ddp.engine.network import compiled_draws
+from flyte_ddp.engine.network.compiled_draws import compile_by_position
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.process_group import process_group
 
@@ -91,18 +96,106 @@ def test_it_draws_the_same_numbers_for_any_samples_and_any_lengths(compiler, net
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_as_many_rows_of_other_samples_are_drawn_for_as_they_are(monkeypatch):
-    """Two rows for each of four samples look like a row for each of eight."""
+class DrawingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, features):
+        return features.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand_like(gradient)
+
+
+class NoisyGradients(Drawing):
+    def forward(self, features):
+        return DrawingBackward.apply(self.layer(features))
+
+
+class Both(NoisyGradients):
+    def forward(self, features):
+        return F.dropout(super().forward(features), 0.3)
+
+
+class Mixed(Drawing):
+    """All samples share what is not drawn by position, between two draws that are."""
+
+    def forward(self, features):
+        features = features + torch.rand_like(features)
+        return F.dropout(self.layer(features * torch.randperm(WIDTH)), 0.3)
+
+
+class Asking(Drawing):
+    """Its first graph has no tensor of the batch, and it ends where Python needs to know."""
+
+    def forward(self, features):
+        keep = torch.rand(len(features), 1, 1)
+        return self.layer(features) if (keep < 0.001).all() else F.dropout(self.layer(features * keep), 0.3)
+
+
+class Recomputed(Drawing):
+    def forward(self, features):
+        return checkpoint(super().forward, features, use_reentrant=False)
+
+
+class Flat(Drawing):
+    """All words of all samples in one dimension."""
+
+    def forward(self, features):
+        return F.dropout(self.layer(features.reshape(-1, WIDTH)), 0.3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "graphs"), [(NoisyGradients, 2), (Both, 2), (Mixed, 2), (Asking, 4), (Recomputed, 2), (Flat, 2)]
+)
+def test_it_draws_the_same_numbers_wherever_they_are_drawn(kind, graphs, monkeypatch):
+    """Where that cannot be compiled, it runs as it is."""
     monkeypatch.setattr(compiled_draws, "COMPILER", "aot_eager")
-    mode, network = mode_of(BatchShare(size=32)), Drawing()
+    mode, network = mode_of(BatchShare(size=32)), kind()
     compiled = torch.compile(network.forward, backend=compile_by_position)
-    features = torch.randn(8, 3, WIDTH)
-    for count in (8, 4):
-        vars(mode.share).update(first=4, count=count)
-        expected, found = (drawn(mode, function, network, features, 5) for function in (network, compiled))
-        torch.testing.assert_close(found[0], expected[0])
-        assert found[3] == expected[3]
-    compiled(features)  # outside of a block: by torch's own generator
+    for seed, (first, count, length) in enumerate([(0, 8, 7), (8, 8, 9), (16, 8, 11), (0, 4, 14)]):
+        vars(mode.share).update(first=first, count=count)
+        features = torch.randn(8, length, WIDTH) if count == 8 else torch.randn(8, 7, WIDTH)  # two rows each
+        expected, found = (drawn(mode, function, network, features, seed) for function in (network, compiled))
+        torch.testing.assert_close(found[:2], expected[:2], rtol=1e-3, atol=1e-3)
+        assert mode.trace is None
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    compiled(torch.randn(8, 7, WIDTH))  # outside of a block: by torch's own generator
+
+
+def test_what_has_been_called_outside_of_a_block_draws_in_one_by_position():
+    mode, network, features = mode_of(BatchShare(0, 8, 16)), Few(), torch.randn(8, 3, WIDTH)
+    compiled = torch.compile(network.forward, backend=compile_by_position)
+    compiled(features)
+    expected, found = (drawn(mode, function, network, features, 1) for function in (network, compiled))
+    assert torch.equal(found[0], expected[0])
+
+
+def test_the_buckets_of_distributed_data_parallel_may_end_a_graph(alone, tmp_path, monkeypatch):
+    """Whose parts torch calls while it compiles."""
+    monkeypatch.setattr(compiled_draws, "COMPILER", "aot_eager")
+    environment = Environment(World(1, 1, "gloo", "cpu"), 0, 0, f"file://{tmp_path}/rendezvous", 1)
+    with process_group(environment, 60):
+        layers = [part for _ in range(3) for part in (nn.Linear(600, 600), nn.Dropout(0.3))]
+        network, mode = nn.Sequential(*layers), mode_of(BatchShare(0, 4, 8))
+        plain = copy.deepcopy(network)
+        network.forward = torch.compile(network.forward, backend=compile_by_position)
+        replicated = DistributedDataParallel(network)
+        for seed, length in enumerate((3, 5, 6)):
+            features, found = torch.randn(4, length, 600), []
+            for function in (plain, replicated):
+                with mode.block(seed):
+                    function(features).sum().backward()
+                found.append((mode.drawn, mode.digest))
+            assert found[0] == found[1]
+            torch.testing.assert_close(network[0].weight.grad, plain[0].weight.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_samples_that_may_be_in_either_dimension_are_refused_as_they_are():
+    mode = mode_of(BatchShare(0, 4, 8))
+    mode.learn([("dropout", (8, 4)), ("dropout", (4, 8))], [("dropout", (4, 4)), ("dropout", (4, 4))], 8)
+    compiled = torch.compile(lambda features: F.dropout(features, 0.3), backend=compile_by_position)
+    with mode.block(1), pytest.raises(InputError, match="in more than one dimension"):
+        compiled(torch.randn(4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import has_side_effect
+from torch.utils.checkpoint import checkpoint
 
+from flyte_ddp.engine.checks.draws import Draws
 from flyte_ddp.engine.global_batch.operators import FACTORIES, active
 from flyte_ddp.engine.global_batch.positions import Draw, Trace
 from flyte_ddp.engine.torch_compat import (
@@ -28,22 +30,28 @@ COMPILER = "inductor"
 
 
 def compile_by_position(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What torch.compile calls with a graph, and with inputs whose tensors have no content."""
-    mode = active()
-    if mode is None:
-        return compiled_by(COMPILER, graph, inputs)
-    _replace_factories(graph)
+    """What torch.compile calls with a graph and its inputs. What cannot be compiled by position stays as it is."""
+    mode, devices = active(), [one.device for one in inputs if isinstance(one, Tensor)]
+    _replace(graph)
+    if mode is None or not devices:  # outside of a block, torch's own numbers would be compiled in
+        return graph
+    device = next((one for one in devices if one.type == "cuda"), devices[0])
     try:
         mode.trace = Trace()
-        run_without_content(graph, inputs)
-        draws = mode.trace.draws
-        if not draws:
-            return compiled_by(COMPILER, graph, inputs)
-        device = next(one.device for one in inputs if isinstance(one, Tensor))
-        positions = torch.zeros(1 + len(draws), dtype=torch.int64, device=device)
-        compiled = compiled_by(COMPILER, *with_input(graph, inputs, positions, _begin))
+        with Draws() as others:
+            run_without_content(graph, inputs)
+        draws, mode.trace = mode.trace.draws, Trace()
+        if others.counts:  # whose numbers would no longer come between those of the draws
+            return graph
+        no_positions = torch.zeros(1 + len(draws), dtype=torch.int64, device=device)
+        changed = with_input(graph, inputs, no_positions, _begin) if draws else (graph, inputs)
+        compiled = compiled_by(COMPILER, *changed)
+        if len(mode.trace.draws) > len(draws):  # a backward pass draws, too
+            return graph
     finally:
         mode.trace = None
+    if not draws:
+        return compiled
     count, lengths = mode.share.count, lengths_in(inputs)
 
     @lru_cache(maxsize=1000)
@@ -52,6 +60,8 @@ def compile_by_position(graph: GraphModule, inputs: list[Any]) -> Callable[..., 
         return [draw.with_lengths(partial(length_of, known)) for draw in draws]
 
     def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():  # by DistributedDataParallel, whose buckets end a graph: for shapes alone
+            return compiled(*arguments, no_positions)
         if active() is not mode or mode.share.count != count:  # other samples in tensors of the same shapes
             return graph(*arguments)
         keys = mode.keys(draws_of(*(arguments[place] for place in lengths)))
@@ -71,7 +81,7 @@ def _begin(positions: Tensor) -> None:
     mode.trace = Trace(positions)
 
 
-def _replace_factories(graph: GraphModule) -> None:
+def _replace(graph: GraphModule) -> None:
     """What makes a tensor is seen by no operator of torch while it traces, so it is replaced in the graph."""
     for part in graph.modules():
         if isinstance(part, GraphModule):
@@ -97,5 +107,13 @@ class _Factories(TorchDispatchMode):
         return call(*args, **kwargs or {})
 
 
+def _checkpoint(part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Of a graph that is not compiled, in which torch's own would not draw the same numbers again."""
+    if torch.compiler.is_compiling():
+        return CHECKPOINT(part, *args, **kwargs)
+    return checkpoint(part, *args, **{**kwargs, "use_reentrant": False})
+
+
 FUNCTIONS = torch.rand, torch.randn, torch.randint, torch.normal, torch.rand_like, torch.randn_like, torch.randint_like
-MADE = {function: _made_by(function) for function in FUNCTIONS}
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+MADE = {function: _made_by(function) for function in FUNCTIONS} | {CHECKPOINT: _checkpoint}
