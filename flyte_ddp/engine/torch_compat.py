@@ -81,8 +81,13 @@ def allow_compiling(times: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, times)
 
 
+def is_tracing() -> bool:
+    """Whether torch compiles, so that tensors have shapes alone."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def is_functionalizing() -> bool:
-    """Whether torch traces what a compiler will get; before that it looks for shapes alone."""
+    """Whether it traces what a compiler will get; before that it looks for shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 

@@ -58,8 +58,8 @@ def _dropout(mode: Positions, features: Tensor, p: float, train: bool) -> Tensor
     if not train or p == 0:
         return features
     position = mode.position("dropout", tuple(features.shape))
-    is_compiling = torch.compiler.is_compiling()  # which makes a kernel of this and what is around it
-    kernel = dropout_kernel() if features.is_cuda and position.layout.dimension == 0 and not is_compiling else None
+    has_kernel = features.is_cuda and position.layout.dimension == 0 and isinstance(position.key, int)  # not compiled
+    kernel = dropout_kernel() if has_kernel else None
     if kernel and features.dtype in kernel.DTYPES:
         return kernel.Dropout.apply(features, p, position.key, position.first)
     kept = functools.partial(random_numbers.kept, p=p)

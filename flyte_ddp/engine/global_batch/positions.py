@@ -12,7 +12,7 @@ from torch import Tensor
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.global_batch.batch_norm import Waiting
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
-from flyte_ddp.engine.torch_compat import divided, is_functionalizing
+from flyte_ddp.engine.torch_compat import divided, is_functionalizing, is_tracing
 from flyte_ddp.errors import InputError
 from flyte_ddp.random_numbers import Number
 
@@ -97,7 +97,7 @@ class Trace:
 
 def leave_compiled() -> None:
     """Has torch call the operation that calls this as it is, between what it compiles before and after it."""
-    if torch.compiler.is_compiling():
+    if is_tracing():
         torch.empty(1).item()  # torch cannot compile what depends on a number
 
 
@@ -160,7 +160,7 @@ class Positions:
 
     def position(self, operation: str, shape: Shape) -> Position:
         """Of the next call. To be asked for once by each, since this draws its key."""
-        if torch.compiler.is_compiling():  # for shapes whose lengths may stand for any
+        if is_tracing():  # for shapes whose lengths may stand for any
             if not self.is_compiled:
                 leave_compiled()
             if self.trace is None and is_functionalizing():

@@ -20,6 +20,7 @@ from flyte_ddp.engine.global_batch.positions import Draw, Trace
 from flyte_ddp.engine.torch_compat import (
     TorchDispatchMode,
     compiled_by,
+    is_tracing,
     length_of,
     lengths_in,
     run_without_content,
@@ -60,7 +61,7 @@ def compile_by_position(graph: GraphModule, inputs: list[Any]) -> Callable[..., 
         return [draw.with_lengths(partial(length_of, known)) for draw in draws]
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():  # by DistributedDataParallel, whose buckets end a graph: for shapes alone
+        if is_tracing():  # by DistributedDataParallel, whose buckets end a graph: for shapes alone
             return compiled(*arguments, no_positions)
         if active() is not mode or mode.share.count != count:  # other samples in tensors of the same shapes
             return graph(*arguments)
@@ -109,7 +110,7 @@ class _Factories(TorchDispatchMode):
 
 def _checkpoint(part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Of a graph that is not compiled, in which torch's own would not draw the same numbers again."""
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return CHECKPOINT(part, *args, **kwargs)
     return checkpoint(part, *args, **{**kwargs, "use_reentrant": False})
 
