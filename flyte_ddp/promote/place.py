@@ -67,6 +67,13 @@ class Pointer:
         return Pointer(version, (*self.history, Change(version, now(), how)))
 
 
+def local_root(place: str) -> str:
+    """A URL as it is, a folder by its absolute path; InputError for a URL of which a slash is missing."""
+    if re.match(r"\w{2,}:/(?!/)", place):
+        raise InputError(f"place must be a folder, or a URL such as s3://bucket/mnist, got {place!r}: add a slash")
+    return place if "://" in place else str(Path(place).expanduser().absolute())
+
+
 class Place:
     """A place of promoted models.
 

@@ -15,7 +15,7 @@ from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote.job import PromotionOptions, Verdict, judge
 from flyte_ddp.promote.page import history, outcome, promotion_page
-from flyte_ddp.promote.place import PROMOTED, Place, Pointer, now, version_name
+from flyte_ddp.promote.place import PROMOTED, Place, Pointer, local_root, now, version_name
 from flyte_ddp.promote.registry import register
 from flyte_ddp.report.article import article
 from flyte_ddp.report.console import Console, say, say_last
@@ -76,8 +76,8 @@ def writable_place(platform: Platform, place: str) -> Place:
 
 def place_of(platform: Platform, place: str) -> Place:
     """A local run has a default, and may use relative paths."""
-    if platform.is_local() and "://" not in place:
-        place = str(Path(place or runs_dir().with_name("promoted")).expanduser().absolute())
+    if platform.is_local():
+        place = local_root(place or str(runs_dir().with_name("promoted")))
     if not place:
         raise InputError("place must be a URL of Flyte's storage, such as s3://bucket/mnist, got none: set it")
     return Place(platform, place)

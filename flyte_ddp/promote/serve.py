@@ -6,6 +6,7 @@ promotion, or a roll-back, is followed within some seconds. It answers from one 
 
 import io
 import json
+import os
 import tempfile
 import threading
 import time
@@ -20,7 +21,7 @@ from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.model_metadata import read_metadata
-from flyte_ddp.promote.place import Place
+from flyte_ddp.promote.place import Place, local_root
 from flyte_ddp.recipe import CPU
 from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.recipes.models import load_model
@@ -45,6 +46,7 @@ class Served:
 
     def __init__(self, place: Place):
         self._place, self._looking = place, threading.Lock()
+        self._turns = threading.Semaphore(os.cpu_count() or 1)  # more images at once would only take memory
         if not (name := self._newest_name()):
             raise InputError(f"place {place.root} must have a promoted model to serve, but has none: promote one first")
         self._loaded = self._load(name)
@@ -82,11 +84,12 @@ class Served:
     def answer(self, image: bytes) -> dict[str, Any]:
         """Raises ValueError for what is no image."""
         name, model, facts, normalise = self.newest()
-        try:
-            pixels = torch.tensor(decode(io.BytesIO(image), tuple(facts["image_shape"])))
-        except Exception as error:  # Pillow has many types
-            raise ValueError(f"the body must be an image file: {reason(error)}") from None
-        probabilities = model(normalise(pixels[None])).softmax(1)[0].tolist()
+        with self._turns:
+            try:
+                pixels = torch.tensor(decode(io.BytesIO(image), tuple(facts["image_shape"])))
+            except Exception as error:  # Pillow has many types
+                raise ValueError(f"the body must be an image file: {reason(error)}") from None
+            probabilities = model(normalise(pixels[None])).softmax(1)[0].tolist()
         by_class = dict(zip(facts["classes"], probabilities, strict=True))
         best = max(by_class, key=by_class.__getitem__)
         return {"version": name, "class": best, "probability": by_class[best], "probabilities": by_class}
@@ -149,8 +152,7 @@ def main(place: str, host: str, port: int) -> None:
     show_output()
     if not place:
         raise InputError("place must be a folder or a URL, got '': DDP_PROMOTE_TO names it where an app is deployed")
-    root = place if "://" in place else str(Path(place).absolute())
-    served = Served(Place(own_platform(), root))
+    served = Served(Place(own_platform(), local_root(place)))
     try:
         http = server(served, host, port)
     except OSError as error:

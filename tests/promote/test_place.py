@@ -17,7 +17,7 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flyte_ddp.attempt.platform_storage import files_at
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
-from flyte_ddp.promote.place import PROMOTED, ROLLED_BACK, Place, version_name
+from flyte_ddp.promote.place import PROMOTED, ROLLED_BACK, Place, local_root, version_name
 from tests.object_storage import object_storage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +138,8 @@ def test_a_change_that_was_not_seen_is_not_overwritten(place, tmp_path):
 def test_what_is_no_place_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"absolute path or a URL of Flyte's storage .*got 'models'"):
         Place(platform, "models")
+    with pytest.raises(InputError, match=r"a URL such as s3://bucket/mnist, got 's3:/bucket': add a slash"):
+        local_root("s3:/bucket")
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"must be writable: .*Not a directory"):
         promote(Place(platform, str(tmp_path / "file")), "first", tmp_path)
