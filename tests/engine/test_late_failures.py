@@ -53,7 +53,7 @@ SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
     "LazyButCalled", "FactorTensor", "FactorUntilTheEnd", "OwnNetwork",
     "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted", "Normalised",
-    "Compiled", "HalfGiven",
+    "Compiled", "HalfGiven", "Forgetful", "Remembering",
 ]  # fmt: skip
 
 
@@ -86,6 +86,13 @@ def test_predictions_of_types_that_no_backend_adds_up_come_from_all_ranks(tmp_pa
 def test_a_network_that_model_has_compiled_is_trained_as_it_is(tmp_path):
     plain, compiled = (run(name, tmp_path / name, nproc=2).epochs[-1] for name in ("Normalised", "Compiled"))
     assert compiled.train == pytest.approx(plain.train, rel=1e-6)
+
+
+def test_what_a_checkpoint_lacks_of_an_optimizer_is_warned_of(alone, tmp_path):
+    lost, kept = (run(name, tmp_path / name).warnings for name in ("Forgetful", "Remembering"))
+    (warning,) = (warning for warning in lost if "state_dict" in warning)
+    assert re.search(r"late_recipes.py, line \d+\): Slow keeps before, steps outside of its state_dict", warning)
+    assert not any("state_dict" in warning for warning in kept)
 
 
 def test_weights_that_the_optimizer_is_not_given_are_named(alone, tmp_path):

@@ -18,6 +18,7 @@ from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.batches.splits import Split, Subset
 from flyte_ddp.engine.checks.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
+from flyte_ddp.engine.checks.lost_state import lost_on_resume
 from flyte_ddp.engine.checks.refusals import refuse_untrainable
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
@@ -39,7 +40,7 @@ class Probed:
         names: of the measures.
         headline: the name of the main measure.
         reasons: why the result depends on the number of ranks; only if the recipe allows that.
-        alike: what changes all samples of a batch alike, where one would rather change each.
+        warnings: what is hardly meant, such as what changes all samples of a batch alike, or state that a resume loses.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         mode: what draws by sample, having seen where samples are in what is drawn.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
@@ -48,7 +49,7 @@ class Probed:
     names: tuple[str, ...]
     headline: str
     reasons: list[str]
-    alike: list[str]
+    warnings: list[str]
     sample_flops: float
     mode: GlobalBatchMode
     moving: frozenset[str]
@@ -62,7 +63,7 @@ class _Tried(NamedTuple):
     totals: list[float]
     sample_flops: float
     moving: frozenset[str]
-    alike: list[str]
+    warnings: list[str]
 
 
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, mixed: bool) -> Probed:
@@ -100,7 +101,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     if reasons and not recipe.may_depend_on_ranks:
         raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
     headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
-    return Probed(training.names, headline, reasons, training.alike, training.sample_flops, mode, training.moving)
+    return Probed(training.names, headline, reasons, training.warnings, training.sample_flops, mode, training.moving)
 
 
 def _try_training(recipe: Recipe, model: nn.Module, split: Split, mode: GlobalBatchMode, steps: int) -> _Tried:
@@ -111,14 +112,16 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, mode: GlobalBa
         whole = trials(0, trials.size)
     refuse_untrainable(recipe, model, split, trials, whole)
     reasons = dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
-    _try_step(recipe, trials.model)
+    warnings = _try_step(recipe, trials.model)
     moving = _moving(trials, model)
-    alike = [
+    warnings += [
         f"{where}: torchvision's {name} changes all samples of a batch alike, by the same random numbers: call it on "
         "each sample, in a Dataset, or draw from the argument random of augment()"
         for where, name in whole.alike
     ]
-    return _Tried(reasons, tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, alike)
+    return _Tried(
+        reasons, tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, warnings
+    )
 
 
 def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
@@ -147,8 +150,9 @@ def _disagreement(recipe: Recipe, totals: list[float]) -> list[str]:
     return [f"{code_location(recipe, 'measure')}: each rank measures something else for the same samples: {remedy}"]
 
 
-def _try_step(recipe: Recipe, model: nn.Module) -> None:
-    """A step of the optimizer with gradients for what has some from the last trial, which changes the weights."""
+def _try_step(recipe: Recipe, model: nn.Module) -> list[str]:
+    """A step of the optimizer with gradients for what has some from the last trial, which changes the weights; what a
+    checkpoint would lack of the optimizer then."""
     optimizer = optimizer_of(recipe, model)
     for weight in () if is_sharded(model) else model.parameters():
         if weight.grad is not None:  # any will do: the weights themselves take no memory besides
@@ -156,6 +160,7 @@ def _try_step(recipe: Recipe, model: nn.Module) -> None:
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
     with _fault_named(f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__} cannot make a step", remedy):
         optimizer.step()
+    return [] if is_sharded(model) else lost_on_resume(recipe, model, optimizer)
 
 
 def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
