@@ -95,8 +95,10 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(place, small, undistu
 @pytest.mark.slow
 def test_logs_of_a_killed_pod_are_in_storage_and_the_next_attempt_says_where(place, small):
     first = training_pod(small, place / "lost", RunOptions(), hp=Hyperparameters(epochs=10**6, batch_size=50))
-    stored, report = (place / "lost" / "raw" / name for name in ("logs/console.log", "report.html"))
-    first.kill_when(lambda: report.exists() and "Epoch 2 of 1000000" in stored.read_text())
+    names = "logs/console.log", "logs/progress.jsonl", "report.html"
+    stored, progress, report = (place / "lost" / "raw" / name for name in names)
+    written = (report.exists, stored.exists, lambda: any(one.seconds["training"] for one in attempts_in(progress)))
+    first.kill_when(lambda: all(is_there() for is_there in written))
     second = training_pod(small, place / "after", RunOptions(), previous=first)
     second.run()
     assert f"; those of the previous attempt: {stored.parent}\n" in second.log

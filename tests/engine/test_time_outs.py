@@ -79,8 +79,8 @@ def test_what_takes_longer_than_a_step_before_the_first_and_after_the_last_ends_
 @pytest.mark.parametrize(
     ("where", "timeouts", "said"),
     [
-        ("in_model", {"start_timeout_seconds": 10}, "rank 1 on .*: Hang: still starting "),
-        ("in_data", {"start_timeout_seconds": 10}, "rank 1 on .*: Hang: still starting "),
+        ("in_model", {"start_timeout_seconds": 20}, "rank 1 on .*: Hang: still starting "),
+        ("in_data", {"start_timeout_seconds": 20}, "rank 1 on .*: Hang: still starting "),
         (
             "in_pictures",
             {"write_timeout_seconds": 10},
