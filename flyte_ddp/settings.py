@@ -115,6 +115,8 @@ class RunOptions(Settings):
             from it.
         keep_best: how many of the best evaluations on the validation split leave their weights in the logs, the best
             as best-1-epoch-N.pt; 0 is none.
+        evaluate_elsewhere: a folder, or its URL, that `flyte-ddp evaluate` sees, too, which evaluates there while
+            training goes on; what it finds counts an evaluation later. Empty: the ranks evaluate between their steps.
         loader_workers: processes per rank that read ahead samples of a Dataset that are not in memory; with 0 the rank
             reads them itself. Blocks need none: a thread of the rank reads them ahead.
         pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
@@ -124,6 +126,8 @@ class RunOptions(Settings):
             hybrid, it shares them with the ranks of its node alone, and each node has a copy.
         audit_every: each time after so many steps, another rank computes a part of the batch, too; if their bits
             differ, the attempt ends and names who was wrong. Needs virtual_ranks; 0 is off.
+        odd_hosts: what happens before the first step if a host, GPU or link is unlike the others, such as a slower one:
+            warn, or refuse, which ends the attempt, so that another one may get other hosts.
         compile: whether torch.compile compiles, one by one, the layers that Recipe.fsdp_units names, or else the
             network; for GPUs.
     """
@@ -145,7 +149,9 @@ class RunOptions(Settings):
     pin_memory: bool = setting(True)
     keep_checkpoint: bool = setting(False)
     keep_best: int = setting(0, minimum=0)
+    evaluate_elsewhere: str = setting("")
     cache_bytes: int = setting(0, minimum=0)
     sharding: str = setting("off", choices=SHARDING)
     audit_every: int = setting(0, minimum=0)
+    odd_hosts: str = setting("warn", choices=("warn", "refuse"))
     compile: bool = setting(False)

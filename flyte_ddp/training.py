@@ -17,15 +17,16 @@ from typing import Any
 
 from flyte_ddp.code.user_code import EXAMPLE, UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import OUTPUT, Job, KeptModel, TrainingResult, job_in, subject_of
+from flyte_ddp.engine.job import EVALUATOR, OUTPUT, Job, KeptModel, Subject, TrainingResult, job_in, job_of, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, StartUp
 from flyte_ddp.launch import launcher
+from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
-from flyte_ddp.report.console import show_output
+from flyte_ddp.report.console import Console, show_output
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.listeners import Listeners, ReportingListeners
 from flyte_ddp.report.progress import FILE, attempts_in
@@ -98,26 +99,17 @@ def train(
     Raises InputError for what the caller can fix, RankError if a rank fails, PreemptedError after a SIGTERM.
     """
     show_output()
-    if not isinstance(settings, TrainingSettings):
-        raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
-    if not isinstance(options, RunOptions):
-        raise InputError(f"options must be an object of RunOptions, got {options!r}")
+    code = _checked(recipe, settings, options, data_files)
     if not report and options.tracking not in ("auto", "off"):
         raise InputError(
             f"RunOptions.tracking must be auto or off without a report, got {options.tracking}: give train report=True"
         )
-    if not (isinstance(recipe, (str, type)) or isfunction(recipe)):
-        raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class or function itself, got {recipe!r}")
     if "://" in str(output):
         raise InputError(
             f"output must be a folder of this machine, got {output}: copy it to the storage later, or train in a task"
         )
-    name = recipe if isinstance(recipe, str) else name_of(recipe)
-    code, watching = find_code(name, data_files), find_observers(observers)
+    watching, subject = find_observers(observers), _subject(code, settings, data, init)
     folder = Path(output).expanduser().absolute()
-    source, first = existing(data), Path(init).expanduser().absolute() if init else None
-    if first and not first.exists():
-        raise InputError(f"init must be a file or folder that is there, got {first}")
     with writing_to(folder, OUTPUT):
         folder.mkdir(parents=True, exist_ok=True)
     if options.resume_from:
@@ -125,9 +117,53 @@ def train(
             f"RunOptions.resume_from is for Flyte's executions, got {options.resume_from}: train() resumes from the "
             "checkpoint in its output folder"
         )
-    job = job_in(folder, subject_of(code, settings, source, first), options)
+    job = job_in(folder, subject, options)
     with alone_in(folder) if is_first_rank() else nullcontext():
         return run_in(folder, job, watching, on_event, report)
+
+
+def evaluate(
+    recipe: str | type,
+    settings: TrainingSettings,
+    options: RunOptions,
+    data: str | Path | None = None,
+    data_files: Sequence[str] = (),
+    init: str | Path | None = None,
+) -> int:
+    """Evaluates what a training with the same arguments hands over in options.evaluate_elsewhere, until that has ended;
+    returns how often. options: of this process, such as nproc; see train for the others.
+
+    Raises InputError for what the caller can fix, RankError if a rank fails.
+    """
+    show_output()
+    code = _checked(recipe, settings, options, data_files)
+    if not options.evaluate_elsewhere:
+        raise InputError(
+            "evaluate_elsewhere must be the folder or URL by which the training hands over its weights, got none: give "
+            "both the same"
+        )
+    job = job_of(_subject(code, settings, data, init), options)
+    world = choose_world(settings.backend, options.nproc, settings.batch_size, settings.virtual_ranks)
+    count: int = run_alone(EVALUATOR, job, options, Console(), world, job.root)
+    return count
+
+
+def _checked(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
+    """The recipe's code; InputError if one of them is something else."""
+    if not isinstance(settings, TrainingSettings):
+        raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
+    if not isinstance(options, RunOptions):
+        raise InputError(f"options must be an object of RunOptions, got {options!r}")
+    if not (isinstance(recipe, (str, type)) or isfunction(recipe)):
+        raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class or function itself, got {recipe!r}")
+    return find_code(recipe if isinstance(recipe, str) else name_of(recipe), data_files)
+
+
+def _subject(code: UserCode, settings: TrainingSettings, data: str | Path | None, init: str | Path | None) -> Subject:
+    source, first = existing(data), Path(init).expanduser().absolute() if init else None
+    if first and not first.exists():
+        raise InputError(f"init must be a file or folder that is there, got {first}")
+    return subject_of(code, settings, source, first)
 
 
 @contextmanager
@@ -156,8 +192,6 @@ def run_in(
     started = time.time()
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
     goodput, is_first = Goodput(started, earlier=earlier), is_first_rank()
-    if is_first:
-        (folder / FILE).unlink(missing_ok=True)  # an attempt that resumes knows the digests before it
     listeners = ReportingListeners if report and is_first else Listeners
     with listeners(folder, job, watching, on_event, goodput) as tell:
         if is_first:

@@ -7,23 +7,23 @@ import heapq
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
+from flyte_ddp.engine.elsewhere import Elsewhere
+from flyte_ddp.engine.evaluations import Evaluated, Evaluations
 from flyte_ddp.engine.garbage import collected_between
-from flyte_ddp.engine.measures import check_rows, mismatched, pairs_of, sums_of
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.non_finite import find_non_finite
-from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.sums import Sums
 from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
-from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, StepLogged
+from flyte_ddp.events import EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
 
@@ -48,97 +48,65 @@ class Checkpoints(Protocol):
     def close(self) -> None: ...
 
 
-class Evaluated(NamedTuple):
-    """The evaluation of a whole test or validation split.
-
-    Attributes:
-        measures: by name.
-        mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
-        predictions: (n, ...) of this rank's samples only, on the host; None if the recipe returns none.
-        broken: names of the measures of which a sample's value is not finite.
-    """
-
-    measures: dict[str, float]
-    mismatched: float
-    predictions: Tensor | None
-    broken: list[str]
-
-
 def fit(
     state: TrainingState,
     train: TrainBatches,
     split: EvaluationBatches,
     epochs: int,
-    evaluations: int,
+    evaluations_per_epoch: int,
     log_interval: int,
     link: Link,
     checkpoints: Checkpoints,
     stragglers: Stragglers,
+    elsewhere: Elsewhere | None = None,
 ) -> Evaluated | None:
     """Trains from the state's position to the end of the last epoch; the measures end up in state.history.
 
-    split: what to evaluate on: the validation split if there is one, else the test split. evaluations: per epoch.
-    Returns the last evaluation; None if the training had already been finished.
+    split: what to evaluate on: the validation split if there is one, else the test split; elsewhere, if given.
+    Returns the last evaluation, if these ranks have computed one.
     """
-    evaluated = None
+    evaluations = Evaluations(state, split, len(train), link, elsewhere)
 
     def is_over() -> bool:
-        return state.epoch >= epochs or bool(state.best_tracker and state.best_tracker.is_over)
+        return state.epoch >= epochs or evaluations.are_over
 
+    evaluations.resume()
     while not is_over():
         done = state.evaluations_of_epoch
-        begin, end = (len(train) * number // evaluations for number in (done, done + 1))
+        begin, end = (len(train) * number // evaluations_per_epoch for number in (done, done + 1))
         sums = train_epoch(state, train, end, log_interval, link, checkpoints, stragglers)
         state.compare_between_ranks(end - 1)
-        started = time.perf_counter()
-        evaluated = evaluate(
-            state, split, link, "validation" if state.best_tracker else "test", state.epoch + end / len(train)
-        )
-        finished = EpochFinished(
+        trained = EpochFinished(
             epoch=state.epoch,
             samples=train.samples_until(end) - train.samples_until(begin),
             train=state.measures(sums.pairs),
-            test={} if state.best_tracker else evaluated.measures,
+            test={},
             train_seconds=state.epoch_seconds,
-            evaluate_seconds=time.perf_counter() - started,
-            validation=evaluated.measures if state.best_tracker else {},
+            evaluate_seconds=0.0,
             fraction=end / len(train),
             digest=state.digest(),
         )
-        state.after_evaluation(finished)
-        link.emit(finished)
-        warnings = state.loss_monitor.not_finite(evaluated.broken, finished.split, finished.position, end)
-        for warning in warnings + state.loss_monitor.after_evaluation(finished, end, evaluated.mismatched):
-            link.emit(warning)
+        with saved_if_stopped(state, link, checkpoints):
+            evaluations.after(trained)
         link.heartbeat(WRITING)
-        checkpoints.save(state, is_over())
-    return evaluated
+        checkpoints.save(state, is_over() and not state.awaited)
+    if state.awaited:
+        with saved_if_stopped(state, link, checkpoints):
+            evaluations.settle()
+        link.heartbeat(WRITING)
+        checkpoints.save(state, True)
+    return evaluations.last
 
 
-def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
-    """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
-    tracker, started = state.best_tracker, time.perf_counter()
-    if tracker and tracker.weights is not None:
-        state.load_weights(state.evaluated, tracker.weights)
-    chosen = state.history[tracker.chosen(len(state.history) - 1) if tracker else -1]
-    evaluated = evaluate(state, test, link, "test", chosen.position)
-    warnings = state.loss_monitor.not_finite(evaluated.broken, "test", chosen.position, 0)
-    if tracker and tracker.best < 0:
-        warnings += state.loss_monitor.never_chosen(tracker.measure, chosen.position)
-    for warning in warnings:
-        link.emit(warning)
-    if tracker:
-        event = EpochChosen(
-            epoch=chosen.epoch,
-            epochs=state.history[-1].position if state.step else state.epoch,
-            measures=evaluated.measures,
-            stopped_early=state.epoch < epochs,
-            is_best=tracker.best >= 0,
-            seconds=time.perf_counter() - started,
-            fraction=chosen.fraction,
-        )
-        link.emit(event)
-    return evaluated
+@contextmanager
+def saved_if_stopped(state: TrainingState, link: Link, checkpoints: Checkpoints) -> Iterator[None]:
+    """For a wait in which the training may be asked to stop."""
+    try:
+        yield
+    except StopRequested:
+        link.heartbeat(WRITING)
+        checkpoints.save(state, True)
+        raise
 
 
 def train_epoch(
@@ -220,50 +188,3 @@ def _log(
     state.loss_monitor.warnings += slow
     for event in (stragglers.so_far(), *slow) if slow else ():
         link.emit(event)
-
-
-@torch.no_grad()
-def evaluate(state: TrainingState, test: EvaluationBatches, link: Link, split: str, position: float) -> Evaluated:
-    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up.
-
-    Raises NonFiniteError, on all ranks, if the loss is not finite. position: in epochs.
-    """
-    recipe, model = state.recipe, state.evaluated
-    model.eval()
-    mismatches = not (state.loss_monitor.constant_loss or recipe.uses_global_batch)
-    rows: list[Tensor] = []
-    # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
-    by_part = torch.zeros(test.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
-    with in_own_types(model):
-        for batch in test:
-            vars(recipe.share).update(vars(batch.share))
-            with state.mode.block(batch.seed):
-                outputs = recipe.forward(model, batch.tree)
-                sums = by_part[batch.share.part]
-                sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
-                if mismatches and batch.share.count > 1:
-                    others = pairs_of(recipe, mismatched(outputs), batch, state.names)
-                    sums[-2:] += sums_of({"loss": others["loss"]})
-                predictions = recipe.predictions(outputs, batch.tree)
-            if predictions is not None:
-                check_rows(recipe, predictions, rows[0] if rows else predictions)
-                rows.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
-            link.heartbeat()
-    distributed.all_reduce(by_part)
-    *pairs, loss, weight = by_part.sum(0).tolist()
-    totals = dict(zip(state.names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-    broken = [name for name, total in totals.items() if not math.isfinite(sum(total))]
-    if "loss" in broken:
-        raise NonFiniteError.in_evaluation(totals["loss"][0] / (totals["loss"][1] or 1.0), split, position)
-    predictions = torch.cat(rows) if rows else None
-    return Evaluated(state.measures(pairs), loss / weight if weight else 0.0, predictions, broken)
-
-
-def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each global batch of the test split: its samples (n,), and their rows (n, ...) on the host, from the rows of
-    each rank's share; a collective for each, by way of the device."""
-    for samples, (start, stop) in test.whole():
-        gathered = rows.new_zeros(len(samples), *rows.shape[1:], device=device)
-        gathered[start:stop], rows = rows[: stop - start], rows[stop - start :]
-        distributed.all_reduce(gathered.view(-1).view(torch.uint8))  # the others' are zeros; not all types can be added
-        yield samples, gathered.cpu()

@@ -14,13 +14,18 @@ from flyte_ddp.engine.audit import audit_of
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import resume
+from flyte_ddp.engine.checkpoints.same_training import check_same_training
 from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
+from flyte_ddp.engine.elsewhere import elsewhere_of
+from flyte_ddp.engine.evaluations import look_at_test
+from flyte_ddp.engine.hosts.machine import machine, moved
+from flyte_ddp.engine.hosts.places import places_of_ranks
+from flyte_ddp.engine.hosts.unlike import unlike
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.load import load_named
-from flyte_ddp.engine.loop import fit, look_at_test
-from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
+from flyte_ddp.engine.loop import fit
 from flyte_ddp.engine.monitor.profile import profiling
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.network.compiled import compile_now
@@ -45,16 +50,22 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
 
 def train(environment: Environment, device: torch.device, link: Link, job: Job) -> TrainingResult:
     """Trains as this rank of the process group; rank 0 writes the weights to job.model_path."""
-    if not job.options.compile:
-        leave_dynamo_out()
-    keep_freed_memory()
-    settle_arithmetic()
-    torch.set_num_threads(job.settings.threads or (1 if job.settings.virtual_ranks else environment.threads))
+    settle_process(environment, job)
+    check_same_training(environment, job)
     named = load_named(job)
     if inspect.isfunction(named):
         return run_own_loop(named, environment, device, link, job)
     with BlockCache(environment, job.options.cache_bytes) as cache:
         return _train(environment, device, link, job, cache)
+
+
+def settle_process(environment: Environment, job: Job) -> None:
+    """What this process has to have before it computes anything."""
+    if not job.options.compile:
+        leave_dynamo_out()
+    keep_freed_memory()
+    settle_arithmetic()
+    torch.set_num_threads(job.settings.threads or (1 if job.settings.virtual_ranks else environment.threads))
 
 
 def _train(environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache) -> TrainingResult:
@@ -79,10 +90,10 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     if job.options.compile:
         link.emit(StartUp("compiling"))
         compile_now(state, setup.train, setup.validation or setup.test, link)
+    places = places_of_ranks(environment, device, job, state.model)
     if device.type == "cuda":  # without what the trials have taken
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    places = places_of_ranks(environment, device)
     state.ran_on, moves = moved(state.ran_on, machine(places, setup.precision, job.options))
     setup.remarks.extend(moves)
     hosts = [place.host for place in places]
@@ -94,7 +105,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
 
     for warning in setup.warnings:
         link.emit(warning)
-    warn(state.epoch, state.step, unlike(places))
+    warn(state.epoch, state.step, unlike(places, job.options))
     state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, setup.probed.reasons, warn)
     kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
@@ -102,11 +113,11 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         checkpoints = KeepingCheckpoints(kept, checkpoints, state)
     try:
         profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
-        with profiling(profile, environment.rank, state.optimizer):
+        with profiling(profile, environment.rank, state.optimizer), elsewhere_of(job, device) as elsewhere:
             split, per_epoch = setup.validation or setup.test, settings.evaluations_per_epoch
             tested = fit(
                 state, setup.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
-                Stragglers(hosts, setup.train.split.remedy, meet_within=is_sharded(state.model)),
+                Stragglers(hosts, setup.train.split.remedy, meet_within=is_sharded(state.model)), elsewhere,
             )  # fmt: skip
     except (NonFiniteError, UnevenShapesError, WrongBitsError):
         # Raised on all ranks at once; the first report of it ends them all
@@ -118,7 +129,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         link.heartbeat(WRITING)
         checkpoints.close()
     write_last(setup, job)
-    if setup.validation or tested is None:  # None: resumed after the last epoch
+    if setup.validation or tested is None:  # None: resumed after the last epoch, or evaluated elsewhere
         distributed.barrier()  # evaluating, the others would be taken for hanging while they wait for rank 0's files
         tested = look_at_test(state, setup.test, settings.last_epoch, link)
     link.heartbeat(WRITING)

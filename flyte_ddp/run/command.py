@@ -1,4 +1,7 @@
-"""flyte-ddp run RECIPE --epochs 1: trains on this machine, with an option for each field of settings and RunOptions."""
+"""flyte-ddp run RECIPE --epochs 1: trains on this machine, with an option for each field of settings and RunOptions.
+
+flyte-ddp evaluate, with the same options, evaluates what such a training hands over.
+"""
 
 import dataclasses
 import os
@@ -14,6 +17,7 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import TYPE_NAMES, described, read_json
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.training import evaluate as evaluate_beside
 from flyte_ddp.training import train
 
 
@@ -27,7 +31,7 @@ class Recipes(click.Group):
         if os.getcwd() not in sys.path:  # as `python -m` has it
             sys.path.insert(0, os.getcwd())
         find_code(cmd_name)
-        return command_of(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]))
+        return command_of(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]), ctx.command is evaluate)
 
 
 @click.group(cls=Recipes, subcommand_metavar="RECIPE [OPTIONS]...")
@@ -37,6 +41,16 @@ def run(settings_class: str | None) -> None:
 
     RECIPE is its name, package.module:Name. `flyte-ddp run RECIPE --help` lists its settings. Flyte is not asked: as a
     task, the same runs by `pyflyte run`. Under torchrun it is one of the ranks.
+    """
+
+
+@click.group(cls=Recipes, subcommand_metavar="RECIPE [OPTIONS]...")
+@click.option("--settings-class", metavar="MODULE:NAME", help="As that of flyte-ddp run.")
+def evaluate(settings_class: str | None) -> None:
+    """Evaluate on other processors while a training goes on.
+
+    Give it RECIPE, settings and data of `flyte-ddp run`, and both the same --evaluate-elsewhere, a folder or URL that
+    both see. It ends when the training does.
     """
 
 
@@ -55,29 +69,33 @@ def settings_of(recipe: str, name: str | None) -> type[TrainingSettings]:
     return kind
 
 
-def command_of(recipe: str, kind: type[TrainingSettings]) -> click.Command:
+def command_of(recipe: str, kind: type[TrainingSettings], evaluates: bool) -> click.Command:
     """With an option for each field of the settings and of RunOptions."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     others = {*fields, "resume_from"}  # which train() refuses
     how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name not in others}
 
-    def call(data: str | None, init: str | None, output: Path, **values: Any) -> None:
+    def call(data: str | None, init: str | None, output: Path = Path(), **values: Any) -> None:
         given = {name: value for name, value in values.items() if value is not None}
         settings = kind.from_dict({name: value for name, value in given.items() if name in fields})
         options = RunOptions.from_dict({name: value for name, value in given.items() if name in how})
-        train(recipe, settings, options, data, output, init=init, report=True)
+        if evaluates:
+            evaluate_beside(recipe, settings, options, data, init=init)
+        else:
+            train(recipe, settings, options, data, output, init=init, report=True)
 
     own = [
         click.Option(["--data"], help="The file, folder or URL that the recipe reads."),
         click.Option(["--init"], type=click.Path(exists=True), help="Weights or a checkpoint to start with."),
-        click.Option(
-            ["--output"], type=click.Path(path_type=Path), default="trained", show_default=True,
-            help="The folder for weights, report.html, and the checkpoint that the same command resumes from.",
-        ),
-    ]  # fmt: skip
+    ]
+    if not evaluates:
+        where = "The folder for weights, report.html, and the checkpoint that the same command resumes from."
+        kind_of = click.Path(path_type=Path)
+        own.append(click.Option(["--output"], type=kind_of, default="trained", show_default=True, help=where))
+    doing = "Evaluate" if evaluates else "Train"
     said = {**described(RunOptions), **described(kind)}
     options = [option_of(field, said[field.name]) for field in {**fields, **how}.values()]
-    return click.Command(recipe, params=[*own, *options], callback=call, help=f"Train {recipe} on this machine.")
+    return click.Command(recipe, params=[*own, *options], callback=call, help=f"{doing} {recipe} on this machine.")
 
 
 def option_of(field: "dataclasses.Field[Any]", said: str) -> click.Option:

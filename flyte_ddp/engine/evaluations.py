@@ -1,0 +1,211 @@
+"""Evaluations of a training: here, between its steps, or elsewhere, while it goes on."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from flyte_ddp.engine.batches.batches import EvaluationBatches
+from flyte_ddp.engine.elsewhere import Awaited, Elsewhere
+from flyte_ddp.engine.measures import check_rows, mismatched, pairs_of, sums_of
+from flyte_ddp.engine.sharding.sharding import in_own_types
+from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.errors import NonFiniteError
+from flyte_ddp.events import EpochChosen, EpochFinished
+from flyte_ddp.launch.link import Link
+from flyte_ddp.model_files.weights import copied_to_host
+
+
+class Evaluated(NamedTuple):
+    """The evaluation of a whole test or validation split.
+
+    Attributes:
+        measures: by name.
+        mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
+        predictions: (n, ...) of this rank's samples only, on the host; None if the recipe returns none.
+        broken: names of the measures of which a sample's value is not finite.
+    """
+
+    measures: dict[str, float]
+    mismatched: float
+    predictions: Tensor | None
+    broken: list[str]
+
+    def check_loss(self, split: str, position: float) -> None:
+        """Raises NonFiniteError, on all ranks, if it is not finite. position: in epochs."""
+        if "loss" in self.broken:
+            raise NonFiniteError.in_evaluation(self.measures["loss"], split, position)
+
+
+class Evaluations:
+    """Evaluates a training's weights, and has the state and the observers know what came of it.
+
+    Elsewhere, the training goes on meanwhile, and takes up what was found at its next evaluation: always then, however
+    early it came, so that a training that ends early does so after the same one each time.
+
+    Attributes:
+        last: the last one that was computed here, of the weights as they are; None without one.
+    """
+
+    def __init__(
+        self, state: TrainingState, split: EvaluationBatches, steps: int, link: Link, elsewhere: Elsewhere | None
+    ):
+        """steps: of an epoch."""
+        self._state, self._split, self._steps, self._link = state, split, steps, link
+        self._elsewhere = elsewhere
+        self.last: Evaluated | None = None
+
+    @property
+    def are_over(self) -> bool:
+        """Whether there has been no improvement for long enough."""
+        return bool(self._state.best_tracker and self._state.best_tracker.is_over)
+
+    def resume(self) -> None:
+        """Goes on with what a checkpoint was waiting for."""
+        if self._state.awaited and self._elsewhere:
+            self._elsewhere.hand_over(self._state.awaited)
+
+    def after(self, trained: EpochFinished) -> None:
+        """trained: without measures of an evaluation. Raises StopRequested, NonFiniteError."""
+        state = self._state
+        self.settle()
+        if self.are_over:  # what was trained meanwhile counts for nothing
+            return
+        if self._elsewhere:
+            weights = copied_to_host(state.base.without(state.evaluated))
+            state.awaited = Awaited(len(state.history), trained, weights)
+            self._elsewhere.hand_over(state.awaited)
+        else:
+            started = time.perf_counter()
+            self.last = self._evaluate()
+            self._conclude(trained, self.last, time.perf_counter() - started)
+        state.go_on_after(trained)
+
+    def settle(self) -> None:
+        """Takes up the evaluation that is awaited, if one is: it is computed here if nobody else does."""
+        state, awaited, started = self._state, self._state.awaited, time.perf_counter()
+        if not awaited:
+            return
+        answer, problem = None, ""
+        if self._elsewhere:
+            answer, problem = self._elsewhere.take(awaited, self._link, state.epoch, state.step)
+        if answer is None:
+            with self._other_weights(awaited.weights):
+                found = self._evaluate()
+        else:
+            found = Evaluated(predictions=None, **answer)
+        state.awaited = None
+        self._conclude(awaited.trained, found, time.perf_counter() - started, awaited.weights)
+        if problem:
+            reason = f"evaluated by the training itself, since elsewhere it was not: {problem}"
+            for warning in state.loss_monitor.noted(awaited.trained.epoch, state.step, [reason]):
+                self._link.emit(warning)
+
+    @property
+    def _split_name(self) -> str:
+        return "validation" if self._state.best_tracker else "test"
+
+    def _evaluate(self) -> Evaluated:
+        return evaluate(self._state, self._split, self._link)
+
+    @contextmanager
+    def _other_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        state = self._state
+        own = {name: weight.clone() for name, weight in state.base.without(state.evaluated).items()}
+        state.load_weights(state.evaluated, weights)
+        try:
+            yield
+        finally:
+            state.load_weights(state.evaluated, own)
+
+    def _conclude(
+        self, trained: EpochFinished, found: Evaluated, seconds: float, weights: dict[str, Tensor] | None = None
+    ) -> None:
+        """weights: those that were evaluated; None: as they are."""
+        state, end = self._state, round(trained.fraction * self._steps)
+        found.check_loss(self._split_name, trained.position)
+        measures: Any = {self._split_name: found.measures}
+        finished = replace(trained, evaluate_seconds=seconds, **measures)
+        state.after_evaluation(finished, weights)
+        self._link.emit(finished)
+        warnings = state.loss_monitor.not_finite(found.broken, finished.split, finished.position, end)
+        for warning in warnings + state.loss_monitor.after_evaluation(finished, end, found.mismatched):
+            self._link.emit(warning)
+
+
+def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
+    """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
+    tracker, started = state.best_tracker, time.perf_counter()
+    weights = tracker.weights if tracker and tracker.weights is not None else state.evaluated_elsewhere
+    if weights is not None:
+        state.load_weights(state.evaluated, weights)
+    chosen = state.history[tracker.chosen(len(state.history) - 1) if tracker else -1]
+    evaluated = evaluate(state, test, link)
+    evaluated.check_loss("test", chosen.position)
+    warnings = state.loss_monitor.not_finite(evaluated.broken, "test", chosen.position, 0)
+    if tracker and tracker.best < 0:
+        warnings += state.loss_monitor.never_chosen(tracker.measure, chosen.position)
+    for warning in warnings:
+        link.emit(warning)
+    if tracker:
+        event = EpochChosen(
+            epoch=chosen.epoch,
+            epochs=state.history[-1].position if state.step else state.epoch,
+            measures=evaluated.measures,
+            stopped_early=state.epoch < epochs,
+            is_best=tracker.best >= 0,
+            seconds=time.perf_counter() - started,
+            fraction=chosen.fraction,
+        )
+        link.emit(event)
+    return evaluated
+
+
+@torch.no_grad()
+def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Evaluated:
+    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up."""
+    recipe, model = state.recipe, state.evaluated
+    model.eval()
+    mismatches = not (state.loss_monitor.constant_loss or recipe.uses_global_batch)
+    rows: list[Tensor] = []
+    # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
+    by_part = torch.zeros(split.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
+    with in_own_types(model):
+        for batch in split:
+            vars(recipe.share).update(vars(batch.share))
+            with state.mode.block(batch.seed):
+                outputs = recipe.forward(model, batch.tree)
+                sums = by_part[batch.share.part]
+                sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
+                if mismatches and batch.share.count > 1:
+                    others = pairs_of(recipe, mismatched(outputs), batch, state.names)
+                    sums[-2:] += sums_of({"loss": others["loss"]})
+                predictions = recipe.predictions(outputs, batch.tree)
+            if predictions is not None:
+                check_rows(recipe, predictions, rows[0] if rows else predictions)
+                rows.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
+            link.heartbeat()
+    distributed.all_reduce(by_part)
+    *pairs, loss, weight = by_part.sum(0).tolist()
+    totals = dict(zip(state.names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+    broken = [name for name, total in totals.items() if not math.isfinite(sum(total))]
+    predictions = torch.cat(rows) if rows else None
+    value, total = totals["loss"]
+    # With a loss that is not finite, a recipe need not be able to compute others
+    measures = {"loss": value / (total or 1.0)} if "loss" in broken else state.measures(pairs)
+    return Evaluated(measures, loss / weight if weight else 0.0, predictions, broken)
+
+
+def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each global batch of the test split: its samples (n,), and their rows (n, ...) on the host, from the rows of
+    each rank's share; a collective for each, by way of the device."""
+    for samples, (start, stop) in test.whole():
+        gathered = rows.new_zeros(len(samples), *rows.shape[1:], device=device)
+        gathered[start:stop], rows = rows[: stop - start], rows[stop - start :]
+        distributed.all_reduce(gathered.view(-1).view(torch.uint8))  # the others' are zeros; not all types can be added
+        yield samples, gathered.cpu()
