@@ -28,9 +28,9 @@ from flyte_ddp.events import NotLearning, StartUp
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.model_files.frozen_base import FrozenBase
-from flyte_ddp.model_files.weights import listed
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.text import listed
 
 SPLITS = ("train", "test")
 SILENT = Link()

@@ -16,6 +16,7 @@ from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.elsewhere import Awaited
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
@@ -97,7 +98,9 @@ class TrainingState:
         self._norms = torch.zeros(0, device=device)
         self._generator = device_generator(device)
         self.history: list[EpochFinished] = []
-        self.ran_on: list[dict[str, Any]] = []  # see machine.py
+        self.awaited: Awaited | None = None
+        self.evaluated_elsewhere: Mapping[str, Tensor] | None = None  # the weights of the last evaluation, if not here
+        self.ran_on: list[dict[str, Any]] = []  # see hosts/machine.py
         self.loss_monitor = LossMonitor(constant_loss, recipe.settings.epochs)
         self.best_tracker: BestTracker | None = None  # None without a validation split
         self.audit: Audit | None = None
@@ -219,19 +222,24 @@ class TrainingState:
 
     @property
     def evaluations_of_epoch(self) -> int:
-        """How often this epoch has been evaluated."""
-        return sum(finished.epoch == self.epoch for finished in self.history)
+        """How often this epoch has been evaluated, or is being elsewhere."""
+        known = [*self.history, *([self.awaited.trained] if self.awaited else [])]
+        return sum(trained.epoch == self.epoch for trained in known)
 
-    def after_evaluation(self, finished: EpochFinished) -> None:
+    def after_evaluation(self, finished: EpochFinished, weights: Mapping[str, Tensor] | None = None) -> None:
+        """weights: those that were evaluated elsewhere, on the host; None: as they are."""
         self.history.append(finished)
+        self.evaluated_elsewhere = weights
         if self.best_tracker:
-            number, weights = len(self.history) - 1, self.base.without(self.evaluated)
-            local_weights = {name: local(weight) for name, weight in weights.items()}
-            self.best_tracker.after_evaluation(number, finished.validation, local_weights)
+            local_weights = {name: local(one) for name, one in self.base.without(self.evaluated).items()}
+            self.best_tracker.after_evaluation(len(self.history) - 1, finished.validation, weights or local_weights)
+
+    def go_on_after(self, trained: EpochFinished) -> None:
+        """Begins with what comes after this part of the training."""
         self._sums.values.zero_()
         self.logged = None
         self.epoch_seconds = 0.0
-        if finished.fraction == 1:
+        if trained.fraction == 1:
             self.epoch, self.step = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,6 +265,7 @@ class TrainingState:
             "ran_on": self.ran_on,
             "watch": self.loss_monitor.state_dict(),
             "choice": self.best_tracker.state_dict() if self.best_tracker else None,
+            "awaited": self.awaited.state_dict() if self.awaited else None,
         }
         return self.layout.marked(content)
 
@@ -303,3 +312,5 @@ class TrainingState:
         self.loss_monitor.load_state_dict(saved["watch"])
         if self.best_tracker:
             self.best_tracker.load_state_dict(saved["choice"])
+        awaited = saved.get("awaited")
+        self.awaited = Awaited.of(awaited) if awaited else None

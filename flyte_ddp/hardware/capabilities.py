@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from flyte_ddp.launch.environment import World
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -32,7 +30,3 @@ class Capabilities:
     world: World | None
     precision: str
     refusal: str
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count < 10 * GIB else f"{count / GIB:,.0f} GiB"

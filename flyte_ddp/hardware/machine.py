@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flyte_ddp.hardware import nvidia
-from flyte_ddp.hardware.capabilities import GIB, Capabilities, gib
+from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError, first_line
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import available_cores, nvidia_devices, threads_per_rank
@@ -16,6 +16,7 @@ from flyte_ddp.launch.limits import cpu_limit, usable_memory
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.surroundings import processor
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.text import GIB, gib
 
 T = TypeVar("T")
 

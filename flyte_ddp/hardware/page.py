@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from flyte_ddp.hardware.capabilities import Capabilities, gib
+from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.machine import Machine, warnings
 from flyte_ddp.hardware.nvidia import UnknownError, first_line
 from flyte_ddp.launch.environment import threads_per_rank
 from flyte_ddp.report.article import Section, article
 from flyte_ddp.report.words import multiples
+from flyte_ddp.text import gib
 
 T = TypeVar("T")
 

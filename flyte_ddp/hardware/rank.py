@@ -9,10 +9,11 @@ from torch import distributed
 
 from flyte_ddp.engine.set_up import choose_precision
 from flyte_ddp.errors import InputError
-from flyte_ddp.hardware.capabilities import Capabilities, gib
+from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.text import gib
 
 
 def survey(environment: Any, link: Any, inputs: tuple[Hyperparameters, RunOptions]) -> Capabilities:

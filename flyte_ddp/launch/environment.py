@@ -4,6 +4,7 @@ Standard library only: the parent decides without torch.
 """
 
 import importlib.util
+import math
 import os
 import platform
 import runpy
@@ -97,8 +98,8 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
 def environment_from_variables(backend: str) -> Environment:
     """This rank, from torchrun's environment variables.
 
-    If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank. Raises InputError if RANK or
-    WORLD_SIZE is missing, or there are too few GPUs.
+    If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank. Raises InputError if one is
+    missing or can't be, or there are too few GPUs.
     """
     needed = [name for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if needed:
@@ -109,8 +110,9 @@ def environment_from_variables(backend: str) -> Environment:
                 "if it is left over from something else, unset it, in a notebook by os.environ.pop('WORLD_SIZE')"
             )
         raise InputError(f"{needed[0]} is not set: {why}")
-    rank, size = _whole_number("RANK", 0), _whole_number("WORLD_SIZE", 1)
-    local_rank, local_size = _whole_number("LOCAL_RANK", 0), _whole_number("LOCAL_WORLD_SIZE", 1)
+    size, local_size = _whole_number("WORLD_SIZE", 1, 1), _whole_number("LOCAL_WORLD_SIZE", 1, 1)
+    rank, local_rank = _whole_number("RANK", 0, 0, size - 1), _whole_number("LOCAL_RANK", 0, 0)
+    _whole_number("MASTER_PORT", 0, 0, 2**16 - 1)  # which torch reads
     gpus = visible_gpus()
     backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
     # A rank that sees a single one may have been given it: Slurm's --gpus-per-task gives each rank a mask of its own.
@@ -124,12 +126,17 @@ def environment_from_variables(backend: str) -> Environment:
     return Environment(world, rank, local_rank, "env://", threads=threads_per_rank(local_size))
 
 
-def _whole_number(name: str, default: int) -> int:
-    """Of an environment variable."""
+def _whole_number(name: str, default: int, minimum: int, maximum: float = math.inf) -> int:
+    """Of an environment variable; beyond its range, ranks fail deep down, or wait for one that never comes."""
+    text = os.environ.get(name, str(default))
     try:
-        return int(os.environ.get(name, default))
+        value = int(text)
     except ValueError:
-        raise InputError(f"{name} must be a whole number, as torchrun sets it, got {os.environ[name]!r}") from None
+        raise InputError(f"{name} must be a whole number, as torchrun sets it, got {text!r}") from None
+    if not minimum <= value <= maximum:
+        limits = f"at least {minimum}" if maximum == math.inf else f"from {minimum} to {maximum}"
+        raise InputError(f"{name} must be {limits}, as torchrun sets it, got {text!r}")
+    return value
 
 
 def is_first_rank() -> bool:

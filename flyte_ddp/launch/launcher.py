@@ -43,6 +43,7 @@ STOP_SECONDS = 10.0  # from a request to stop until ranks are killed without a c
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 0.5  # their stacks, which they write piece by piece, are whole when they have not grown for so long
+MOST_BYTES = 60  # of a folder's path in which multiprocessing makes another one, for sockets
 END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a driver, it may never end
 
 
@@ -54,7 +55,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
         resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         try:
-            with _importable(), default_variable("GOMP_SPINCOUNT", SPIN_COUNT, "OMP_WAIT_POLICY"):
+            with _importable(), default_variable("GOMP_SPINCOUNT", SPIN_COUNT, "OMP_WAIT_POLICY"), _room_for_sockets():
                 forkserver.set_forkserver_preload([FORK_SERVER, *preload])
                 forkserver.ensure_running()
         finally:
@@ -237,6 +238,21 @@ def _suspend(ranks: list[_Rank]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     for rank in ranks:
         rank.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def _room_for_sockets() -> Iterator[None]:
+    """Has multiprocessing choose, once, a folder for its sockets, whose paths the system allows no more than some
+    hundred bytes: not that of temporary files if its path is long, as a cluster's queue may have it. So does Python
+    from 3.14 on.
+    """
+    chosen = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > MOST_BYTES and os.access("/tmp", os.W_OK | os.X_OK):
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = chosen
 
 
 @contextmanager

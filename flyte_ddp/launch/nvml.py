@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,17 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
         except nvml.NVMLError_NotFound:
             continue
         yield nvml.nvmlDeviceGetUUID(instance)
+
+
+def why_slow(uuid: str) -> str:
+    """Why a GPU keeps its clocks lower than its load would: heat, power, or both; empty if it does not, or if nobody
+    knows."""
+    with suppress(NvmlError), open_nvml() as nvml:
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(nvml.nvmlDeviceGetHandleByUUID(uuid))
+        heat = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+        power = nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+        return " and ".join(name for name, bits in {"heat": heat, "power": power}.items() if reasons & bits)
+    return ""
 
 
 def count_cuda_devices(gpus: Sequence[Gpu], visible: str | None) -> int:

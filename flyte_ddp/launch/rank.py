@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
@@ -26,10 +27,14 @@ SET_FOR_RANKS = {"GOMP_SPINCOUNT"}
 
 
 class _Lines(io.BufferedIOBase):
-    """Passes on what is written to it, line by line. Safe to write to from any thread, and from a finalizer."""
+    """Passes on what is written to it, line by line. Safe to write to from any thread, and from a finalizer.
+
+    What a forked child writes, as by a logging handler that it has inherited, goes straight to the file: its lines
+    would end up in the middle of this process's, and a thread that it does not have may hold the lock.
+    """
 
     def __init__(self, hand_on: Callable[[str], None], file: TextIO):
-        self._hand_on, self._file = hand_on, file
+        self._hand_on, self._file, self._process = hand_on, file, os.getpid()
         self._lock, self._begun = threading.RLock(), [b""]  # the pieces of an unfinished line
 
     @property
@@ -43,6 +48,8 @@ class _Lines(io.BufferedIOBase):
         return self._file.fileno()
 
     def write(self, data: Any) -> int:
+        if os.getpid() != self._process:
+            return os.write(self.fileno(), data)
         with self._lock:
             self._begun.append(bytes(data))
             if b"\n" not in data and b"\r" not in data:
@@ -81,8 +88,10 @@ def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Ite
                 sink.end()
 
 
-def _let_go() -> None:
-    """Undoes in a forked child of the rank what keeps it from ending on SIGTERM, and from printing on its own."""
+def _let_go(connection: Connection) -> None:
+    """Undoes in a forked child of the rank what keeps it from ending on SIGTERM, and from printing on its own; and
+    closes its end of the pipe, by which the parent sees that the rank has ended, though children of it live on."""
+    connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
@@ -116,7 +125,7 @@ def serve(
     multiprocessing.current_process().daemon = False
     if sys.platform == "linux":  # else the loader workers of the user's code would each import torch anew
         multiprocessing.set_start_method("fork", force=True)
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=partial(_let_go, connection))
     os.setpgrp()  # with whatever it starts, so that all of it can be ended
     link = ParentLink(connection, environment.rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides

@@ -12,6 +12,7 @@ import flyte_ddp
 from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.launch.limits import usable_memory
 from flyte_ddp.report.words import multiples
+from flyte_ddp.text import gib
 
 SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
@@ -25,7 +26,7 @@ def surroundings() -> dict[str, str]:
     facts["System"] = platform.platform(terse=True)
     facts["Processor"] = f"{processor()}, {available_cores()} cores usable"
     with suppress(OSError, ValueError):
-        facts["Memory"] = f"{usable_memory() / 2**30:.0f} GiB"
+        facts["Memory"] = gib(usable_memory())
     facts |= {"GPU": _gpus(), "Git commit": _commit()}
     return {label: value for label, value in facts.items() if value}
 

@@ -2,14 +2,16 @@
 
 import gc
 import itertools
+import logging
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import threading
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -67,6 +69,29 @@ def die_on_rank_one(environment: Environment, link: Link, argument: Any) -> None
         if environment.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         distributed.barrier()
+
+
+def log_in_children(environment: Environment, link: Link, words: str) -> None:
+    """Its loader workers, say, have the logging handler of the rank, and use it at once."""
+    logger = logging.getLogger("children")
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    children = [os.fork() for _ in range(2)]
+    for _ in range(100):
+        logger.warning(words)
+    if 0 in children:
+        os._exit(0)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def die_while_sending(environment: Environment, link: Link, fifo: str) -> None:
+    """The first bytes of a message come, and no more; a child lives on."""
+    if os.fork() == 0:
+        with open(fifo) as file:
+            file.read()
+        os._exit(0)
+    os.write(cast(Any, link)._connection.fileno(), struct.pack("!i", 1000) + b"of which these")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:

@@ -173,3 +173,13 @@ def test_torch_counts_the_same(tmp_path):
     assert [visible for visible, *_ in rows] == given, done.stderr
     assert [row for row in rows if row[1] != row[2]] == []
     assert {torchs for _, torchs, _ in rows} == {"0", "1", "2"}
+
+
+CLOCKS = "import sys; from flyte_ddp.launch.nvml import why_slow; print([why_slow(f'GPU-{n}') for n in range(5)])"
+
+
+def test_a_gpu_that_is_hot_or_short_of_power_says_so(tmp_path):
+    """1 is idleness, 4 the usual limit of power under load; of the fourth GPU nobody knows, and there is no fifth."""
+    environment = stand_in(tmp_path / "library", NVML_GPUS="4", NVML_CLOCKS="0540e8")
+    done = subprocess.run([sys.executable, "-c", CLOCKS], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "['', 'heat', 'heat and power', '', '']", done.stderr

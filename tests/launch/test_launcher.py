@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,20 @@ def test_ranks_have_the_variables_of_now_and_not_of_the_first_launch(monkeypatch
     assert launch("read_variable", 1, "LEFT_OUT") == [None]
 
 
+@pytest.mark.skipif(launcher.START_METHOD != "forkserver", reason="only that process has a socket")
+def test_the_folder_of_temporary_files_may_have_a_long_path(tmp_path):
+    (place := tmp_path / ("x" * 100)).mkdir()
+    program = """
+import tempfile
+from flyte_ddp.launch.launcher import warm_up
+warm_up([])
+print(tempfile.gettempdir())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(place)}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE).stdout
+    assert shown.decode().strip() == str(place), "other files have room there"
+
+
 def test_the_failure_of_a_rank_is_reported_with_its_type_message_and_traceback():
     with pytest.raises(RankError) as failed:
         launch("fail_on_rank_one", 3, "xyzzy")
@@ -123,6 +138,19 @@ def test_the_failure_of_a_rank_is_reported_with_its_type_message_and_traceback()
 def test_a_killed_rank_is_named_with_its_signal_and_worth_a_retry():
     with pytest.raises(RecoverableRankError, match=r"rank 1 on \S+: SIGKILL: probably out of memory; peak memory \d+"):
         launch("die_on_rank_one", 3)
+
+
+def test_lines_that_children_log_do_not_break_into_those_of_their_rank():
+    words, events = "x" * 20_000, list[Any]()  # longer than what is sent at once
+    launch("log_in_children", size=1, argument=words, on_event=events.append)
+    assert len(events) == 100
+    assert all(event.text == words for event in events)
+
+
+def test_a_rank_that_is_killed_while_it_sends_has_ended_though_a_child_of_it_lives_on(tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    with pytest.raises(RecoverableRankError, match=r"^rank 0 on .*: SIGKILL"):
+        launch("die_while_sending", size=1, argument=str(fifo))
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks():

@@ -1,0 +1,32 @@
+"""Checks that all ranks have been started for the same training, as another launcher starts each host's by itself."""
+
+from torch import distributed
+
+from flyte_ddp.engine.checkpoints.checkpoint import differences
+from flyte_ddp.engine.checks.data_probe import of_first_rank
+from flyte_ddp.engine.job import Job
+from flyte_ddp.errors import InputError
+from flyte_ddp.launch.environment import Environment
+
+# By these, ranks call other collectives
+OPTIONS = ("sharding", "compile", "audit_every", "evaluate_elsewhere", "odd_hosts")
+
+
+def check_same_training(environment: Environment, job: Job) -> None:
+    """InputError, on all ranks, unless settings, recipe, data, initial weights and OPTIONS are those of rank 0; a
+    collective.
+
+    With another learning rate, say, a rank would drift apart from the others without a word. Other code is warned of,
+    see hosts/places.py, since its version has that of torch.
+    """
+    own = {**job.identity, "code": "", **{name: getattr(job.options, name) for name in OPTIONS}}
+    found = next(differences(of_first_rank(own), own), None)
+    of_ranks = [(environment.host, found)] * environment.world.size
+    distributed.all_gather_object(of_ranks, (environment.host, found))
+    for rank, (host, difference) in enumerate(of_ranks):
+        if difference:
+            (*_, name), usual, other = difference
+            raise InputError(
+                f"{name} must be the same on all ranks, got {usual!r} on rank 0 and {other!r} on rank {rank} on "
+                f"{host}: start the ranks of all hosts by the same command, with the same data"
+            )

@@ -1,0 +1,82 @@
+"""How fast ranks exchange data: within a host, and from host to host."""
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
+
+GPU_LINK = "GB/s between GPUs of its host"
+# The first round opens connections; the least of the others is not that of a link which somebody else used meanwhile
+ROUNDS = 4
+# By device: long enough for a clock, short enough for 1 Gbit/s
+BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
+
+
+def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[float, float]:
+    """GB/s, in both directions at once, between this rank and the next in a ring of ranks; a collective.
+
+    First in a ring of its host's GPUs; then in one of those that are like it on the other hosts, all of which exchange
+    at once, as in training. 0 where there is no such ring. hosts: of each rank.
+    """
+    if distributed.get_backend() != "nccl":
+        return 0.0, _speed(across(hosts), rank, torch.device("cpu"))
+    return _speed([*ranks_of(hosts).values()], rank, device), _speed(across(hosts), rank, device)
+
+
+def ranks_of(hosts: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks of each host."""
+    found: dict[str, list[int]] = {host: [] for host in hosts}
+    for rank, host in enumerate(hosts):
+        found[host].append(rank)
+    return found
+
+
+def across(hosts: Sequence[str]) -> list[list[int]]:
+    """The first rank of each host, the second of each, and so on."""
+    rings = itertools.zip_longest(*ranks_of(hosts).values())
+    return [[rank for rank in ring if rank is not None] for ring in rings]
+
+
+def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
+    """GB/s of the slowest link from each host to the next; speeds: of each rank to the next of its ring."""
+    found: dict[tuple[str, str], float] = {}
+    for ring in across(hosts):
+        if len(ring) < 2:  # a host has more ranks than all others
+            continue
+        for one, other in zip(ring, ring[1:] + ring[:1], strict=True):
+            link = hosts[one], hosts[other]
+            found[link] = min(found.get(link, speeds[one]), speeds[one])
+    return found
+
+
+def _speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> float:
+    if all(len(ring) < 2 for ring in rings):
+        return 0.0
+    ring = next(ring for ring in rings if rank in ring)
+    size, at = len(ring), ring.index(rank)
+    sent = torch.zeros(BYTES[device.type], dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    seconds = [float("inf")] * 3
+    for turn in range(3):
+        is_next = _turn_of(at, size) == turn
+        peer = ring[(at + 1) % size] if is_next else ring[at - 1]
+        is_idle = size == 1 or not (is_next or _turn_of((at - 1) % size, size) == turn)
+        for _ in range(ROUNDS):
+            distributed.barrier()
+            started = time.perf_counter()
+            if not is_idle:
+                for exchange in batch_isend_irecv([P2POp(isend, sent, peer), P2POp(irecv, received, peer)]):
+                    exchange.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[turn] = min(seconds[turn], time.perf_counter() - started)
+    return sent.nbytes / seconds[_turn_of(at, size)] / 1e9 if size > 1 else 0.0
+
+
+def _turn_of(place: int, size: int) -> int:
+    """When the link from this place of a ring to the next is tried: a rank's two links share what it can send, so they
+    never are at once."""
+    return 2 if size % 2 and place == size - 1 else place % 2

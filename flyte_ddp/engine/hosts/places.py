@@ -1,0 +1,151 @@
+"""Where each rank runs: its host and device, what they have, and how fast they are."""
+
+import itertools
+import platform
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import distributed, nn
+
+from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.hosts.links import GPU_LINK, link_speeds
+from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.sharding.sharding import is_sharded
+from flyte_ddp.launch.environment import Environment, available_cores
+from flyte_ddp.launch.limits import usable_memory
+from flyte_ddp.launch.nvml import why_slow
+from flyte_ddp.text import GIB, gib
+
+MATRIX, PRODUCTS = 4096, 10  # large enough for all of a GPU's cores; 3 ms altogether on an H100
+DRIVER = Path("/proc/driver/nvidia/version")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Place(NamedTuple):
+    """Where a rank runs.
+
+    Attributes:
+        device: by which a GPU is found among its host's.
+        hardware: see there.
+        facts: by name, what should be alike on all hosts.
+        figures: by name, what should be about as high on all hosts or GPUs; see unlike.py.
+        product: the digest of a product of matrices, equal on all GPUs of a kind that compute rightly; 0 on a CPU.
+        link: GB/s to its like on the next host; 0 on one host.
+        clock: of the host, where those of all show the same time.
+        slow_by: why the GPU keeps its clocks low, such as heat.
+        lacks: what its disk has too little of.
+    """
+
+    host: str
+    device: str
+    hardware: str = ""
+    facts: Mapping[str, str] = {}
+    figures: Mapping[str, float] = {}
+    product: int = 0
+    link: float = 0.0
+    clock: float = 0.0
+    slow_by: str = ""
+    lacks: str = ""
+
+
+def places_of_ranks(environment: Environment, device: torch.device, job: Job, model: nn.Module) -> list[Place]:
+    """Each rank's, by rank; a collective. On a GPU it takes some tenths of a second, and memory for a moment."""
+    hosts = [environment.host] * environment.world.size
+    distributed.all_gather_object(hosts, environment.host)
+    clock = time.time()  # all ranks are here now
+    within, between = link_speeds(hosts, environment.rank, device)
+    teraflops, product = tried(device)
+    figures = {**room(device), "TFLOPS": teraflops, GPU_LINK: within}
+    kind, number = hardware(device), serial(device)
+    own = Place(
+        host=environment.host,
+        device=f"{kind}, {number}" if number else kind,
+        hardware=kind,
+        facts={**facts_of(device), "code": job.code_version},
+        figures={name: figure for name, figure in figures.items() if figure},
+        product=product,
+        link=between,
+        clock=clock,
+        slow_by=why_slow(f"GPU-{number}") if number else "",
+        lacks=lack_of_disk(job, weights_bytes(model)),
+    )
+    places = [own] * environment.world.size
+    distributed.all_gather_object(places, own)
+    return places
+
+
+def hardware(device: torch.device) -> str:
+    """The GPU's name, or the CPU's instruction set as torch uses it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def serial(device: torch.device) -> str:
+    """The UUID of a GPU; empty where torch does not know it."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) if device.type == "cuda" else ""
+
+
+def facts_of(device: torch.device) -> dict[str, str]:
+    """What should be alike on all hosts of a training."""
+    facts = {"Python": platform.python_version(), "torch": str(torch.__version__), "cores": str(available_cores())}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"GPU": properties.name, "GPU memory": f"{properties.total_memory / GIB:.0f} GiB"}
+        with suppress(OSError, IndexError):  # not all containers show it
+            facts["NVIDIA driver"] = re.findall(r"\d+\.\d+(?:\.\d+)?", DRIVER.read_text())[0]
+    return facts
+
+
+def room(device: torch.device) -> dict[str, float]:
+    """GiB that this host and this GPU have for a training."""
+    found = {"GiB of memory": usable_memory() / GIB}
+    with suppress(OSError):
+        found["GiB of /dev/shm"] = shutil.disk_usage(SHARED_MEMORY).total / GIB
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        found["free GiB of GPU memory"] = (free + torch.cuda.memory_reserved(device)) / GIB
+    return found
+
+
+def tried(device: torch.device) -> tuple[float, int]:
+    """TFLOPS of a GPU in a product of bfloat16 matrices, the best of some, since the first find it cold; and the digest
+    of the product. Zeros without a GPU."""
+    if device.type != "cuda":
+        return 0.0, 0
+    factor = torch.arange(MATRIX**2, device=device).remainder_(251).sub_(125).to(torch.bfloat16).view(MATRIX, MATRIX)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]
+    for mark in marks:
+        mark.record()
+        product = factor @ factor
+    torch.cuda.synchronize(device)
+    milliseconds = min(before.elapsed_time(after) for before, after in itertools.pairwise(marks))
+    return float(2 * MATRIX**3 / milliseconds / 1e9), int(sum_of(product).item())
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Of this rank's part of the weights."""
+    count = sum(weight.nbytes for weight in model.parameters())
+    return count // distributed.get_world_size() if is_sharded(model) else count
+
+
+def lack_of_disk(job: Job, weights: int) -> str:
+    """What is missing for the least that this rank writes, a checkpoint and the model, each with the weights."""
+    if not job.checkpoint_path:
+        return ""
+    folder = Path(job.checkpoint_path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free >= 2 * weights:
+        return ""
+    return (
+        f"{folder} has {gib(free)} free, and the weights take {gib(weights)}, in a checkpoint and in the model each: "
+        f"free some, or choose another folder ({job.chosen_by})"
+    )

@@ -1,0 +1,105 @@
+"""What is odd about some of the hosts, GPUs and links of a training."""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from flyte_ddp.engine.hosts.links import GPU_LINK, between_hosts
+from flyte_ddp.engine.hosts.places import Place
+from flyte_ddp.errors import RecoverableError
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.text import listed
+
+# Of the best: two hosts may be farther from one another than two others. Without GPUs, processes that share cores take
+# turns: eight on two busy cores had a fifth of the best
+SLOW_LINK, SLOW_LINK_OF_CPUS = 0.5, 0.1
+CLOCK_SECONDS = 5.0  # storages refuse requests of the wrong time after minutes
+
+
+def named(rank: int, place: Place) -> str:
+    """A rank with its host and device, in messages."""
+    return f"rank {rank} on {place.host} ({place.device})"
+
+
+def host_of(rank: int, place: Place) -> str:
+    return place.host
+
+
+# Of each figure, whose it is, and which share of the median is odd
+FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
+    "GiB of memory": (host_of, 0.8),
+    "GiB of /dev/shm": (host_of, 0.8),
+    "free GiB of GPU memory": (named, 0.8),
+    "TFLOPS": (named, 0.8),
+    GPU_LINK: (named, SLOW_LINK),
+}
+
+
+def unlike(places: Sequence[Place], options: RunOptions) -> list[str]:
+    """Raises RecoverableError with them if options.odd_hosts refuses what is odd."""
+    odd = [*_other_facts(places), *_low_figures(places), *_slow_links(places), *_other_clocks(places)]
+    advised = [f"{reason}: an odd host may fail, or be slow; give the training hosts alike" for reason in odd]
+    reasons = [*advised, *_wrong_gpus(places), *_slow_gpus(places), *_full_disks(places)]
+    if reasons and options.odd_hosts == "refuse":
+        raise RecoverableError(f"refused before the first step, as odd_hosts says: {'; '.join(reasons)}")
+    return reasons
+
+
+def _other_facts(places: Sequence[Place]) -> Iterator[str]:
+    of_host = {place.host: place.facts for place in reversed(places)}
+    hosts = list(dict.fromkeys(place.host for place in places))
+    for name in dict.fromkeys(name for facts in of_host.values() for name in facts):
+        values = {host: of_host[host].get(name, "none") for host in hosts}
+        most, _ = Counter(values.values()).most_common(1)[0]
+        odd = [f"{host} has {value}" for host, value in values.items() if value != most]
+        if odd:
+            yield f"{name} differ between hosts: {listed(odd)}, others {most}"
+
+
+def _low_figures(places: Sequence[Place]) -> Iterator[str]:
+    for name, (owner, share) in FIGURES.items():
+        values = {owner(rank, place): place.figures[name] for rank, place in enumerate(places) if name in place.figures}
+        usual = statistics.median(values.values()) if values else 0.0
+        low = [f"{one} has {value:.3g}" for one, value in values.items() if value < share * usual]
+        if low:
+            yield f"{name} differ: {listed(low)}, the median {usual:.3g}"
+
+
+def _slow_links(places: Sequence[Place]) -> Iterator[str]:
+    speeds = between_hosts([place.host for place in places], [place.link for place in places])
+    best = max(speeds.values(), default=0.0)  # of three hosts, one slow host makes two of three links slow
+    share = SLOW_LINK if any(place.product for place in places) else SLOW_LINK_OF_CPUS
+    slow = [f"{speed:.3g} from {one} to {other}" for (one, other), speed in speeds.items() if speed < share * best]
+    if slow:
+        yield f"GB/s between hosts differ, and all wait for the slowest: {listed(slow)}, the best {best:.3g}"
+
+
+def _other_clocks(places: Sequence[Place]) -> Iterator[str]:
+    of_host = {place.host: place.clock for place in places}
+    usual = statistics.median_low(of_host.values())
+    off = {host: clock - usual for host, clock in of_host.items()}
+    odd = [f"{host}'s by {seconds:+.0f} s" for host, seconds in off.items() if abs(seconds) > CLOCK_SECONDS]
+    if odd:
+        yield f"clocks are off: {listed(odd)}"
+
+
+def _wrong_gpus(places: Sequence[Place]) -> Iterator[str]:
+    of_kind: dict[str, Counter[int]] = defaultdict(Counter)
+    for place in places:
+        of_kind[place.hardware][place.product] += 1
+    usual = {kind: products.most_common(1)[0][0] for kind, products in of_kind.items()}
+    wrong = [named(rank, place) for rank, place in enumerate(places) if place.product != usual[place.hardware]]
+    if wrong:
+        yield f"a product of matrices has other bits on {listed(wrong)} than on most GPUs of its kind: leave it out"
+
+
+def _slow_gpus(places: Sequence[Place]) -> Iterator[str]:
+    slow = [f"{named(rank, place)} by {place.slow_by}" for rank, place in enumerate(places) if place.slow_by]
+    if slow:
+        yield f"GPUs slow themselves down, and all wait for them: {listed(slow)}: look at their cooling and power"
+
+
+def _full_disks(places: Sequence[Place]) -> Iterator[str]:
+    full = [f"{place.host}: {place.lacks}" for place in places if place.lacks]
+    if full:
+        yield listed(full, most=1)
