@@ -1,12 +1,14 @@
 """Versions of code: they change with what decides a result, and with nothing else.
 
 What decides it is a module with all first-party modules that it imports. They are found in their source, because
-importing them would import torch. Comments, docstrings and formatting don't count.
+importing them would import torch. Comments, docstrings and formatting of users' code don't count; this library's code,
+which a release alone changes, is taken as it is: each process that knows a task looks at all of it.
 """
 
 import ast
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +30,7 @@ AROUND_RANKS = tuple(f"{LIBRARY}.{name}" for name in AROUND)
 # What users import from the library itself stands for its module: flyte_ddp/__init__.py only looks it up
 FACE = {f"{LIBRARY}.{name}": module for name, module in flyte_ddp.MODULES.items()}
 OTHER_CODE = "leave out --copy none, so that the code is sent, or rebuild the image"
+OF_LIBRARY = re.compile(rf"^ *from ({LIBRARY}[\w.]*) import (\([^)]*\)|[^#\n]*)", re.MULTILINE)
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -149,6 +152,9 @@ def faults_named(file: str) -> Iterator[None]:
 
 @cache
 def _read(file: str, package: str, content: bytes) -> Source:
+    if package.partition(".")[0] == LIBRARY:
+        text = content.replace(b"\r\n", b"\n")  # as git may check it out
+        return Source(file, hashlib.sha256(text).hexdigest(), tuple(_imports_of_library(text.decode())))
     with faults_named(file):
         tree = ast.parse(content, file)
     digest, nodes = hash_of_code(tree)
@@ -182,6 +188,12 @@ def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
                 else:
                     texts.append(ascii(one))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest(), nodes
+
+
+def _imports_of_library(text: str) -> Iterator[str]:
+    """Like _imports, of a file of the library, which imports from itself by full names alone."""
+    for origin, names in OF_LIBRARY.findall(text):
+        yield from (f"{origin}.{name.split()[0]}" for name in names.strip("()").split(",") if name.strip())
 
 
 def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:

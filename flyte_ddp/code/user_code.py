@@ -54,7 +54,7 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
     Modules are searched for on sys.path. Import statements are found anywhere, and so is import_module("a.b") with a
     literal name; checked_imports reports other imports. data_files are relative to the folder of the recipe's module.
     ranks: modules of this library that use the code. The version does not change when comments, docstrings or
-    formatting are edited, nor between Python 3.10 and 3.13. Raises InputError.
+    formatting of the user's code are edited, nor between Python 3.10 and 3.13. Raises InputError.
     """
     if not isinstance(name, str):
         raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: what ranks import is found by its name")
