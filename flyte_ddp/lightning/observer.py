@@ -12,8 +12,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from flyte_ddp.engine.digest import weights_digest
-from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
+from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
+from flyte_ddp.engine.hosts.machine import machine, moved
+from flyte_ddp.engine.hosts.places import places_of_ranks
+from flyte_ddp.engine.hosts.unlike import unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
@@ -25,12 +27,18 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken, check_finite
+from flyte_ddp.lightning.forgotten import forgotten, remember
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.loaders import problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
 from flyte_ddp.lightning.remedies import problem_of_ranks
 from flyte_ddp.lightning.results import run_started
 
+DRIFTED = (
+    "the ranks have other weights than one another, and those of rank 0 are returned: DistributedDataParallel leaves "
+    "out what is unfrozen later, as by BackboneFinetuning: train it from the start, with a learning rate of 0, or on "
+    "one rank; change weights by hand alike on all ranks"
+)
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
 
@@ -51,7 +59,7 @@ class RankObserver(Checkpoint):
         self._environment, self._link, self._job = environment, link, job
         self._files, self._validation = files, validation
         self.epochs: list[EpochFinished] = []
-        self.ran_on: list[dict[str, Any]] = []  # see engine/machine.py
+        self.ran_on: list[dict[str, Any]] = []  # see engine/hosts/machine.py
         self.loss_monitor = LossMonitor(
             epochs=job.settings.epochs, remedies="lower the learning rate, or set gradient_clip_val"
         )
@@ -63,11 +71,12 @@ class RankObserver(Checkpoint):
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
         self._is_compared = False
+        self._forgotten: dict[str, Any] = {}  # see forgotten.py; of the checkpoint, empty without one
         self.other_ranks = ""  # what is said if a checkpoint of another number of ranks was resumed from
 
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
-        so_far = {"so_far": self._so_far, "position": list(self.position)}
+        so_far = {"so_far": self._so_far, "position": list(self.position), "forgotten": forgotten(self._trainer)}
         return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.loss_monitor.state_dict(), **so_far}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -75,11 +84,13 @@ class RankObserver(Checkpoint):
         self.loss_monitor.load_state_dict(state_dict["watch"])
         self.ran_on = state_dict.get("ran_on", [])
         self._so_far, self.position = dict(state_dict["so_far"]), tuple(state_dict["position"])
+        self._forgotten = state_dict.get("forgotten", {})
 
     # --- before the steps ---
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Makes it the last one: its checkpoints have what the module's own Checkpoints have done after the epoch."""
+        self._trainer = trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
 
@@ -88,6 +99,8 @@ class RankObserver(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
+        if self._forgotten:
+            remember(trainer, self._forgotten, is_within_epoch=self.position[1] > 0)
         if trainer.num_training_batches == float("inf"):
             raise InputError(
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
@@ -106,7 +119,7 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "
                 "give it more samples, a smaller batch size, or drop_last=False"
             )
-        places = places_of_ranks(self._environment, trainer.strategy.root_device)
+        places = places_of_ranks(self._environment, trainer.strategy.root_device, self._job, trainer.lightning_module)
         hosts = [place.host for place in places]
         remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
         self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
@@ -119,7 +132,7 @@ class RankObserver(Checkpoint):
             started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
         )
         self._link.emit(self.started)
-        self._warn(trainer.current_epoch, [*unlike(places), *filter(None, [self.other_ranks])])
+        self._warn(trainer.current_epoch, [*unlike(places, self._job.options), *filter(None, [self.other_ranks])])
         return self.started
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -278,6 +291,9 @@ class RankObserver(Checkpoint):
         if "loss" in validation:
             warnings += self.loss_monitor.after_evaluation(self.epochs[-1], steps)
         self._emit_all(warnings)
+        differ = differ_between_ranks(module.parameters(), trainer.strategy.root_device)
+        if differ and all(warning.reason != DRIFTED for warning in self.loss_monitor.warnings):
+            self._warn(epoch, [DRIFTED])
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)
         if self._stopping:

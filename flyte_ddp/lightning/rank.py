@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from flyte_ddp.engine.checkpoints.same_training import check_same_training
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.engine.results import export_model
@@ -72,6 +73,7 @@ def variables_of(environment: Environment) -> dict[str, str]:
 
 
 def _train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
+    check_same_training(environment, job)
     seed(job)
     link.emit(StartUp("making the module and its data"))
     module, data = build(job)

@@ -24,7 +24,7 @@ def with_remedy(error: Exception, other_ranks: str) -> InputError | None:
 
 
 def problem_of_ranks(ran_on: Sequence[dict[str, Any]], now: dict[str, Any]) -> str:
-    """Of a resume on another number of ranks than that of the checkpoint; empty without one. See engine/machine.py."""
+    """Of a resume on another number of ranks than that of the checkpoint; empty without one. See hosts/machine.py."""
     ranks, before = (one["ranks"] for one in (now, (ran_on or [now])[-1]))
     if ranks == before:
         return ""

@@ -9,8 +9,8 @@ from lightning import __version__
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
+from flyte_ddp.engine.hosts.places import hardware
 from flyte_ddp.engine.job import TrainingResult
-from flyte_ddp.engine.machine import hardware
 from flyte_ddp.engine.results import layers_of
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.events import EpochFinished, RunStarted, Warned

@@ -133,6 +133,15 @@ def test_a_request_to_stop_is_obeyed_by_all_ranks_after_a_checkpoint_also_in_the
     assert identical(whole(2, recipe=LOOPS + "train", **{**SMALL, "batch_size": batch_size}), resumed)
 
 
+def test_a_request_to_stop_in_the_step_that_an_epoch_is_left_after_waits_for_the_next(own, undisturbed):
+    """A resume in between would go on with the steps that were left out."""
+    loop, target = "leaves_after_the_fifth_step", "tests.launch.targets:stop_after_the_fifth_step"
+    assert own(2, loop, target=target, name="stopped") == [(1, 1)] * 2
+    resumed = own(2, loop, name="stopped")
+    assert [epoch.samples for epoch in resumed.result.epochs] == [5 * 12] * 2
+    assert resumed.result.digest == undisturbed(2, loop).result.digest
+
+
 def test_ranks_of_a_host_without_the_checkpoint_are_sent_it(own, undisturbed):
     with pytest.raises(Unplugged):
         own(on_event=unplug_at(4), checkpoint_seconds=0, name="cut", target=TWO_HOSTS)
@@ -166,6 +175,21 @@ def test_it_may_evaluate_within_a_step_and_come_back_to_the_steps(own, undisturb
     assert all(torch.equal(weight, undisturbed(2, "plain").weights[name]) for name, weight in trained.weights.items())
 
 
+def test_a_loop_that_returns_within_an_epoch_is_told_that_its_weights_have_no_measures(mistaken):
+    trained = mistaken("returns_within_an_epoch").result
+    (warning,) = trained.warnings
+    assert warning.reason.startswith("the loop has returned within an epoch, so no measures are those of the weights")
+    assert [epoch.epoch for epoch in trained.epochs] == [0]
+    assert trained.digest != trained.epochs[0].digest
+    with pytest.raises(RankError, match="NonFiniteError: loss is not finite in epoch 2, step 3"):
+        mistaken("returns_nan", name="nan", log_interval=100)
+
+
+def test_each_evaluation_has_its_own_blocks(own):
+    trained = own(2, "evaluates_two_folders_of_blocks", epochs=1, test_batch_size=4)
+    assert trained.result.tested["right"] == 1
+
+
 def test_ranks_without_a_sample_to_evaluate_wait_for_nobody(own):
     assert own(3, loop="tests_one_sample", epochs=1).result.tested["accuracy"] in (0, 1)
 
@@ -175,6 +199,13 @@ def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(mistaken, 
     with pytest.raises(RankError, match=words):
         mistaken("not_finite", checkpoint_seconds=0)
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["step"] <= 4
+
+
+def test_measures_go_by_their_names_on_each_rank_and_one_that_is_not_finite_is_warned_of(mistaken):
+    result = mistaken("evaluates_in_any_order").result
+    assert {name: value for name, value in result.tested.items() if name != "score"} == {"loss": 0.25, "rank": 0.5}
+    (warning,) = result.warnings
+    assert warning.reason.startswith("score on the test split is not finite after epoch 1")
 
 
 def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
@@ -210,7 +241,15 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
         ("keeps_twice", r"loop.keep must be called once, with all that changes"),
         ("wraps_what_is_not_trained", r"loop.wrap: the network must have a weight that is trained"),
         ("steps_outside_of_a_step", r"an optimizer must step within `for … in loop.batches`"),
+        ("trains_on_two_in_turn", r"in one loop at a time, and over those of one call in an epoch: put several"),
+        ("trains_on_two_at_once", r"in one loop at a time, and over those of one call in an epoch: put several"),
+        ("passes_twice", r"iterate over loop.batches once an epoch, got another time after all 7 steps: .*ers.epochs"),
         ("evaluates_nothing", r"loop.evaluated: loss must have samples, or weights that are not 0, on some rank"),
+        (
+            "evaluates_more_on_the_first_rank",
+            r"same measures on all ranks, got loss, score on rank 0 and loss on rank 1",
+        ),
+        ("logs_more_on_the_last_rank", r"loop.log must .* on all ranks, got loss on rank 0 and loss, score on rank 1"),
         ("keeps_what_has_no_state", r"loop.keep: learning_rate must have state_dict and load_state_dict, got float"),
         (
             "trains_without_a_loop",

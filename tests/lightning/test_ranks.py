@@ -69,6 +69,32 @@ def test_a_loader_with_a_state_goes_on_within_an_epoch_also_after_a_stop_on_requ
     ]
 
 
+def test_what_a_callback_has_unfrozen_stays_so_after_a_resume(tmp_path):
+    one: Any = {"module": "numerals.variants:FineTuned", "nproc": 1}
+    whole = train(tmp_path / "whole", settings(), **one)
+    with pytest.raises(KilledError):
+        train(tmp_path / "cut", settings(), on_event=at_checkpoint(2, kill), **one)
+    assert same(train(tmp_path / "cut", settings(), **one).weights, whole.weights)
+
+
+def test_ranks_whose_weights_drift_apart_are_told_of_once(tmp_path, whole):
+    (warning,) = train(tmp_path, settings(), "numerals.variants:FineTuned").result.warnings
+    assert warning.reason.startswith("the ranks have other weights than one another")
+    assert not whole.result.warnings
+
+
+@pytest.mark.parametrize("module", ["Averaging", "Accumulating"])
+def test_what_callbacks_set_up_for_an_epoch_is_there_after_a_resume_within_it(tmp_path, module):
+    one: Any = {"module": f"numerals.variants:{module}", "data": "numerals.loaders:Resumable", "nproc": 1}
+    short = settings(batch_size=64, log_interval=3)
+    whole = train(tmp_path / "whole", short, **one)
+    with pytest.raises(KilledError):
+        train(tmp_path / "cut", short, on_event=at_checkpoint(1, kill), checkpoint_seconds=0, **one)
+    resumed = train(tmp_path / "cut", short, **one)
+    assert [(event.first_epoch, event.first_step) for event in of(RunStarted, resumed)] == [(0, 3)]
+    assert same(resumed.weights, whole.weights)
+
+
 def test_the_parent_is_told_what_the_module_logs(tmp_path):
     trained = train(tmp_path / "run", settings(limit_train_batches=25, log_interval=10))
     (started,), (chosen,) = of(RunStarted, trained), of(EpochChosen, trained)
@@ -90,6 +116,15 @@ def test_a_callback_of_the_module_ends_the_training_and_its_data_are_split_as_be
     (chosen,) = of(EpochChosen, trained)
     assert chosen.stopped_early
     assert (chosen.epoch, len(trained.result.epochs)) == (1, 2)
+
+
+def test_what_has_stopped_early_does_not_go_on_after_a_kill(tmp_path):
+    stopping: Any = {"module": "numerals.variants:Stopping", "nproc": 1}
+    with pytest.raises(KilledError):
+        train(tmp_path, settings(epochs=9), on_event=at_checkpoint(2, kill), **stopping)
+    resumed = train(tmp_path, settings(epochs=9), **stopping)
+    assert [event.first_epoch for event in of(RunStarted, resumed)] == [2]
+    assert len(resumed.result.epochs) == 2
 
 
 def test_a_module_that_optimizes_by_itself_and_never_validates_is_trained(tmp_path):

@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning import LightningModule
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from numerals.model import LitNumerals
 from torch import distributed
 
@@ -73,6 +80,28 @@ class Averaging(LitNumerals):
 
     def configure_callbacks(self):
         return [StochasticWeightAveraging(1e-3, 1)]
+
+
+class Accumulating(LitNumerals):
+    def configure_callbacks(self):
+        return [GradientAccumulationScheduler({0: 3})]
+
+
+class Unfreezing(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.network[:2], train_bn=False)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.network[:2], optimizer, 1e-3)
+
+
+class FineTuned(Averaging):
+    def configure_callbacks(self):
+        return [Unfreezing()]
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([weight for weight in self.parameters() if weight.requires_grad], 1e-2)
 
 
 class Keeping(LitNumerals):

@@ -36,7 +36,7 @@ class TrainSteps:
                 f"{name} must be a multiple of virtual_ranks ({parts}) in a loop of your own, got {size}: the mean of "
                 "its parts weighs them alike, so change one of them, or write a recipe"
             )
-        self._progress, self._rank, self._seed = progress, environment.rank, settings.seed
+        self._progress, self._rank, self._settings = progress, environment.rank, settings
         progress.batches = self._batches = TrainBatches(
             split, size, settings.seed, self._rank, ranks, virtual_ranks=parts
         )
@@ -46,11 +46,23 @@ class TrainSteps:
         return len(self._batches.split) // self._batches.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        progress, key = self._progress, partial(key_of, Use.OWN_STEP, self._seed)
+        progress, key = self._progress, partial(key_of, Use.OWN_STEP, self._settings.seed)
         if not progress.is_started:
             raise InputError("iterate over loop.batches within `for epoch in loop.epochs():`")
+        is_other = progress.trains_on not in (None, self) and (progress.step or progress.logged)
+        if is_other or (progress.is_stepping and not progress.logged):
+            raise InputError(
+                "iterate over loop.batches in one loop at a time, and over those of one call in an epoch: put several "
+                "data sets into one, such as torch.utils.data.StackDataset or ConcatDataset"
+            )
         if progress.logged:  # the steps were left in the middle of an epoch
             progress.end_step()
+        if progress.trains_on is self and progress.step == len(self):
+            raise InputError(
+                f"iterate over loop.batches once an epoch, got another time after all {len(self)} steps: count it as "
+                f"an epoch of its own, in {type(self._settings).__name__}.epochs"
+            )
+        progress.trains_on, progress.batches, progress.steps = self, self._batches, len(self)
         steps = self._batches.steps(progress.epoch, progress.step, len(self))
         try:
             for shares in collected_between(progress.clock.timed(steps)):

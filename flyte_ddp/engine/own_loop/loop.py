@@ -23,15 +23,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
 from flyte_ddp.engine.checks.data_probe import unequal_data
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.load import data_path_of, seed_all, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
+from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
 from flyte_ddp.engine.own_loop.progress import Progress
-from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused, pytree, uncompiled
+from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused, pytree
+from flyte_ddp.engine.tracing_compat import uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import Environment, check_ranks
@@ -46,7 +49,10 @@ UNUSED: dict[type, tuple[str, ...]] = {
         "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "patience",
         "minimum_delta", "freeze", "init_leave_out",
     ),
-    RunOptions: ("profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "audit_every", "compile"),
+    RunOptions: (
+        "profile", "log_gradients", "keep_checkpoint", "keep_best", "evaluate_elsewhere", "sharding", "audit_every",
+        "compile",
+    ),
 }  # fmt: skip
 
 
@@ -64,7 +70,7 @@ class Loop:
         self.settings, self.data_path, self.init_path = job.settings, data_path_of(job.data), job.init
         self.rank, self.world_size, self.device = environment.rank, environment.world.size, progress.device
         self._environment, self._link, self._job, self._cache = environment, link, job, cache
-        self._progress = progress
+        self._progress, self._splits = progress, 0
 
     @property
     def epoch(self) -> int:
@@ -199,11 +205,13 @@ class Loop:
         Each is a value, or values, of this rank, or a pair of these and their weights: (correct, samples), say. What
         counts is the sum of all ranks' values, over that of their weights.
         """
-        pairs = [value if isinstance(value, tuple) else (value, _count(value)) for value in measures.values()]
+        names = names_on_all_ranks("loop.evaluated", measures)
+        values = [measures[name] for name in names]
+        pairs = [value if isinstance(value, tuple) else (value, _count(value)) for value in values]
         rows = [[float(torch.as_tensor(one).sum()) for one in pair] for pair in pairs]
         sums = torch.tensor(rows, dtype=torch.float64).to(self.device)
         distributed.all_reduce(sums)
-        totals, self._progress.evaluated = zip(measures, sums.tolist(), strict=True), {}
+        totals, self._progress.evaluated = zip(names, sums.tolist(), strict=True), {}
         for name, (value, weight) in totals:
             if not weight:
                 raise InputError(f"loop.evaluated: {name} must have samples, or weights that are not 0, on some rank")
@@ -213,9 +221,12 @@ class Loop:
         return dict(self._progress.evaluated)
 
     def _split(self, data: Any, name: str) -> Any:
-        split = split_of(data, name, self.device, self._job.options, self._cache)
+        self._splits += 1  # a name of its own in the cache, or one split would be given another's blocks
+        split = split_of(data, f"{name}-{self._splits}", self.device, self._job.options, self._cache)
         for reason in unequal_data(self._job.recipe, {name: split}):
             raise InputError(reason)
+        if isinstance(split, BlockSplit):
+            split.forget()  # what was looked at; a loop may ask for any number of splits
         return split
 
 

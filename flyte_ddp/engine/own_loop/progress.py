@@ -1,5 +1,6 @@
 """How far a loop of the user's own has come: its sums, what it tells of them, and what a checkpoint has."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,11 +14,14 @@ from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
+from flyte_ddp.engine.hosts.machine import machine, moved
+from flyte_ddp.engine.hosts.places import places_of_ranks
+from flyte_ddp.engine.hosts.unlike import unlike
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.machine import machine, moved, places_of_ranks, unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.own_loop.results import result_of, write_model
@@ -36,6 +40,10 @@ DRIFTED = (
     "the ranks have other weights than one another, and those of rank 0 are returned: change them alike on all ranks, "
     "by gradients of what loop.wrap has returned, or from the same random numbers"
 )
+UNMEASURED = (
+    "the loop has returned within an epoch, so no measures are those of the weights that it returns: call "
+    "loop.evaluated before, also where the epoch is left early"
+)
 
 
 class Progress:
@@ -48,12 +56,13 @@ class Progress:
         wrapped: the networks that the ranks train together.
         exact: with virtual ranks, what adds their gradients up.
         batches, steps: of an epoch; None and 0 before they are known.
+        trains_on: what the steps of the current epoch come from; None before the first of this attempt.
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
         is_stepping: whether the user's code is in a step.
         test_samples: of all evaluations.
         history: the epochs that are done.
-        ran_on: see machine.py.
+        ran_on: see hosts/machine.py.
     """
 
     def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job):
@@ -64,6 +73,7 @@ class Progress:
         self.exact: ExactGradients | None = None
         self.batches: TrainBatches | None = None
         self.steps = self.test_samples = 0
+        self.trains_on: object = None
         self.is_stepping = self._owes_checkpoint = False
         self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
@@ -93,14 +103,14 @@ class Progress:
             missing = "loop.keep" if self.batches else "loop.batches"
             raise InputError(f"call {missing} before loop.epochs: a checkpoint could not be resumed without")
         job, world = self._job, self._environment.world
-        places = places_of_ranks(self._environment, self.device)
+        places = places_of_ranks(self._environment, self.device, job, self.parts["model"])
         self.ran_on, moves = moved(self.ran_on, machine(places, precision, job.options))
         hosts = [place.host for place in places]
         self._stragglers = Stragglers(hosts, self.batches.split.remedy, meet_within=True)  # in the backward pass
         remarks = [*moves, *uneven_parts(job.settings.virtual_ranks, world.size)]
         self._started = run_started(self, job, world, hosts, headline, percent, precision, remarks)
         self._link.emit(self._started)
-        for warning in self._monitor.noted(self.epoch, self.step, unlike(places)):
+        for warning in self._monitor.noted(self.epoch, self.step, unlike(places, job.options)):
             self._link.emit(warning)
         self._since = time.perf_counter() - self._seconds
 
@@ -128,16 +138,18 @@ class Progress:
             self._warn_once(LEFT_OUT)
         return waits
 
-    def end_step(self) -> None:
+    def end_step(self, is_left: bool = False) -> None:
         """Once the user's code has done all that belongs to the step; a collective.
 
         Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError, before one.
+        is_left: whether no further step of the epoch comes. A resume from here would go on with them, so the epoch's
+        end has the checkpoint, and a request to stop waits for the next step.
         """
         self.clock.lap(StepPart.COMPUTING)
         if not self.logged:
             raise InputError("call loop.log(loss=...) once in each step")
         if not self.names:
-            self.names = [*self.logged]
+            self.names = names_on_all_ranks("loop.log", self.logged)
             self._set_to_zero()
         own = torch.stack([self.logged[name] for name in self.names])
         asked = float(self._link.stop_requested), float(self._writer.due())
@@ -159,6 +171,8 @@ class Progress:
         self._look(own)
         if is_logged:
             self._tell()
+        if is_left:
+            return
         self._owes_checkpoint |= self._last.stop or (self._last.saves > before.saves and self.step < self.steps)
         if self._owes_checkpoint and not self._waits():
             self._save(self._last.stop)
@@ -169,7 +183,7 @@ class Progress:
         """A collective."""
         assert self._started
         if self.logged:  # the loop was left in the middle of an epoch
-            self.end_step()
+            self.end_step(is_left=True)
         self._look()  # at steps since the last log, then, and after a resume at those before it
         if self._started.headline not in self.evaluated:
             missing = f"call loop.evaluated({self._started.headline}=...)"
@@ -186,11 +200,15 @@ class Progress:
         )
         self.history.append(finished)
         self._link.emit(finished)
+        broken = [name for name, value in self.evaluated.items() if not math.isfinite(value)]
+        for warning in self._monitor.not_finite(broken, finished.split, finished.position, self.step):
+            self._link.emit(warning)
         self._link.emit(self._stragglers.so_far())
         weights = [weight for network in self.wrapped for weight in network.parameters()]
         if differ_between_ranks([*weights, *self.optimizers.weights()], self.device):  # buffers may: rank 0's count
             self._warn_once(DRIFTED)
         self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
+        self.trains_on = None
         self._set_to_zero()
         is_over = self.epoch == self._job.settings.epochs
         self._owes_checkpoint = not is_over and self._waits()
@@ -204,6 +222,11 @@ class Progress:
             raise InputError(f"{self._job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
         if self.evaluated:  # the loop over the epochs was left
             self.end_epoch()
+        elif self.step or self.logged:
+            if self.logged:
+                self.end_step(is_left=True)
+            self._look()
+            self._warn_once(UNMEASURED)
         if self._owes_checkpoint:
             self._save(is_last=True)
         self.close()

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from flyte_ddp.engine.hosts.places import hardware
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.machine import hardware
 from flyte_ddp.engine.results import export_model
 from flyte_ddp.events import EpochFinished, RunStarted, Warned
 from flyte_ddp.launch.limits import peak_memory

@@ -1,0 +1,22 @@
+"""Names of a loop's measures, which all ranks have alike."""
+
+from collections.abc import Collection
+
+from torch import distributed
+
+from flyte_ddp.errors import InputError
+
+
+def names_on_all_ranks(call: str, names: Collection[str]) -> list[str]:
+    """Of measures, in the order of rank 0, as what is added up goes by place; InputError if ranks have others than it.
+    A collective."""
+    of_ranks: list[list[str]] = [[]] * distributed.get_world_size()
+    distributed.all_gather_object(of_ranks, [*names])
+    for rank, others in enumerate(of_ranks):
+        if {*others} != {*of_ranks[0]}:
+            got = f"{', '.join(of_ranks[0]) or 'none'} on rank 0 and {', '.join(others) or 'none'} on rank {rank}"
+            raise InputError(
+                f"{call} must have the same measures on all ranks, got {got}: what one rank alone measures is nobody "
+                "else's to add up; in loop.evaluated the others may give it without samples, as (0.0, 0)"
+            )
+    return of_ranks[0]

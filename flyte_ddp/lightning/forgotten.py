@@ -1,0 +1,35 @@
+"""What a checkpoint of Lightning's lacks, and a resume needs to end with the same bits."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+
+# Which Lightning does not call at the start of an epoch that a resume goes on with, and which may be called again
+SETTING_UP_EPOCHS = GradientAccumulationScheduler, StochasticWeightAveraging
+
+
+def forgotten(trainer: Trainer) -> dict[str, Any]:
+    """Whether a callback has ended the training, and what callbacks have frozen or unfrozen."""
+    switches = _switches(trainer.lightning_module)
+    frozen = {name: getattr(owner, attribute) for name, (owner, attribute) in switches.items()}
+    return {"stops_early": trainer.should_stop, "frozen": frozen}
+
+
+def remember(trainer: Trainer, saved: dict[str, Any], is_within_epoch: bool) -> None:
+    """saved: of `forgotten`, in the checkpoint. is_within_epoch: whether the resume goes on within an epoch."""
+    trainer.should_stop |= saved["stops_early"]
+    for name, (owner, attribute) in _switches(trainer.lightning_module).items():  # BackboneFinetuning unfreezes once
+        setattr(owner, attribute, saved["frozen"][name])
+    for callback in trainer.callbacks if is_within_epoch else ():  # type: ignore[attr-defined]
+        if isinstance(callback, SETTING_UP_EPOCHS):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def _switches(module: LightningModule) -> dict[str, tuple[Any, str]]:
+    """What BackboneFinetuning and its like freeze: by name the object, and the name of its attribute."""
+    layers = {name: one for name, one in module.named_modules() if hasattr(one, "track_running_stats")}
+    return {
+        **{name: (weight, "requires_grad") for name, weight in module.named_parameters()},
+        **{name: (one, "track_running_stats") for name, one in layers.items()},
+    }
