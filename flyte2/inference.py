@@ -46,4 +46,6 @@ async def main(model_state: File, shards: int = 4, split: str = "test") -> list[
     hp, weights = classifier_settings(model_state), by_content(model_state)
     each = partial(predict, shards=shards, model_state=weights, hp=hp, data=await prepare(hp.dataset), split=split)
     concurrency = registration().concurrency
-    return [part async for part in flyte.map.aio(each, numbers, concurrency=concurrency)]  # type: ignore[misc]
+    # else a failure would be among the files, as what is no file
+    parts = flyte.map.aio(each, numbers, concurrency=concurrency, return_exceptions=False)
+    return [part async for part in parts]  # type: ignore[misc]

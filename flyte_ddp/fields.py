@@ -63,7 +63,19 @@ def read_json(text: str) -> Any:
         refuse_repeated([name for name, _ in pairs])
         return dict(pairs)
 
-    return json.loads(text, object_pairs_hook=read_object)
+    try:
+        return json.loads(text, object_pairs_hook=read_object)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON: NaN and infinity become null."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def warn_renamed(owner: str, former: str, name: str) -> None:
@@ -213,7 +225,10 @@ def _check_json(name: str, value: Any) -> None:
 
 def _range(rules: Mapping[str, Any]) -> str:
     words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
-    return " and ".join(f"{text} {rules[name]:g}" for name, text in words.items() if math.isfinite(rules[name]))
+    values = {name: rules[name] for name in words if math.isfinite(rules[name])}
+    # rounded, as in 4.29497e+09, a limit would be another one
+    texts = {name: str(value) if type(value) is int else f"{value:g}" for name, value in values.items()}
+    return " and ".join(f"{words[name]} {text}" for name, text in texts.items())
 
 
 def _shown(value: Any) -> str:

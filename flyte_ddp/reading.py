@@ -14,7 +14,8 @@ def read_settings(text: str) -> Any:
     """Parses JSON text, or the .json or .yaml file at a path; raises InputError with the place and the reason."""
     try:
         is_file = text.lstrip()[:1] not in ("{", "[")
-        content = Path(text).read_text() if is_file else text
+        # with or without the mark that editors on Windows begin a file with
+        content = Path(text).read_text("utf-8-sig") if is_file else text
         if is_file and not text.endswith(".json"):
             return yaml.load(content, _Loader)  # a safe one
         return read_json(content)  # not by yaml, for which 1e-3 is a text
@@ -24,7 +25,7 @@ def read_settings(text: str) -> Any:
         raise InputError(f"{text} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
     except InputError as error:
         raise InputError(f"{text[:200]}: {error.message}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"{text[:200] or repr(text)} cannot be read ({reason}): give a JSON object or a .json or .yaml file"

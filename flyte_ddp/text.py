@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+GIB = 2**30
 # A URL's user, alone or with a password, in which there may be a / or an @; in abfs://CONTAINER@ACCOUNT there is none
 USER = re.compile(
     r"(?<=://)(?:[^\s/@:'\"]*:(?:(?!://)[^\s'\"])*@|(?<!abfs://)(?<!abfss://)[^\s/?#@'\"]+@)", re.IGNORECASE
@@ -38,6 +39,16 @@ def reason_of(error: BaseException) -> str:
 def counted(epochs: float) -> str:
     """A number of epochs with at most two decimals: 2, 1.25."""
     return f"{round(epochs, 2):g}"
+
+
+def gib(count: float) -> str:
+    """A number of bytes."""
+    return f"{count / GIB:.2f} GiB" if count < 10 * GIB else f"{count / GIB:,.0f} GiB"
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -28,7 +28,9 @@ WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 KEY = f"({NAME}/)?{WORD}"
 # Kubernetes' notation
 UNITS = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-QUANTITY = rf"\d+(\.\d+)?({'|'.join(UNITS)})?"
+QUANTITY = rf"[0-9]+(\.[0-9]+)?({'|'.join(UNITS)})?"
+MOST_CPUS, LEAST_BYTES = 4096, 2**20
+COUNT = "[1-9][0-9]{0,5}"  # of nodes
 # NVIDIA's, by flytekit's names
 ACCELERATORS = (
     "A10G", "L4", "L4_VWS", "L40S", "K80", "M60", "P4", "P100", "T4", "V100", "H100", "H200", "RTX_PRO_6000", "A100",
@@ -147,6 +149,13 @@ class Registration(Settings):
             request, _, limit = value.partition(":")
             if limit and amount(request) > amount(limit):
                 raise InputError(f"{size} must request no more than its limit, got {value}: write REQUEST:LIMIT")
+            # Kubernetes takes 16 for bytes, 500m for half a byte, 4Gi for a number of CPUs; no pod starts with these
+            if value and size.endswith("_cpu") and not 0 < amount(limit or request) <= MOST_CPUS:
+                raise InputError(f"{size} must be a number of CPUs such as 500m or 2, got {value}: bytes are of memory")
+            if value and not size.endswith("_cpu") and amount(limit or request) < LEAST_BYTES:
+                raise InputError(
+                    f"{size} must be at least a megabyte, got {value}: write the unit, such as 400Mi or 4Gi"
+                )
 
     @property
     def training_gpus(self) -> int:
@@ -159,7 +168,7 @@ class Registration(Settings):
     @property
     def node_sizes(self) -> list[int]:
         """The numbers of nodes, each of which will do, the largest first; raises InputError for what is none."""
-        is_well_formed = re.fullmatch(r"[1-9]\d*(:[1-9]\d*|(,[1-9]\d*)*)", self.nnodes)
+        is_well_formed = re.fullmatch(f"{COUNT}(:{COUNT}|(,{COUNT})*)", self.nnodes)
         numbers = [int(number) for number in re.split("[:,]", self.nnodes)] if is_well_formed else [0]
         is_range, least, most = ":" in self.nnodes, min(numbers), max(numbers)
         if most < 2 or (is_range and numbers[0] > numbers[1]):
@@ -201,7 +210,9 @@ def variable_of(field: "dataclasses.Field[Any]") -> str:
 def _parsed(text: str) -> Any:
     try:
         return read_json(text)
-    except json.JSONDecodeError:
+    except InputError:
+        raise
+    except ValueError:
         return text
 
 
@@ -234,8 +245,12 @@ def check_notify(notify: str, phases: str) -> None:
 def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
     """The messages do not show the URLs, which may be secret."""
     for name, url in (("webhook", webhook), ("console", console)):
-        parts = urlsplit(url)
-        if url and not (parts.scheme in ("http", "https") and parts.hostname):
+        try:
+            parts = urlsplit(url)
+            is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of a bracket, or of a port that is none
+            is_whole = False
+        if url and not is_whole:
             raise InputError(f"{name} must be a URL such as https://host/path: write it in full")
         if "@" in parts.netloc:
             raise InputError(f"{name} must not have a password, which everybody would see: put it into a Flyte secret")

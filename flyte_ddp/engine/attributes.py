@@ -15,8 +15,8 @@ from torch import nn
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import checked, setting
-from flyte_ddp.model_files.weights import listed
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.text import listed
 
 
 @dataclass(frozen=True)

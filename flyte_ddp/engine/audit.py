@@ -16,12 +16,14 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
 from flyte_ddp.engine.digest import sum_of_all
-from flyte_ddp.engine.machine import Place, some
+from flyte_ddp.engine.hosts.places import Place
+from flyte_ddp.engine.hosts.unlike import named
 from flyte_ddp.engine.step import SingleStep, Totals
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
 from flyte_ddp.errors import InputError, WrongBitsError
 from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.text import listed
 
 Backward = Callable[[Sequence[Batch]], None]
 Warn = Callable[[int, int, Sequence[str]], None]  # of epoch, step and reasons
@@ -132,8 +134,7 @@ class Audit:
 
     def _named(self, ranks: Sequence[int]) -> str:
         """With their hosts and devices."""
-        each = [f"rank {rank} on {place.host} ({place.device})" for rank, place in enumerate(self._places)]
-        return some([each[rank] for rank in ranks])
+        return listed([named(rank, self._places[rank]) for rank in ranks])
 
 
 def audit_of(

@@ -1,7 +1,9 @@
-"""Python's garbage collection in the steps of a training: at the same time on all ranks."""
+"""Python's garbage collection: in the steps of a training at the same time on all ranks, in a fork not at all of what
+is this process's."""
 
 import gc
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -19,3 +21,14 @@ def collected_between(items: Iterator[Item]) -> Generator[Item, None, None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def kept_out_of_forks() -> Iterator[None]:
+    """A process that is forked within the block never collects what is garbage in this one, such as the store of a
+    process group that has failed: its end waits for a thread, which a fork has not, and is a segmentation fault."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -15,9 +15,9 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.checkpoints.checkpoint import finish, save, write_draft
 from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.evaluations import Evaluated, gather
+from flyte_ddp.engine.hosts.places import hardware
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
-from flyte_ddp.engine.loop import Evaluated, gather
-from flyte_ddp.engine.machine import hardware
 from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
@@ -37,7 +37,8 @@ def write_last(setup: SetUp, job: Job) -> None:
     state = setup.state
     with writing_to(job.logs, job.chosen_by):
         if setup.validation:
-            write_weights(setup, job, Path(job.logs, LAST), state.history[-1].validation)
+            measures = state.history[-1].validation
+            write_weights(setup, job, Path(job.logs, LAST), measures, state.evaluated_elsewhere)
         if job.options.keep_checkpoint or job.settings.stop_after:
             path, content = Path(job.logs, FINAL), {"identity": job.identity, "state": state.state_dict()}
             if distributed.get_rank():

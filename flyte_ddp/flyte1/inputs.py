@@ -33,6 +33,10 @@ def explain_missing_paths() -> None:
     def convert(self: UnionParamType, value: Any, param: Any, context: Any) -> Any:
         of_paths = [one for one in alternatives(self) if isinstance(one, (DirParamType, FileParamType))]
         if len(of_paths) == 1 and isinstance(value, str):
+            if not value:  # as of an unset variable; flytekit takes it for the current folder
+                raise InputError(
+                    f"--{param.name} must be a path or a URL, got '': name one, or leave --{param.name} out"
+                )
             return of_paths[0].convert(value, param, context)
         return flytekits(self, value, param, context)
 

@@ -6,6 +6,7 @@ the header.
 
 import hashlib
 import json
+import math
 import pkgutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import IO, Any, TypeVar, get_origin, get_type_hints
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import Settings
+from flyte_ddp.fields import Settings, plain
 
 FORMAT = 1
 HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
@@ -54,7 +55,7 @@ class ModelMetadata:
     format: int = FORMAT
 
     def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, default=str)  # a recipe's facts may be anything
+        return json.dumps(plain(asdict(self)), indent=2, default=str)  # a recipe's facts may be anything
 
     @property
     def digest(self) -> str:
@@ -129,6 +130,8 @@ def _of_our_format(content: Any) -> dict[str, Any]:
         raise ValueError
     kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(ModelMetadata).items()}
     known = {name: value for name, value in content.items() if name in kinds}
+    if isinstance(measures := known.get("measures"), dict):  # see plain
+        known["measures"] = {name: math.nan if value is None else value for name, value in measures.items()}
     if not all(isinstance(value, kinds[name]) for name, value in known.items()):
         raise ValueError
     return known

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.model_files.frozen_base import digest_of, frozen_weights
 from flyte_ddp.model_files.model_metadata import is_safetensors, read_metadata
+from flyte_ddp.text import listed
 
-MOST_NAMES = 6
 REMEDY = "use the model_state of a training of this network, with the settings of that training"
 Name = TypeVar("Name")
 Network = TypeVar("Network", bound=nn.Module)
@@ -127,11 +127,6 @@ def describe_misfits(names: Sequence[str], weights: Mapping[str, Tensor], own: M
         "wrong shapes": [f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}" for name in both],
     }
     return "; ".join(f"{kind} {listed(entries)}" for kind, entries in kinds.items() if entries)
-
-
-def listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MOST_NAMES])
-    return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
 def _read_safetensors(path: str | Path) -> dict[str, Tensor]:

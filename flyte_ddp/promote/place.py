@@ -89,7 +89,8 @@ class Place:
         self._files, _ = files_at(platform, self.root)
 
     def read(self) -> Pointer:
-        """Raises ReportedError if current.json is damaged, or missing although there are versions."""
+        """Raises ReportedError if current.json is damaged, or missing although there are versions, and InputError if a
+        newer program has written it."""
         problem = "is missing"
         for _ in range(2):  # another process may write both between the two looks
             text = self._read("current.json")
@@ -98,6 +99,11 @@ class Place:
             if text is not None:
                 try:
                     return Pointer.parse(text)
+                except NewerFormatError as error:  # of a program beside this one, whose history must stay
+                    raise InputError(
+                        f"{self.root}/current.json must be of a format that this program knows: {error}: use the newer "
+                        "one, or another place"
+                    ) from None
                 except UNREADABLE as error:
                     problem = f"is damaged ({type(error).__name__}: {error})"
         names = ", ".join(self.versions()) or "none"
@@ -233,9 +239,13 @@ def encoded(content: dict[str, Any]) -> bytes:
     return json.dumps({"format": FORMAT, **content}, indent=2).encode()
 
 
+class NewerFormatError(ValueError):
+    pass
+
+
 def check_format(number: int) -> None:
     if number > FORMAT:
-        raise ValueError(f"format {number} is newer than this program, which knows {FORMAT}")
+        raise NewerFormatError(f"format {number} is newer than this program, which knows {FORMAT}")
 
 
 def now() -> str:

@@ -7,6 +7,7 @@ promotion, or a roll-back, is followed within some seconds. It answers from one 
 import io
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -98,6 +99,11 @@ class Served:
 class Server(ThreadingHTTPServer):
     request_queue_size = 128  # of clients at once; with the default, 5, a dozen are enough for some to be turned away
 
+    def handle_error(self, *request: Any) -> None:
+        """Without the traceback of a client that has hung up."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*request)
+
 
 def server(served: Served, host: str, port: int) -> Server:
     """Serves once serve_forever is called; port 0 is any that is free."""
@@ -110,7 +116,8 @@ def server(served: Served, host: str, port: int) -> Server:
 
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
-            if not (length.isdecimal() and 0 < int(length) <= MOST_BYTES):
+            # of more digits than these, int would raise an error of its own
+            if not (length.isdecimal() and len(length) < 20 and 0 < int(length) <= MOST_BYTES):
                 self.close_connection = True  # what follows has not been read
                 return self._reply(413, {"error": f"the body must be an image file of at most {MOST_BYTES:,} bytes"})
             try:

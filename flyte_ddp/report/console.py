@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -21,13 +21,27 @@ MOST_RANKS = 4  # lines in a table
 
 
 class Terminal(logging.Handler):
-    """Prints messages on standard error as they are, and warnings as such."""
+    """Prints messages on standard error as they are, and warnings as such.
+
+    What cannot be written ends no training: the disk of its log may be full, its terminal closed.
+    """
+
+    is_lost = False  # the newest message
 
     def emit(self, record: logging.LogRecord) -> None:
         # Standard output is for the workflow's result. With err=True click would bypass rich, which keeps lines above
         # the live one
         warning = "Warning: " if record.levelno >= logging.WARNING else ""
-        click.echo(f"{warning}{self.format(record)}", file=sys.stderr)
+        try:
+            click.echo(f"{warning}{self.format(record)}", file=sys.stderr)
+            self.is_lost = False
+        except OSError:
+            self.is_lost = True
+
+
+def is_shown() -> bool:
+    """Whether the newest message could be written."""
+    return not any(isinstance(handler, Terminal) and handler.is_lost for handler in logger.handlers)
 
 
 def show_output() -> None:
@@ -197,7 +211,8 @@ class LiveConsole(Console):
         )
 
     def close(self) -> None:
-        self._progress.stop()
+        with suppress(OSError):  # the terminal may be closed
+            self._progress.stop()
         super().close()
 
 

@@ -11,7 +11,7 @@ from flyte_ddp.report.goodput import LABELS, share_of
 from flyte_ddp.report.ranks import Table, rank_tables
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.words import capitalised, duration, in_words, time_left
-from flyte_ddp.text import counted, masked
+from flyte_ddp.text import counted, gib, masked
 
 MOST_MODULES = 40
 MOST_MEASURES = 4  # in a table
@@ -189,7 +189,7 @@ def _memory(record: Record) -> list[tuple[str, str]]:
         "Memory of a rank, at most": max((result.peak_bytes for result in results), default=0),
         "GPU memory of a rank, at most": max((result.peak_gpu_bytes for result in results), default=0),
     }
-    return [(label, f"{peak / 2**30:.2f} GiB") for label, peak in peaks.items() if peak]
+    return [(label, gib(peak)) for label, peak in peaks.items() if peak]
 
 
 def _settings(values: Settings) -> list[tuple[str, str, str]]:

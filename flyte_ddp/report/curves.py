@@ -35,7 +35,7 @@ def _measure_curves(record: Record, name: str) -> Curves:
         series[split] = points
         if points:
             last = record.written(name, {name: points[-1][1]})
-            remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {counted(epochs[-1].position)}."
+            remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {counted(points[-1][0])}."
     return Curves(
         capitalised(in_words(name)),
         series,

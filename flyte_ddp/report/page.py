@@ -64,8 +64,9 @@ STYLE = """
 .ddp .of-training { background: var(--c1); } .ddp .of-evaluating { background: var(--c3); }
 .ddp .of-data { background: var(--c7); } .ddp .of-stragglers { background: var(--c2); }
 .ddp .of-checkpoints { background: var(--c4); } .ddp .of-fetching { background: var(--c6); }
-.ddp .of-starting, .ddp .of-recovering { background: var(--c8); } .ddp .of-lost { background: var(--bad); }
-.ddp .of-between { background: var(--line); } .ddp .of-finishing { background: var(--soft); }
+.ddp .of-starting { background: var(--c8); } .ddp .of-recovering { background: #8d96a3; }
+.ddp .of-lost { background: var(--bad); } .ddp .of-between { background: var(--line); }
+.ddp .of-finishing { background: #b9a3d6; }
 .ddp .bars td:last-child { width: 35%; padding-right: 0; }
 .ddp .bars th { min-width: 4.2rem; }
 .ddp .confusion { table-layout: fixed; font-size: .8rem; }

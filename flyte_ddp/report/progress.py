@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import events
+from flyte_ddp.fields import plain
 from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.report.record import RunFailed, RunFinished
+from flyte_ddp.whole_files import write_whole
 
 FORMAT = 2
 FILE = "progress.jsonl"
@@ -43,8 +45,12 @@ class ProgressFile(events.Observer):
         """logs: the folder. name: of the run. attempt: the number of earlier ones. goodput: which others tell of each
         event before this."""
         self._path, self._run, self._goodput = logs / FILE, {"run": name, "attempt": attempt}, goodput
+        # In place of an earlier attempt's, which is neither lost to a call that is refused nor to a kill at this moment
         with suppress(OSError):  # as on a full disk: then each event is told of by itself, or none
-            self._tell_beginning()
+            try:
+                write_whole(self._path, self._line("attempt", goodput.beginning()) if goodput else b"")
+            except OSError:
+                self._path.unlink(missing_ok=True)  # what comes would be taken for that attempt's
         self._started: events.RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0
@@ -87,23 +93,17 @@ class ProgressFile(events.Observer):
     on_ranks_restarted = _write_whole
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:
+        with open(self._path, "ab") as file:
+            file.write(self._line(name, fields))
+
+    def _line(self, name: str, fields: dict[str, Any]) -> bytes:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = json.dumps(plain({"event": name, "time": now, **fields}), allow_nan=False, ensure_ascii=False)
-        with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(line + "\n")
+        return f"{line}\n".encode(errors="backslashreplace")
 
 
 def fields_of(event: Any) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(event).items() if name not in LEFT_OUT}
-
-
-def plain(value: Any) -> Any:
-    """The value as strict JSON: NaN and infinity become null."""
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def event_of(line: dict[str, Any]) -> Any:
@@ -144,6 +144,6 @@ def attempts_in(path: Path) -> list[Attempt]:
     """Those that a progress file tells of, the last one's own included; none if it cannot be read."""
     times = TimesRead()
     with suppress(Exception):
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_bytes().split(b"\n")[:-1]:  # texts in it may have other ends of lines, such as U+2028
             times.read(json.loads(text))
     return times.goodput.attempts if times.goodput else []

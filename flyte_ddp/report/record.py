@@ -58,7 +58,7 @@ class RunFailed:
 
 def tracking_id(key: str, first: str) -> str:
     """first: what only the attempts at one training have in common."""
-    return f"{key[:8]}-{hashlib.sha256(first.encode()).hexdigest()[:8]}"
+    return f"{key[:8]}-{hashlib.sha256(first.encode(errors='backslashreplace')).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class Record(events.Observer):
     def on_run_started(self, event: events.RunStarted) -> None:
         self.started, first, self.seconds_left = event, (event.first_epoch, event.first_step), None
         self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]  # else they come twice
-        position = event.first_epoch + event.first_step / event.steps_per_epoch
-        self.epochs = [epoch for epoch in self.epochs if epoch.position <= position]
+        known = {position for position, _ in event.earlier}
+        self.epochs = [epoch for epoch in self.epochs if epoch.position in known]
         for remark in event.remarks:
             self._note(f"{remark}.")
         if event.first_epoch or event.first_step:
@@ -245,9 +245,10 @@ class Record(events.Observer):
 
     @property
     def measures(self) -> list[str]:
-        """Names of all measures: the headline, the loss, and the others in the recipe's order."""
+        """Names of all measures: the headline, the loss, and the others in the recipe's order, then those that the last
+        epoch lacks, as a loop of the user's own may measure something every few epochs."""
         measured = [step.measures for step in self.steps[-1:]]
-        for epoch in self.epochs[-1:]:
+        for epoch in reversed(self.epochs):
             measured += [epoch.evaluated, epoch.train]
         return list(dict.fromkeys([self.headline, "loss", *(name for one in measured for name in one)]))
 

@@ -68,15 +68,22 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
     if sweep.measure == "loss" and sweep.largest:
         raise InputError("Sweep.largest must be false for the loss, got true: the largest is that of the worst trial")
-    for name, space in sweep.values.items():
-        _check(sweep, base, name, space)
+    ends = {name: _ends(sweep, name, space) for name, space in sweep.values.items()}
+    first = {name: values[0] for name, values in ends.items()}  # a rule may be about two of them
+    for name, values in ends.items():
+        for value in values:
+            _with(base, {**first, name: value})
+        if name in ("dataset", "validation_fraction"):
+            raise InputError(
+                f"Sweep.values must not name {name}: trials compare only on the same samples, so set it for all alike"
+            )
     chosen = _grid(sweep) if sweep.search == "grid" else _draws(sweep, base)
     trials = (_with(base, dict(zip(sweep.values, values, strict=True))) for values in chosen)
     return list({trial.to_json(): trial for trial in trials}.values())  # a setting of a dict has no hash
 
 
-def _check(sweep: Sweep, base: AnySettings, name: str, space: Any) -> None:
-    """Raises InputError unless every value that the trials can get is valid for the hyperparameter."""
+def _ends(sweep: Sweep, name: str, space: Any) -> list[Any]:
+    """The values to try, or the ends of the range that they are drawn from."""
     ends = space
     if sweep.search == "random" and isinstance(space, dict):
         drawn = Range.from_dict(space)
@@ -85,12 +92,7 @@ def _check(sweep: Sweep, base: AnySettings, name: str, space: Any) -> None:
         ranges = ', or a range such as {"minimum": 0.01, "maximum": 1, "scale": "log"}'
         allowed = "a list of values" + (ranges if sweep.search == "random" else "")
         raise InputError(f"Sweep.values.{name} must be {allowed}, got {space!r:.80}")
-    for value in ends:
-        _with(base, {name: value})
-    if name in ("dataset", "validation_fraction"):
-        raise InputError(
-            f"Sweep.values must not name {name}: trials compare only on the same samples, so set it for all alike"
-        )
+    return ends
 
 
 # scikit-learn's ParameterGrid and ParameterSampler could replace the next two functions. But importing them adds 1.1 s

@@ -11,7 +11,7 @@ import click
 import fsspec
 
 from flyte_ddp.errors import InputError, ReportedError
-from flyte_ddp.report.console import open_console, say
+from flyte_ddp.report.console import is_shown, open_console, say
 from flyte_ddp.report.goodput import spent
 from flyte_ddp.report.progress import FILE, FORMAT, TimesRead, event_of
 from flyte_ddp.report.record import RunFailed
@@ -109,6 +109,8 @@ def show(
                 )
             if event := event_of(line):
                 console(event)
+                if not is_shown():
+                    raise ReportedError("What the training says cannot be written")
         except ReportedError:
             raise
         except Exception:  # a line may be anything

@@ -96,6 +96,8 @@ def read_index(stored: Stored) -> list[dict[str, Any]]:
         kinds = {"name": str, "rows": int, "bytes": int, "sha256": str}
         if not all(type(block[key]) is kind for block in blocks for key, kind in kinds.items()):
             raise TypeError
+        if not all(0 < block["rows"] <= block["bytes"] for block in blocks):  # else numpy ends with an error of its own
+            raise ValueError
         if not blocks:
             raise DataError(f"{where} has no blocks", "write the folder again")
         for path in (PurePosixPath(block["name"]) for block in blocks):
@@ -120,7 +122,8 @@ def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
     """(rows, ...) arrays of rows, the last of which may be shorter, from trees of any lengths."""
     waiting: list[np.ndarray] = []
     for number, tree in enumerate(trees):
-        waiting.append(rows_of(tree, f"tree {number}"))
+        found = rows_of(tree, f"tree {number}")
+        waiting.append(found.astype(found.dtype.newbyteorder("="), copy=False))  # as what numpy joins
         if waiting[0].dtype != waiting[-1].dtype or waiting[0].shape[1:] != waiting[-1].shape[1:]:
             raise InputError(
                 f"all trees must have the same types and shapes, got {waiting[-1].dtype} after {waiting[0].dtype}"

@@ -14,8 +14,8 @@ from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.batches.sample_seeds import NOWHERE, Origin
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_files.weights import listed
 from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.text import listed
 
 
 class Split(Protocol):

@@ -16,7 +16,8 @@ from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.manifest import DIGEST_BYTES
-from flyte_ddp.model_files.weights import describe_misfits, listed, misfits, read_weights, with_base, with_tied
+from flyte_ddp.model_files.weights import describe_misfits, misfits, read_weights, with_base, with_tied
+from flyte_ddp.text import listed
 
 ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # how the last record of a file from torch.save begins, and its size
 MISMATCHING = "mismatching"

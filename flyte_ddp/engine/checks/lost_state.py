@@ -9,8 +9,8 @@ from flyte_ddp.engine.checks.comparison import optimizer_of
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.model_files.weights import listed
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.text import listed
 
 
 def lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

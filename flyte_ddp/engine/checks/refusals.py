@@ -10,6 +10,7 @@ from flyte_ddp.engine.measures import code_location, trained_measure
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.text import listed
 
 MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradients, and how many at a time
 
@@ -115,8 +116,7 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
         trial = Trials(recipe, model, trials.mode, part, len(part), copied=trials.model)(0, len(part))
         unreached = [name for name in unreached if name not in trial.gradients]
     if unreached:
-        named = ", ".join(unreached[:3]) + (f" and {len(unreached) - 3} more" if len(unreached) > 3 else "")
         raise InputError(
-            f"{code_location(recipe, 'forward')}: no gradient reaches the parameters {named} from {len(some)} "
-            "samples: use them, remove them, or call requires_grad_(False) on them in model()"
+            f"{code_location(recipe, 'forward')}: no gradient reaches the parameters {listed(unreached)} from "
+            f"{len(some)} samples: use them, remove them, or call requires_grad_(False) on them in model()"
         )

@@ -22,7 +22,8 @@ from flyte_ddp import random_numbers
 from flyte_ddp.engine.global_batch.batch_norm import batch_norm, is_plain
 from flyte_ddp.engine.global_batch.ghost_batch_norm import ghost_batch_norm
 from flyte_ddp.engine.global_batch.positions import Numbers, Positions, leave_compiled
-from flyte_ddp.engine.torch_compat import check, leave_uncompiled, original, plain_attention
+from flyte_ddp.engine.torch_compat import check, original, plain_attention
+from flyte_ddp.engine.tracing_compat import leave_uncompiled
 
 ATTEND = original(torch.ops.aten.scaled_dot_product_attention.default)
 NORMALISE_INSTANCES = original(torch.ops.aten.instance_norm.default)

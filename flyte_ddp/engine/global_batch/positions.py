@@ -12,7 +12,7 @@ from torch import Tensor
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.global_batch.batch_norm import Waiting
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
-from flyte_ddp.engine.torch_compat import divided, is_functionalizing, is_tracing
+from flyte_ddp.engine.tracing_compat import divided, is_functionalizing, is_tracing
 from flyte_ddp.errors import InputError
 from flyte_ddp.random_numbers import Number
 
@@ -160,24 +160,28 @@ class Positions:
 
     def position(self, operation: str, shape: Shape) -> Position:
         """Of the next call. To be asked for once by each, since this draws its key."""
-        if is_tracing():  # for shapes whose lengths may stand for any
-            if not self.is_compiled:
-                leave_compiled()
-            if self.trace is None and is_functionalizing():
-                raise InputError(
-                    f"{operation} must not be compiled by a torch.compile in the recipe beside options.compile, whose "
-                    "numbers are the whole batch's: leave one of them out"
-                )
-            try:
-                draw = Draw(operation, shape, self._layout(operation, shape))
-            except InputError:
-                leave_compiled()  # so that it is raised outside
-                raise
-            return (self.trace or Trace()).position(draw)  # torch asks for shapes before there is a trace
+        if is_tracing():
+            return self._traced(operation, shape)
         wanted = operation, shape, self.share.count
         layout = self._by_shape.get(wanted) or self._by_shape.setdefault(wanted, self._layout(operation, shape))
         (key,) = self.keys([Draw(operation, shape, layout)]).tolist()
         return Position(layout, key, self.share.first * layout.numbers)
+
+    def _traced(self, operation: str, shape: Shape) -> Position:
+        """Of a call in what torch compiles, for shapes whose lengths may stand for any."""
+        if not self.is_compiled:
+            leave_compiled()
+        if self.trace is None and is_functionalizing():
+            raise InputError(
+                f"{operation} must not be compiled by a torch.compile in the recipe beside options.compile, whose "
+                "numbers are the whole batch's: leave one of them out"
+            )
+        try:
+            draw = Draw(operation, shape, self._layout(operation, shape))
+        except InputError:
+            leave_compiled()  # so that it is raised outside
+            raise
+        return (self.trace or Trace()).position(draw)  # torch asks for shapes before there is a trace
 
     def keys(self, draws: Sequence[Draw]) -> Tensor:
         """(draws,) int64: of what is drawn next."""

@@ -20,7 +20,8 @@ from flyte_ddp.engine.global_batch.operators import has_triton
 from flyte_ddp.engine.network.compiled_draws import compile_by_position
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import allow_compiling, pytree
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.tracing_compat import allow_compiling
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import STARTING

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from flyte_ddp.engine.checks.draws import Draws
 from flyte_ddp.engine.global_batch.operators import FACTORIES, active
 from flyte_ddp.engine.global_batch.positions import Draw, Trace
-from flyte_ddp.engine.torch_compat import (
-    TorchDispatchMode,
+from flyte_ddp.engine.torch_compat import TorchDispatchMode
+from flyte_ddp.engine.tracing_compat import (
     compiled_by,
     is_tracing,
     length_of,
