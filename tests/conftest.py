@@ -49,8 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests come first, or at the end one worker would do them alone."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Slow tests come first, the files beside this one before others, as they take longest: at the end, one worker
+    would do them alone."""
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.parent != Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,11 +61,11 @@ def output() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ranks(request: pytest.FixtureRequest) -> None:
+def _fork_server(request: pytest.FixtureRequest) -> None:  # a name that no test's parameter has, or it would not run
     """The process that a session's ranks are forked from imports what else many of their recipes need, once."""
-    modules = ["flyte_ddp.engine.worker", "sklearn.datasets", "torch.distributed.fsdp"]
+    modules = ["flyte_ddp.engine.worker", "tests.forked"]
     if any(item.get_closest_marker("slow") for item in request.session.items):
-        modules += ["lightning.pytorch", "peft", "timm", "torchvision.models", "transformers.models.bert.modeling_bert"]
+        modules += ["lightning.pytorch", "peft", "timm", "transformers.models.bert.modeling_bert"]
     launcher.warm_up([*launcher.PRELOAD, *modules])
 
 

@@ -1,5 +1,6 @@
 /* A stand-in for NVIDIA's libnvidia-ml.so.1 with what the library asks of it. Its variables, all optional:
    NVML_GPUS: how many. NVML_INIT: what the start answers, "hang" for nothing. NVML_DENIED: index of a GPU of others.
+   NVML_CLOCKS: of each GPU, as "00408000", two hex digits of the reasons for which its clocks are low.
    NVML_MIG: MIG devices of each GPU in a row, as "0230"; "-" where one has MIG off. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,6 +47,19 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, size_t *handle) {
     if (getenv("NVML_DENIED") && (int)index == atoi(variable("NVML_DENIED"))) return NO_PERMISSION;
     *handle = index + 1;
     return (int)index < gpus() ? OK : INVALID_ARGUMENT;
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, size_t *handle) {
+    return nvmlDeviceGetHandleByIndex_v2(atoi(uuid + strlen("GPU-")), handle);
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(size_t handle, unsigned long long *reasons) {
+    const char *clocks = variable("NVML_CLOCKS");
+    char digits[3] = {0};
+    if (strlen(clocks) < 2 * (index_of(handle) + 1u)) return NOT_SUPPORTED;
+    memcpy(digits, clocks + 2 * index_of(handle), 2);
+    *reasons = strtoull(digits, NULL, 16);
+    return OK;
 }
 
 int nvmlDeviceGetName(size_t handle, char *text, unsigned size) {

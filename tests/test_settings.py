@@ -36,6 +36,7 @@ WRONG = [
     ('{"epochs": 0}', ["epochs", "at least 1", "got 0"]),
     ('{"stop_after": 3}', ["stop_after", "at most epochs (2)", "got 3"]),
     ('{"batch_size": -1}', ["batch_size", "at least 1", "got -1"]),
+    ('{"seed": 4294968000}', ["seed", "at least 0 and at most 4294967295", "got 4294968000"]),
     ('{"learning_rate": 0}', ["learning_rate", "above 0", "got 0"]),
     ('{"sgd_momentum": 1.5}', ["sgd_momentum", "at least 0 and below 1", "got 1.5"]),
     ('{"backend": "mpi"}', ["backend", "auto, gloo, nccl", '"mpi"']),
@@ -145,6 +146,11 @@ def test_text_that_is_not_json_is_shown():
         Hyperparameters.from_json("epochs=3")
 
 
+def test_json_that_is_too_deep_is_refused():
+    with pytest.raises(InputError, match="Hyperparameters: not JSON: nested too deeply"):
+        Hyperparameters.from_json("[" * 100_000)
+
+
 def test_a_whole_number_that_flyte_cannot_store_is_refused():
     with pytest.raises(InputError, match=r"Hyperparameters\.epochs must be a whole number of 64 bits, got 9"):
         Hyperparameters.from_json('{"epochs": 9223372036854775808}')
@@ -170,8 +176,9 @@ def test_unreadable_text_and_files_are_answered_with_place_and_reason(text, word
 )
 def test_files_are_read_by_their_own_rules(tmp_path, name, content):
     """In YAML 1e-3 is a text."""
-    (tmp_path / name).write_text(content)
-    assert read_settings(str(tmp_path / name)) == {"learning_rate": 0.001}
+    for begin in ("", "\ufeff"):  # as editors on Windows begin a file
+        (tmp_path / name).write_text(begin + content, "utf-8")
+        assert read_settings(str(tmp_path / name)) == {"learning_rate": 0.001}
 
 
 def test_broken_files_are_answered_with_place_and_reason(tmp_path):
@@ -181,6 +188,10 @@ def test_broken_files_are_answered_with_place_and_reason(tmp_path):
         with pytest.raises(InputError) as refused:
             read_settings(str(broken))
         assert all(word in str(refused.value) for word in [str(broken), *words])
+    for name in ("deep.json", "deep.yaml"):
+        (tmp_path / name).write_text("[" * 100_000)
+        with pytest.raises(InputError, match="cannot be read"):
+            read_settings(str(tmp_path / name))
     broken.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(InputError, match="cannot be read"):
         read_settings(str(broken))

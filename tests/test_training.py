@@ -78,6 +78,12 @@ def test_a_tracker_goes_on_with_the_run_that_an_earlier_attempt_has_begun(tmp_pa
     assert ids[0] == ids[1] != ids[2]
 
 
+def test_a_folder_whose_name_is_no_unicode_has_an_id_for_trackers_too(tmp_path):
+    folder = tmp_path / os.fsdecode(b"latin-\xe9")
+    job = job_in(folder, Subject("a:B", TrainingSettings(), "version", "data"), RunOptions())
+    assert info_of(folder, job, Goodput(1.0)).tracking_id
+
+
 def test_the_training_of_a_task_is_refused_outside_of_one(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
     training = RecipeTraining("tests.engine.probe_recipes:Sound")

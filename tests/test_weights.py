@@ -1,11 +1,13 @@
 """Files of weights: what is in them besides, and what keeps them from being those of a network."""
 
 import json
+import math
 import re
 import tracemalloc
 from dataclasses import replace
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -40,6 +42,23 @@ def test_metadata_in_a_file_leave_its_weights_as_they_are(tmp_path, memory_map):
     assert read_metadata(path) == KNOWN
     found = torch.load(path, weights_only=True, mmap=memory_map)
     assert all(torch.equal(found[name], value) for name, value in OWN.items())
+
+
+def test_measures_that_are_not_finite_are_in_strict_json(tmp_path):
+    """For other programs, of which some refuse a NaN; it goes into model.json of an export, too."""
+    path = tmp_path / "model.pt"
+    torch.save(OWN, path)
+    known = replace(KNOWN, measures={"accuracy": 0.9, "recall": math.nan}, facts={"weight": np.float64("inf")})
+    add_metadata(path, known)
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    assert json.loads(known.as_json(), parse_constant=refuse)["measures"] == {"accuracy": 0.9, "recall": None}
+    found = read_metadata(path)
+    assert found
+    assert found.measures == pytest.approx(known.measures, nan_ok=True)
+    assert found.digest == known.digest
 
 
 def test_metadata_of_a_damaged_file_are_none(tmp_path):

@@ -45,8 +45,8 @@ train(hp, Path(sys.argv[1]), 2, sys.argv[2], checkpoint_seconds=0, on_event=prin
 
 
 def test_a_full_disk_for_checkpoints_does_not_stop_training(small_data, tmp_path):
-    # the model has 1.7 MB, a checkpoint with its momenta 3.4 MB
-    done = limited(2_500_000, "-c", TRAIN, str(small_data), str(tmp_path))
+    # the model has 230 kB, a checkpoint with its momenta 450 kB
+    done = limited(350_000, "-c", TRAIN, str(small_data), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert CheckpointFailed.__name__ in done.stdout
     assert "File too large" in done.stdout
@@ -55,7 +55,7 @@ def test_a_full_disk_for_checkpoints_does_not_stop_training(small_data, tmp_path
 
 
 def test_a_full_disk_for_the_model_is_one_clear_error(small_data, tmp_path):
-    done = limited(1_000_000, "-c", TRAIN, str(small_data), str(tmp_path))
+    done = limited(100_000, "-c", TRAIN, str(small_data), str(tmp_path))
     assert done.returncode == 1
     assert f"InputError: cannot write to {tmp_path}: File too large" in done.stderr
     assert "set output to another folder" in done.stderr

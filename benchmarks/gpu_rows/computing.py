@@ -15,10 +15,11 @@ from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.comparison import is_close, tolerance_of
+from flyte_ddp.engine.evaluations import gather
 from flyte_ddp.engine.global_batch.batch_norm import Normalise
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
-from flyte_ddp.engine.loop import gather
-from flyte_ddp.engine.machine import facts_of, serial, teraflops
+from flyte_ddp.engine.hosts.places import facts_of, room, serial, tried
+from flyte_ddp.launch.nvml import why_slow
 from flyte_ddp.recipes.models import build_model
 
 SHAPES = ((16, 6, 8, 8), (16, 6), (16, 6, 1, 1), (16, 6, 9), (16, 6, 4, 4, 4))
@@ -188,9 +189,11 @@ def exchanged(device: torch.device) -> str:
 
 def compared(device: torch.device) -> str:
     """The GPU's serial number, the driver's version, and how fast it is."""
-    facts, speed = facts_of(device), teraflops(device)
+    facts, (speed, product), (_, again) = facts_of(device), tried(device), tried(device)
+    expect(product == again, "a product of matrices has other bits the second time")
     expect(
         {"GPU", "GPU memory", "NVIDIA driver"} <= facts.keys() or device.type == "cpu", f"only {', '.join(facts)} known"
     )
     expect(speed > 1 or device.type == "cpu", f"{speed:.3g} TFLOPS")
-    return f"{serial(device) or 'no serial number'}, {speed:.0f} TFLOPS, {facts}"
+    slow = why_slow(f"GPU-{serial(device)}") or "nothing"
+    return f"{serial(device) or 'no serial number'}, {speed:.0f} TFLOPS, slowed down by {slow}, {facts}, {room(device)}"

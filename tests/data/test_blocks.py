@@ -59,6 +59,15 @@ def test_what_is_written_is_read(tmp_path, pieces):
             assert_same(read(blocks, number, tmp_path), cut(TREE, 3 * number, 3 * number + 3))
 
 
+def test_arrays_of_swapped_bytes_are_joined(tmp_path):
+    """As in FITS and IDX files; numpy joins them as what the processor has."""
+    data = np.arange(14, dtype=">i4").reshape(7, 2)
+    for number, given in enumerate((data, iter([{"a": data[:5]}, {"a": data[5:]}]))):
+        write_blocks(tmp_path / str(number), given, 3)
+        tree = read(BlockFolder(tmp_path / str(number)), 1, tmp_path / str(number))
+        assert_same(tree["a"] if number else tree, data[3:6].astype("=i4"))
+
+
 @pytest.mark.filterwarnings("ignore:Stored array in format 2.0")
 def test_a_block_may_have_thousands_of_arrays(tmp_path):
     tree = {f"feature_{number}": np.arange(7) + number for number in range(3000)}
@@ -128,6 +137,10 @@ def test_a_damaged_block_is_named(tmp_path, monkeypatch, damage, error, words):
         '{"format": 1, "blocks": [{"name": 3}]}',
         '{"format": 1, "blocks": []}',
         '{"format": 9}',
+        *(
+            f'{{"format": 1, "blocks": [{{"name": "a", "rows": {rows}, "bytes": 90, "sha256": ""}}]}}'
+            for rows in (0, 91, 10**30)
+        ),
     ],
 )
 def test_a_damaged_index_is_named(tmp_path, content):

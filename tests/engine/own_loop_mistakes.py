@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flyte_ddp import Loop
-from tests.engine.own_loops import Drawn, evaluate, linear, plain, step
+from tests.engine.own_loops import Drawn, evaluate, few, linear, plain, step
 
 
 def never_steps_by_the_last_gradients(loop: Loop):
@@ -121,8 +121,67 @@ def steps_outside_of_a_step(loop: Loop):
         optimizer.step()
 
 
+def trains_on_two_in_turn(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for one in (batches, loop.batches(few(60))):
+            for inputs, labels in one:
+                step(loop, model, optimizer, inputs, labels)
+
+
+def trains_on_two_at_once(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for (inputs, labels), _ in zip(batches, loop.batches(few(60)), strict=False):
+            step(loop, model, optimizer, inputs, labels)
+
+
+def passes_twice(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for _ in range(2):
+            for inputs, labels in batches:
+                step(loop, model, optimizer, inputs, labels)
+
+
+def returns_within_an_epoch(loop: Loop, factor=1.0):
+    model, batches, tests, optimizer = linear(loop)
+    for epoch in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            if epoch == 1 and loop.step == 2:
+                loop.log(loss=factor)
+                return
+        evaluate(loop, model, tests)
+
+
+def returns_nan(loop: Loop):
+    returns_within_an_epoch(loop, float("nan"))
+
+
 def evaluates_nothing(loop: Loop):
     loop.evaluated(loss=(0.0, 0))
+
+
+def evaluates_more_on_the_first_rank(loop: Loop):
+    loop.evaluated(loss=0.5, **({"score": 1.0} if loop.rank == 0 else {}))
+
+
+def logs_more_on_the_last_rank(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            loop.log(loss=0.5, **({"score": 1.0} if loop.rank else {}))
+
+
+def evaluates_in_any_order(loop: Loop):
+    _, batches, _, _ = linear(loop)
+    for _ in loop.epochs():
+        for _ in batches:
+            loop.log(loss=0.5)
+        measures = {"loss": 0.25, "score": float("nan"), "rank": float(loop.rank)}
+        loop.evaluated(**dict(sorted(measures.items(), reverse=loop.rank == 0)))
 
 
 def evaluates_nan(loop: Loop):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from flyte_ddp import Loop
+from flyte_ddp import Blocks, Loop
 
 SAMPLES = 90
 
@@ -257,6 +257,17 @@ def evaluates_within(loop: Loop):
         evaluate(loop, model, tests)
 
 
+def leaves_after_the_fifth_step(loop: Loop):
+    """By the number of the step, which a step too many would pass."""
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            if loop.step == 4:
+                break
+        evaluate(loop, model, tests)
+
+
 def left_early(loop: Loop):
     plain(loop, steps=3)
 
@@ -278,6 +289,22 @@ def trains_beside_an_evaluation(loop: Loop):
         for inputs, labels in batches:
             step(loop, model, optimizer, inputs, labels)
         evaluate(loop, model, loop.evaluation(few(9)))
+
+
+def evaluates_two_folders_of_blocks(loop: Loop):
+    """At once, and one of them with other samples than the others."""
+    model, batches, _, optimizer = linear(loop)
+    ones, twos, more = (Blocks([5] * 6, read) for read in (_rows(1.0, 8), _rows(2.0, 8), _rows(3.0, 4)))
+    first, second, third = loop.evaluation(ones), loop.evaluation(twos), loop.evaluation(more)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+        pairs = [(float(one.mean()), float(two.mean())) for one, two in zip(first, second, strict=True)]
+        loop.evaluated(loss=1.0, right=float({*pairs} == {(1.0, 2.0)} and {row.shape[1] for row in third} == {4}))
+
+
+def _rows(value, width):
+    return lambda number: np.full((5, width), value, np.float32)
 
 
 def tests_one_sample(loop: Loop):

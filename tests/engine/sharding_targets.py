@@ -9,8 +9,8 @@ from torch import distributed
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.evaluations import evaluate
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.loop import evaluate
 from flyte_ddp.engine.set_up import set_up
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.launch.environment import Environment
@@ -43,7 +43,7 @@ def count_exchanged(environment: Environment, link: Link, jobs: list[Job]) -> li
                 counted.bytes = 0
             parts.state.train_step(next(parts.train.steps(0)), False)
             counts = {"gathered": gathered.bytes, "reduced": reduced.bytes}
-            evaluate(parts.state, parts.test, link, "test", 0)
+            evaluate(parts.state, parts.test, link)
             found.append({**counts, "evaluating": gathered.bytes - counts["gathered"]})
     return found
 

@@ -2,7 +2,13 @@
 
 import gc
 import weakref
+from typing import Any
 
+import torch
+from torch import distributed
+from torch.utils.data import Dataset
+
+from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.garbage import collected_between
 
 
@@ -26,3 +32,22 @@ def test_it_goes_on_by_itself_when_a_step_fails():
     next(steps)
     steps.close()
     assert gc.isenabled()
+
+
+class Collecting(Dataset[Any]):
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.tensor(index)
+
+    def __len__(self):
+        return 4
+
+
+def test_loader_workers_do_not_end_a_store_that_failed_before_they_were_forked():
+    for _ in collected_between(iter(range(1))):  # until here it is garbage
+        garbage: Any = Cycle()
+        garbage.store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        del garbage
+        (samples,) = Streamed(Collecting(), torch.device("cpu"), workers=1).fetch([torch.arange(4)])
+    assert samples.tolist() == [0, 1, 2, 3]
+    assert not gc.get_freeze_count()

@@ -8,7 +8,6 @@ import pytest
 
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import late_recipes
@@ -52,8 +51,7 @@ REFUSED = {
 SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
     "LazyButCalled", "FactorTensor", "FactorUntilTheEnd", "OwnNetwork",
-    "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted", "Normalised",
-    "Compiled", "HalfGiven", "Forgetful", "Remembering",
+    "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted", "Normalised", "Compiled",
 ]  # fmt: skip
 
 
@@ -86,21 +84,6 @@ def test_predictions_of_types_that_no_backend_adds_up_come_from_all_ranks(tmp_pa
 def test_a_network_that_model_has_compiled_is_trained_as_it_is(tmp_path):
     plain, compiled = (run(name, tmp_path / name, nproc=2).epochs[-1] for name in ("Normalised", "Compiled"))
     assert compiled.train == pytest.approx(plain.train, rel=1e-6)
-
-
-def test_what_a_checkpoint_lacks_of_an_optimizer_is_warned_of(alone, tmp_path):
-    lost, kept = (run(name, tmp_path / name).warnings for name in ("Forgetful", "Remembering"))
-    (warning,) = (warning for warning in lost if "state_dict" in warning)
-    assert re.search(r"late_recipes.py, line \d+\): Slow keeps before, steps outside of its state_dict", warning)
-    assert not any("state_dict" in warning for warning in kept)
-
-
-def test_weights_that_the_optimizer_is_not_given_are_named(alone, tmp_path):
-    events: list[Event] = []
-    options, recipe = RunOptions(nproc=1), "tests.engine.late_recipes:HalfGiven"
-    train(recipe, Settings(epochs=1), options, output=tmp_path, on_event=events.append)
-    (started,) = (event for event in events if isinstance(event, RunStarted))
-    assert any("optimizer() is not given 0.weight, 0.bias: they stay as" in remark for remark in started.remarks)
 
 
 def test_every_recipe_of_the_module_is_tested():

@@ -18,10 +18,10 @@ from flyte_ddp.training import train as train_recipe
 from tests.commands import same
 from tests.engine.dataset_recipes import SeededDataset
 from tests.engine.probe_recipes import Settings
-from tests.small_training import Unplugged, identical, relative_difference
+from tests.small_training import Unplugged, identical
 
-# High rates waver: an earlier epoch than the last is the best
-WAVERING = {"validation_fraction": 0.2, "epochs": 6, "schedule": "constant", "learning_rate": 0.25, "clip_norm": 0.0}
+# A rate at which the network learns in the first epoch and collapses later, so that the last epoch is not the best
+WAVERING = {"validation_fraction": 0.2, "epochs": 6, "schedule": "constant", "learning_rate": 0.16, "clip_norm": 0.0}
 
 
 def of(trained, kind):
@@ -184,13 +184,11 @@ def test_the_best_epoch_is_given_back_and_tested_once(train, tmp_path):
 
 
 def test_the_split_and_the_choice_do_not_depend_on_the_ranks(train):
-    settings = {"validation_fraction": 0.2, "epochs": 1}
+    settings = {"validation_fraction": 0.2, "epochs": 1, "virtual_ranks": 6}
     one, two, three = (train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2, 3))
     for other in (two, three):
-        assert relative_difference(one, other) < 1e-5
+        assert identical(one, other)
         assert other.result.chosen_epoch == one.result.chosen_epoch
-        for mine, theirs in zip(one.result.epochs, other.result.epochs, strict=True):
-            assert mine.validation == pytest.approx(theirs.validation, rel=1e-4)
 
 
 def test_training_stops_early_and_says_so(train):

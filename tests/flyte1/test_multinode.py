@@ -68,6 +68,26 @@ def test_without_torchruns_agent_a_failure_stays_what_it_was(monkeypatch):
         environment_from_variables("gloo")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("WORLD_SIZE", "0", "at least 1"),
+        ("RANK", "2", "from 0 to 1"),
+        ("RANK", "-1", "from 0 to 1"),
+        ("LOCAL_WORLD_SIZE", "0", "at least 1"),
+        ("LOCAL_RANK", "-1", "at least 0"),
+        ("MASTER_PORT", "99999", "from 0 to 65535"),
+        ("MASTER_PORT", "", "a whole number"),
+    ],
+)
+def test_variables_that_no_launcher_sets_so_are_refused(monkeypatch, name, value, rule):
+    sound = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for variable, text in {**sound, name: value}.items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(InputError, match=rf"^{name} must be {rule}, as torchrun sets it, got '{value}'$"):
+        environment_from_variables("gloo")
+
+
 def test_killed_rank_is_worth_a_retry(in_a_pod):
     reported = reported_by_node(ProcessFailure(local_rank=0, pid=1, exitcode=-signal.SIGKILL, error_file=""))
     assert isinstance(reported, TaskInterruptedError)

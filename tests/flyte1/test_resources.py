@@ -31,9 +31,16 @@ from tests.pod import package
         ("DDP_SMALL_CPU", "2:1500m", "no more than its limit"),
         ("DDP_PREPARATION_CPU", "1:2:3", "REQUEST:LIMIT"),
         ("DDP_SMALL_DISK", "", "quantity"),
+        ("DDP_TRAINING_MEMORY", "16", "at least a megabyte, got 16: write the unit"),
+        ("DDP_PREPARATION_DISK", "500m", "at least a megabyte"),
+        ("DDP_SMALL_MEMORY", "٤Gi", "quantity"),
+        ("DDP_TRAINING_CPU", "4Gi", "a number of CPUs such as 500m or 2, got 4Gi"),
+        ("DDP_TRAINING_CPU", "0", "a number of CPUs"),
         ("DDP_ACCELERATOR", "H1000", "H100"),
         ("DDP_INTERRUPTIBLE", "yes", "true or false"),
         ("DDP_RETRIES", "-1", "at least 0"),
+        ("DDP_RETRIES", "9" * 5000, "whole number"),
+        ("DDP_ENV", "[" * 100_000, "an object"),
         ("DDP_ATTEMPT_SECONDS", "6h", "whole number"),
         ("DDP_WANDB_SECRET", "key", "GROUP/KEY"),
         ("DDP_MLFLOW_SECRET", "key", "GROUP/KEY"),
@@ -56,6 +63,8 @@ from tests.pod import package
         ("DDP_NOTIFY_PHASES", "failed,running", "succeeded, failed, timed_out, aborted"),
         ("DDP_WEBHOOK", "hooks.example.org/1", "https://host/path"),
         ("DDP_WEBHOOK", "https://me:word@host/1", "Flyte secret"),
+        ("DDP_WEBHOOK", "https://[host/1", "https://host/path"),
+        ("DDP_WEBHOOK", "https://host:port/1", "https://host/path"),
         ("DDP_WEBHOOK_SECRET", "hooks", "GROUP/KEY"),
         ("DDP_CONSOLE", "flyte", "https://host/path"),
         ("DDP_DATA_MIRROR", "/some/folder", "write file:///some/folder"),
@@ -74,6 +83,14 @@ def test_wrong_setting_ends_a_command_without_a_traceback(tmp_path):
         package(DDP_PROFILE="gpuu")
     assert "must be one of gpu" in str(raised.value)
     assert "Traceback" not in str(raised.value)
+
+
+@pytest.mark.parametrize("gpus", [-1, 65])
+def test_a_number_of_gpus_that_no_pod_has_is_refused_before_anything_is_prepared(gpus):
+    from workflows.gpus import training_on_gpus_wf  # here: it sets up pyflyte, and modules of Flyte 2 do the like
+
+    with pytest.raises(InputError, match=f"gpus must be at least 0 and at most 64, got {gpus}"):
+        training_on_gpus_wf(gpus=gpus)
 
 
 def test_what_all_pods_get_reaches_every_pod():

@@ -153,6 +153,9 @@ def test_a_trained_model_is_promoted_and_predicts(tmp_path, monkeypatch):
     assert [event["how"] for event in pointer["history"]] == ["promoted", "rolled back"]
     (run,) = (path.parent for path in tmp_path.glob("*-digits-*/logs"))
     arguments = ("--model_state", str(run / "model.pt"), "--shards", "2")
+    said = flyte_run(*arguments, "--split", "tset", status=1, file="flyte2/inference.py")
+    assert "split must be one of train, test, got 'tset'" in said
+    assert "serialize" not in said, "as what is no file among the files"
     flyte_run(*arguments, file="flyte2/inference.py")
     parts = sorted(tmp_path.glob("*/predictions-?.npy"), key=lambda path: path.name)
     assert len(parts) == 2

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp.hardware.capabilities import GIB, Capabilities
+from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.machine import Machine, known, warnings
 from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError
 from flyte_ddp.hardware.page import as_page, as_text
 from flyte_ddp.launch.environment import World, nvidia_devices
+from flyte_ddp.text import GIB
 from tests.nvml import stand_in
 
 ROOT = Path(__file__).parents[2]

@@ -77,6 +77,7 @@ def test_killed_run_keeps_its_finished_shards_and_ends_as_the_evaluation_did(tra
     ("arguments", "said"),
     [
         (["--model_state", "nowhere.pt"], "valid file path, nowhere.pt"),
+        (["--folder", ""], "--folder must be a path or a URL, got '': name one, or leave --folder out"),
         (["--folder", "."], "folder must contain image files"),
         (["--model_state", INFERENCE, "--options", '{"dataset": "digits"}'], "model_state must be a state_dict"),
     ],

@@ -18,6 +18,7 @@ from flyte_ddp.attempt.platform_storage import files_at
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.promote.place import PROMOTED, ROLLED_BACK, Place, local_root, version_name
+from flyte_ddp.promote.promotion import roll_back
 from tests.object_storage import object_storage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +95,7 @@ NESTED = b"[" * 100_000
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", NESTED, b'{"format": 9}', b'{"format": 1, "version": "x"}', json.dumps(OUTSIDE).encode()],
+    [b"", b"{", b"[]", NESTED, b'{"format": 1, "version": "x"}', json.dumps(OUTSIDE).encode()],
 )
 def test_a_damaged_pointer_is_one_error_that_a_roll_back_mends(place, tmp_path, content):
     promote(place, "first", tmp_path)
@@ -103,6 +104,16 @@ def test_a_damaged_pointer_is_one_error_that_a_roll_back_mends(place, tmp_path, 
         place.read()
     place.roll_back("first")
     assert place.read().version == "first"
+
+
+def test_a_roll_back_leaves_what_a_newer_program_has_written(place, tmp_path):
+    promote(place, "first", tmp_path)
+    newer = b'{"format": 2, "current": {"name": "second"}, "past": []}'
+    write(place, "current.json", newer)
+    for change in (place.read, lambda: place.roll_back("first"), lambda: roll_back(place, "first")):
+        with pytest.raises(InputError, match=r"current.json must be of a format .* format 2 is newer .* use the newer"):
+            change()
+    assert place._files.cat_file(f"{place.root}/current.json") == newer
 
 
 def test_a_lost_pointer_is_not_taken_for_an_empty_place(place, tmp_path):

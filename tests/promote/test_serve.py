@@ -144,6 +144,26 @@ def test_a_client_that_stops_sending_is_given_up(place, monkeypatch):
         assert client.recv(100) == b""
 
 
+def test_a_length_that_is_no_number_for_python_is_refused(place):
+    with (
+        serve.server(serve.Served(place), "127.0.0.1", 0) as http,
+        serving(http),
+        socket.create_connection(("127.0.0.1", http.server_port), timeout=30) as client,
+    ):
+        client.sendall(b"POST / HTTP/1.0\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.0 413")
+
+
+def test_a_client_that_hangs_up_leaves_no_traceback(place, capsys):
+    with serve.server(serve.Served(place), "127.0.0.1", 0) as http:
+        for kind, is_said in ((BrokenPipeError, False), (RuntimeError, True)):
+            try:
+                raise kind
+            except Exception:
+                http.handle_error(None, ("127.0.0.1", 1))
+            assert ("Traceback" in capsys.readouterr().err) == is_said
+
+
 def test_without_a_promoted_model_it_does_not_start(tmp_path):
     with pytest.raises(InputError, match="must have a promoted model to serve, but has none: promote one first"):
         serve.Served(Place(platform, str(tmp_path)))

@@ -16,7 +16,16 @@ from flytekit.clis.sdk_in_container.pyflyte import main as pyflyte
 from flyte_ddp.events import EpochFinished, NotLearning, Printed, RanksTimed, RunStarted, SlowRank, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
-from flyte_ddp.report.console import Console, download_progress, logger, say, show_output, warn
+from flyte_ddp.report.console import (
+    Console,
+    LiveConsole,
+    download_progress,
+    is_shown,
+    logger,
+    say,
+    show_output,
+    warn,
+)
 from flyte_ddp.report.summary import next_step, say_summary
 from flyte_ddp.settings import RunOptions
 
@@ -126,6 +135,23 @@ def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     assert said.rstrip().endswith("the end")
     # whatever was drawn has been cleared again: what follows begins at the start of a line
     assert said.endswith("\x1b[2Kthe end\r\n")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_training_goes_on_where_nobody_reads_what_it_says(recorded, monkeypatch, kind):
+    reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
+    with monkeypatch.context() as patch, open(writer, "w", buffering=1) as stream:
+        patch.setattr(sys, "stderr", stream)
+        console = LiveConsole() if kind == "terminal" else Console()
+        os.close(reader)
+        for event in recorded.events:
+            console(event)
+        console.close()
+        warn("the end")
+        assert not is_shown()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
+        say("there is room again")
+        assert is_shown()
 
 
 def test_downloads_show(capsys):

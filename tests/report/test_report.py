@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flyte_ddp.events import EpochFinished, NotLearning, Printed, RanksTimed, RunStarted, SlowRank, StepLogged
+from flyte_ddp.events import (
+    EpochFinished,
+    NotLearning,
+    Printed,
+    RanksTimed,
+    RunStarted,
+    SlowRank,
+    StepLogged,
+    digests_of,
+)  # fmt: skip
 from flyte_ddp.report.figures import Curves, cloud, draw, scatter, thinned
 from flyte_ddp.report.plot import axis_of
 from flyte_ddp.report.predictions import predictions_of
@@ -127,6 +136,16 @@ def test_a_resumed_run_says_where_its_curves_begin(recorded):
     assert "Resumed from a checkpoint at epoch 2, step 4." in page_of(record)
 
 
+def test_evaluations_that_are_told_again_are_shown_once(recorded):
+    """As where ranks go on from a checkpoint that was written while another process evaluated."""
+    record, (started,), (first, *_) = Record(recorded.info), recorded.of(RunStarted), recorded.of(EpochFinished)
+    for event in (started, first, dataclasses.replace(started, first_epoch=1, first_step=3, earlier=[]), first):
+        record(event)
+    assert record.epochs == [first]
+    record(dataclasses.replace(started, first_epoch=1, first_step=3, earlier=digests_of([first])))
+    assert record.epochs == [first]
+
+
 def test_a_failed_run_has_a_page(recorded):
     record = Record(recorded.info)
     for event in [*recorded.events[:4], Printed(1, "<b>warned</b>"), RunFailed("rank 1 on <host>: ValueError: bad")]:
@@ -141,6 +160,16 @@ def test_what_ranks_print_neither_breaks_nor_fills_the_page(recorded):
     for event in [*recorded.events[:4], Printed(1, "\udce4" * 10**6), RunFailed("\udce4" + "a" * 10**6)]:
         record(event)
     assert len(page_of(record).encode()) < 10**6
+
+
+def test_a_measure_of_some_epochs_alone_is_shown_with_the_epoch_that_has_it(recorded):
+    record = Record(recorded.info)
+    first, last = recorded.of(EpochFinished)
+    for event in (recorded.of(RunStarted)[0], dataclasses.replace(first, test={**first.test, "fid": 7.5}), last):
+        record(event)
+    shown = fragment(record)
+    assert "Test fid 7.5 after epoch 1." in shown
+    assert ">Test fid<" in shown
 
 
 def test_a_training_that_does_not_learn_is_marked(recorded):

@@ -30,9 +30,9 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
         for _ in range(2):
             result = pyflyte_process(*command, cwd=tmp_path, environment={**place, **key})
             said += [result.stdout, result.stderr]
-        assert server.operations.count("RunResumeStatus") == 1, (
-            "one run, whatever the number of ranks and of cache hits"
-        )
+        asked = zip(server.operations, server.variables, strict=True)  # more than once where the machine is busy
+        runs = {variables["name"] for operation, variables in asked if operation == "RunResumeStatus"}
+        assert len(runs) == 1, "one run, whatever the number of ranks and of cache hits"
     (folder,) = (tmp_path / "runs").glob("2*")
     assert said[0] == said[2], "the same outputs"
     assert f"report={folder}/report.html" in said[0]

@@ -61,6 +61,16 @@ def test_a_setting_may_be_a_dict():
     assert [trial.seed for trial in trials_of(Sweep({"seed": [1, 2, 1]}), WithWeights(weights={"1": 3.0}))] == [1, 2]
 
 
+@pytest.mark.parametrize("search", ["grid", "random"])
+def test_values_are_checked_beside_the_others_that_are_tried(search):
+    """Not beside the base's, which no trial has."""
+    values = {"virtual_ranks": [8, 16], "batch_size": [16, 32]}
+    trials = trials_of(Sweep(values, search=search, trials=40), Hyperparameters(batch_size=4))
+    assert {(trial.virtual_ranks, trial.batch_size) for trial in trials} == {(8, 16), (8, 32), (16, 16), (16, 32)}
+    with pytest.raises(InputError, match=r"virtual_ranks must be at most batch_size \(16\), got 17"):
+        trials_of(Sweep({**values, "virtual_ranks": [8, 17]}, search=search), Hyperparameters(batch_size=64))
+
+
 RANGE = {"minimum": 0.1, "maximum": 1}
 
 

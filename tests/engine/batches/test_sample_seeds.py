@@ -27,7 +27,7 @@ class Pictures(Dataset):
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
-        crop = v2.Compose([v2.RandomResizedCrop(28, (0.7, 1)), v2.RandomHorizontalFlip(), v2.RandomRotation(10)])
+        crop = v2.Compose([v2.RandomResizedCrop(16, (0.7, 1)), v2.RandomHorizontalFlip(), v2.RandomRotation(10)])
         self.transform = v2.Compose([v2.ToPILImage(), crop, v2.PILToTensor()])
 
     def __len__(self):
@@ -61,7 +61,7 @@ class Uneven(Numbers):
 
 
 def pictures():
-    return Pictures(np.random.default_rng(0).integers(0, 256, (SIZE, 1, 28, 28), dtype=np.uint8), np.arange(SIZE))
+    return Pictures(np.random.default_rng(0).integers(0, 256, (SIZE, 1, 16, 16), dtype=np.uint8), np.arange(SIZE))
 
 
 def split_of(dataset, workers=0):

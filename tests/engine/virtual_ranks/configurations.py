@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.evaluations import evaluate
+from flyte_ddp.engine.hosts.places import Place
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.loop import evaluate
-from flyte_ddp.engine.machine import Place
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.fields import setting
@@ -214,7 +214,7 @@ def _trained(
         _train(setup, until)
         if until < STEPS and environment.rank == 0:
             torch.save(setup.state.state_dict(), path.with_suffix(".pt"))
-        measures = evaluate(setup.state, setup.validation or setup.test, link, "test", 0.0).measures
+        measures = evaluate(setup.state, setup.validation or setup.test, link).measures
         link.heartbeat()
     weights = [*setup.state.model.state_dict().values(), *setup.state.evaluated.state_dict().values()]
     moments = [value for each in setup.state.optimizer.state.values() for value in each.values()]

@@ -1,0 +1,46 @@
+"""Recipes whose optimizers keep something that a checkpoint lacks, or do not have all weights."""
+
+import torch
+
+from tests.engine.probe_recipes import Sound
+
+
+class Slow(torch.optim.SGD):
+    """Returns to where it has been every second step, which a checkpoint lacks."""
+
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        self.steps, self.before = 0, [weight.detach().clone() for weight in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for weight, before in zip(self.param_groups[0]["params"], self.before, strict=True):
+                weight.copy_(before.lerp_(weight, 0.5))
+
+
+class Whole(Slow):
+    def state_dict(self):
+        return {**super().state_dict(), "slow": (self.steps, self.before)}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.steps, self.before = state_dict["slow"][0], [one.clone() for one in state_dict["slow"][1]]
+
+
+class Forgetful(Sound):
+    kind = Slow
+
+    def optimizer(self, model):
+        return self.kind(model.parameters())
+
+
+class Remembering(Forgetful):
+    kind = Whole
+
+
+class HalfGiven(Sound):
+    def optimizer(self, model):
+        return torch.optim.SGD(model[2].parameters(), 0.1)

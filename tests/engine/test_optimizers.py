@@ -1,0 +1,27 @@
+"""What a checkpoint lacks of an optimizer is warned of, what the optimizer is not given is named; both are trained."""
+
+import re
+
+from flyte_ddp.events import Event, RunStarted
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train
+from tests.engine.probe_recipes import Settings
+
+
+def run(name, output, on_event=None):
+    options, recipe = RunOptions(nproc=0, loader_workers=0, tracking="off"), f"tests.engine.optimizer_recipes:{name}"
+    return train(recipe, Settings(epochs=2), options, output=output, on_event=on_event)
+
+
+def test_what_a_checkpoint_lacks_of_an_optimizer_is_warned_of(alone, tmp_path):
+    lost, kept = (run(name, tmp_path / name).warnings for name in ("Forgetful", "Remembering"))
+    (warning,) = (warning for warning in lost if "state_dict" in warning)
+    assert re.search(r"_recipes.py, line \d+\): Slow keeps before, steps outside of its state_dict", warning)
+    assert not any("state_dict" in warning for warning in kept)
+
+
+def test_weights_that_the_optimizer_is_not_given_are_named(alone, tmp_path):
+    events: list[Event] = []
+    assert len(run("HalfGiven", tmp_path, events.append).epochs) == 2
+    (started,) = (event for event in events if isinstance(event, RunStarted))
+    assert any("optimizer() is not given 0.weight, 0.bias: they stay as" in remark for remark in started.remarks)
