@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from click.testing import CliRunner
 from flytekit.clis.sdk_in_container.pyflyte import main
+from flytekit.core.local_cache import LocalTaskCache
 
 ROOT = Path(__file__).resolve().parents[1]
 # A proxy that refuses all connections: no mirror can be reached, on any machine
@@ -27,10 +29,12 @@ def pyflyte(*arguments: str, status: int = 0, cwd: Path = ROOT, environment: Map
 
     What is read while modules are imported, like the settings of a registration, needs a process of its own.
     """
-    with pytest.MonkeyPatch.context() as here:
+    # Afterwards as it was: --overwrite-cache and --env set variables, which every later command would have, too
+    with patch.dict(os.environ, environment), pytest.MonkeyPatch.context() as here:
         here.chdir(cwd)
-        for name, value in environment.items():
-            here.setenv(name, value)
+        # Opened anew, in the home folder of this call, and afterwards as it was
+        here.setattr(LocalTaskCache, "_initialized", False)
+        here.setattr(LocalTaskCache, "_cache", None, raising=False)
         done = CliRunner().invoke(main, ["run", *arguments])
     return _checked(Done(arguments, done.exit_code, done.stdout, done.stderr), status)
 
