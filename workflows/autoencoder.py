@@ -9,7 +9,6 @@ from flyte_ddp.attempt.registration import registration
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.autoencoder.task import AutoencoderOutputs, autoencoder, resolve_for_autoencoder
 from flyte_ddp.code.code_version import code_version
-from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.flyte1.prepare import RESOLVING, PreparedDataset, prepare_dataset
 from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
@@ -36,10 +35,9 @@ def autoencoder_task(
 )
 def train_on_gpus(gpus: int, hp: AutoencoderHyperparameters, options: LightningOptions) -> AutoencoderOutputs:
     """Prepares the data and trains, in a pod with this many GPUs."""
-    if not 0 <= gpus <= 64:
-        raise InputError(f"gpus must be at least 0 and at most 64, got {gpus}")
+    sizes = resize(autoencoder_task, gpus)
     data = prepare_dataset(name=resolve_for_autoencoder(hp=hp, options=options))
-    return autoencoder_task(hp=hp, data=data, options=options).with_overrides(**resize(autoencoder_task, gpus))
+    return autoencoder_task(hp=hp, data=data, options=options).with_overrides(**sizes)
 
 
 @workflow

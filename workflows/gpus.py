@@ -4,7 +4,6 @@ from flytekit import Cache, dynamic, workflow
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.code.code_version import code_version
-from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.flyte1.data import init_by_content
 from flyte_ddp.flyte1.prepare import RESOLVING, prepare_dataset, resolve_dataset
@@ -29,11 +28,10 @@ def train_on_gpus(
     gpus: int, hp: Hyperparameters, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
     """Trains in a pod with this many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
-    if not 0 <= gpus <= 64:
-        raise InputError(f"gpus must be at least 0 and at most 64, got {gpus}")
+    sizes = resize(pytorch_mnist_task, gpus)
     data = prepare_dataset(name=resolve_dataset(hp=hp, options=options))
     training = pytorch_mnist_task(hp=hp, data=data, options=options, init=init_by_content(init=init))
-    return training.with_overrides(**resize(pytorch_mnist_task, gpus))
+    return training.with_overrides(**sizes)
 
 
 @workflow

@@ -29,7 +29,7 @@ KEY = f"({NAME}/)?{WORD}"
 # Kubernetes' notation
 UNITS = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 QUANTITY = rf"[0-9]+(\.[0-9]+)?({'|'.join(UNITS)})?"
-MOST_CPUS, LEAST_BYTES = 4096, 2**20
+MOST_CPUS, MOST_GPUS, LEAST_BYTES = 4096, 64, 2**20
 COUNT = "[1-9][0-9]{0,5}"  # of nodes
 # NVIDIA's, by flytekit's names
 ACCELERATORS = (
@@ -83,7 +83,7 @@ class Registration(Settings):
     """
 
     profile: str = setting("gpu", choices=("gpu", "sandbox"))
-    gpus: int = setting(2, minimum=1, maximum=64)
+    gpus: int = setting(2, minimum=1, maximum=MOST_GPUS)
     training_cpu: str = setting("")
     training_memory: str = setting("")
     training_disk: str = setting("")

@@ -43,9 +43,9 @@ def run(environment: Environment, link: Link, job: Job) -> int:
 
 def _evaluate_all(setup: SetUp, mailbox: Mailbox, job: Job, link: Link) -> int:
     state, split, count = setup.state, setup.validation or setup.test, 0
-    failing: dict[str, float] = {}
+    requests = Requests(mailbox, job)
     while True:
-        asked = of_first_rank(_next(mailbox, job) if distributed.get_rank() == 0 else None)
+        asked = of_first_rank(requests.oldest() if distributed.get_rank() == 0 else None)
         if asked is None:
             return count
         link.heartbeat()
@@ -56,7 +56,7 @@ def _evaluate_all(setup: SetUp, mailbox: Mailbox, job: Job, link: Link) -> int:
         try:
             weights = mailbox.weights(asked)
         except FAILURES as error:  # the training may have taken them back
-            _check_patience(failing, asked, error)
+            requests.check_patience(asked, error)
         if any(on_any_rank([weights is None], state.device)):
             time.sleep(POLL_SECONDS)
             continue
@@ -73,43 +73,53 @@ def _evaluate_all(setup: SetUp, mailbox: Mailbox, job: Job, link: Link) -> int:
             try:
                 mailbox.answer(asked, {name: value for name, value in found._asdict().items() if name != "predictions"})
             except FAILURES as error:  # what has no answer is evaluated again
-                _check_patience(failing, asked, error)
+                requests.check_patience(asked, error)
             measures = ", ".join(f"{measure} {value:.4g}" for measure, value in found.measures.items())
             print(f"evaluation {int(asked.partition('-')[0]) + 1}: {measures}", flush=True)
 
 
-def _check_patience(failing: dict[str, float], asked: str, error: Exception) -> None:
-    """Raises RecoverableError if it has failed for so long that the training, which hears this evaluator, should go on
-    without it. failing: since when, by evaluation."""
-    seconds = time.monotonic() - failing.setdefault(asked, time.monotonic())
-    if seconds > SILENT_SECONDS:
-        raise RecoverableError(
-            f"evaluation {int(asked.partition('-')[0]) + 1} could not be fetched, or answered, for {seconds:.0f} s: "
-            f"{reason_of(error)}: free or allow space in evaluate_elsewhere and in {tempfile.gettempdir()} (TMPDIR), "
-            "and start it again"
-        ) from None
+class Requests:
+    """What the training asks for, as the evaluator sees it, and how long what fails is tried again."""
 
+    def __init__(self, mailbox: Mailbox, job: Job):
+        self._mailbox, self._job = mailbox, job
+        self._failing: dict[str, float] = {}  # since when, by evaluation
+        self._is_under_way = False  # else ENDED, if it is there, is an earlier training's of the same
 
-def _next(mailbox: Mailbox, job: Job) -> str | None:
-    """The oldest evaluation that is asked for; "" if none is yet, None if none will be."""
-    try:
-        files = mailbox.files()
-        names = (file.removesuffix(".pt") for file in files if file.endswith(".pt"))
-        asked = next((name for name in names if f"{name}.json" not in files), "")
-        silent = mailbox.seconds_silent()
-        mailbox.is_new |= bool(asked) or ENDED not in files
-        if not asked and ENDED in files and (mailbox.is_new or silent > SILENT_SECONDS):
-            print(f"the training has ended, as {job.options.evaluate_elsewhere} says", flush=True)
+    def check_patience(self, asked: str, error: Exception) -> None:
+        """Raises RecoverableError if it has failed for so long that the training, which hears this evaluator, should go
+        on without it."""
+        seconds = time.monotonic() - self._failing.setdefault(asked, time.monotonic())
+        if seconds > SILENT_SECONDS:
+            raise RecoverableError(
+                f"evaluation {int(asked.partition('-')[0]) + 1} could not be fetched, or answered, for {seconds:.0f} "
+                f"s: {reason_of(error)}: free or allow space in evaluate_elsewhere and in {tempfile.gettempdir()} "
+                "(TMPDIR), and start it again"
+            ) from None
+
+    def oldest(self) -> str | None:
+        """The first evaluation that is still asked for; "" if none is yet, None if none will be."""
+        options = self._job.options
+        try:
+            files = self._mailbox.files()
+            names = (file.removesuffix(".pt") for file in files if file.endswith(".pt"))
+            asked = next((name for name in names if f"{name}.json" not in files), "")
+            silent = self._mailbox.seconds_silent()
+        except InputError:
+            raise
+        except FAILURES:  # the next look may find the storage well
+            return ""
+        self._is_under_way |= bool(asked) or ENDED not in files
+        if asked:
+            return asked
+        if ENDED in files and (self._is_under_way or silent > SILENT_SECONDS):
+            print(f"the training has ended, as {options.evaluate_elsewhere} says", flush=True)
             return None
-    except InputError:
-        raise
-    except FAILURES:  # the next look may find the storage well
+        if silent > options.start_timeout_seconds:
+            print(
+                f"the training has given no sign of life in {options.evaluate_elsewhere} for {silent:.0f} s, which is "
+                "more than start_timeout_seconds: it has the same recipe, settings and data, or evaluates by itself",
+                flush=True,
+            )
+            return None
         return ""
-    if not asked and silent > job.options.start_timeout_seconds:
-        print(
-            f"the training has given no sign of life in {job.options.evaluate_elsewhere} for {silent:.0f} s, which is "
-            "more than start_timeout_seconds: it has the same recipe, settings and data, or evaluates by itself",
-            flush=True,
-        )
-        return None
-    return asked

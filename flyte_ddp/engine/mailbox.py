@@ -40,7 +40,6 @@ class Mailbox:
         self._stored = Stored(f"{place.rstrip('/')}/{key}", (options or {}).get(protocol))
         self._own, self._other = own, TRAINING if own == EVALUATOR else EVALUATOR
         self._beat, self._heard = b"", time.monotonic()
-        self.is_new = False  # whether ENDED, if it is there, is not an earlier training's of the same: see evaluator.py
 
     @contextmanager
     def beating(self) -> Iterator[None]:

@@ -12,8 +12,9 @@ from flytekit.extras import accelerators
 
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
-from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.registration import MOST_GPUS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment, training_environment
+from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.caching import CodeVersion
 
 IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
@@ -40,7 +41,10 @@ def training_sizes(gpus: int) -> dict[str, Any]:
 
 
 def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
-    """Arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs."""
+    """Arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs; raises
+    InputError for what no pod can have."""
+    if not 0 <= gpus <= MOST_GPUS:
+        raise InputError(f"gpus must be at least 0 and at most {MOST_GPUS}, got {gpus}")
     task.environment[GPUS_VARIABLE] = str(gpus)  # with_overrides has no environment
     return training_sizes(gpus)
 

@@ -227,17 +227,17 @@ def test_an_end_is_of_the_training_that_is_running(place):
 def test_an_end_that_an_earlier_training_has_left_is_believed_after_a_while(place, monkeypatch):
     """Its evaluator may be started before the training is."""
     job = job_of(subject_of(find_code(RECIPE), Hyperparameters()), RunOptions(evaluate_elsewhere=place))
-    training, other = Mailbox(place, "key", TRAINING), Mailbox(place, "key", EVALUATOR)
+    training = Mailbox(place, "key", TRAINING)
+    requests, late = (evaluator.Requests(Mailbox(place, "key", EVALUATOR), job) for _ in range(2))
     training.end()
-    assert evaluator._next(other, job) == ""
+    assert requests.oldest() == ""
     training.begin()
-    assert evaluator._next(other, job) == ""
+    assert requests.oldest() == ""
     training.end()
-    assert evaluator._next(other, job) is None
-    late = Mailbox(place, "key", EVALUATOR)
-    assert evaluator._next(late, job) == ""
+    assert requests.oldest() is None
+    assert late.oldest() == ""
     monkeypatch.setattr(evaluator, "SILENT_SECONDS", 0.0)
-    assert evaluator._next(late, job) is None
+    assert late.oldest() is None
 
 
 def test_each_sees_that_the_other_runs(place, monkeypatch):
