@@ -1,5 +1,6 @@
 """Keeps the tests away from the user's own files, and hands them the real data sets where there are any."""
 
+import gc
 import os
 import shutil
 import sys
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first, the files beside this one before others, as they take longest: at the end, one worker
     would do them alone."""
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.parent != Path(__file__).parent))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a search for garbage, as each training makes one, would look at a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

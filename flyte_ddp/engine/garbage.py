@@ -2,11 +2,15 @@
 is this process's."""
 
 import gc
+import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 Item = TypeVar("Item")
+
+# A fork, such as a loader worker, leaves alone what is garbage in its parent, such as the store of a process group that
+# has failed: its end waits for a thread, which a fork has not, and is a segmentation fault.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def collected_between(items: Iterator[Item]) -> Generator[Item, None, None]:
@@ -21,14 +25,3 @@ def collected_between(items: Iterator[Item]) -> Generator[Item, None, None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextmanager
-def kept_out_of_forks() -> Iterator[None]:
-    """A process that is forked within the block never collects what is garbage in this one, such as the store of a
-    process group that has failed: its end waits for a thread, which a fork has not, and is a segmentation fault."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -44,10 +44,13 @@ class Collecting(Dataset[Any]):
 
 
 def test_loader_workers_do_not_end_a_store_that_failed_before_they_were_forked():
+    """And the process that forks them goes on leaving alone what it did, or each rank would copy what all share."""
+    gc.freeze()
+    frozen = gc.get_freeze_count()
     for _ in collected_between(iter(range(1))):  # until here it is garbage
         garbage: Any = Cycle()
         garbage.store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         del garbage
         (samples,) = Streamed(Collecting(), torch.device("cpu"), workers=1).fetch([torch.arange(4)])
     assert samples.tolist() == [0, 1, 2, 3]
-    assert not gc.get_freeze_count()
+    assert gc.get_freeze_count() > frozen * 0.9 > 0, "some have ended since"

@@ -25,7 +25,6 @@ from flyte_ddp.engine.batches.sample_seeds import (
     sample_keys,
     seed_generators,
 )
-from flyte_ddp.engine.garbage import kept_out_of_forks
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError
 
@@ -70,8 +69,7 @@ class Streamed:
         # After a SIGTERM to the whole process group the rank finishes its step, for which the workers must live on
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            with kept_out_of_forks():
-                batches = iter(loader)
+            batches = iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for read in batches:
