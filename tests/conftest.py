@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: a search for garbage, as each training makes one, would look at a million objects."""
+    """What has been imported stays: a search for garbage, as each training makes one, would look at all of it."""
     gc.collect()
     gc.freeze()
 

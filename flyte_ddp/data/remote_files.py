@@ -64,7 +64,14 @@ def listed(files: AbstractFileSystem, root: str) -> dict[str, Details]:
 def _listed_on_disk(root: str) -> dict[str, Details]:
     if not os.path.isdir(root):
         return {"": _details(os.stat(root))} if os.path.isfile(root) else {}
-    return {path.relative_to(root).as_posix(): _details(path.stat()) for path in files_below(root) if path.is_file()}
+    files: dict[str, Details] = {}
+    for path in files_below(root):
+        if path.is_file():
+            files[path.relative_to(root).as_posix()] = _details(path.stat())
+        elif path.is_symlink() and path.name[:1] != ".":  # as data have that are to be fetched yet
+            target = os.readlink(path)
+            raise InputError(f"{path} leads to {target}, which is not there: put it there, or remove the link")
+    return files
 
 
 def _details(status: os.stat_result) -> Details:

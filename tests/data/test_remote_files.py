@@ -44,6 +44,17 @@ def test_what_is_no_file_is_not_listed_and_strange_names_are(storage):
     assert remote_files.Stored("s3://bucket/nothing").details() == {}
 
 
+def test_a_link_that_leads_nowhere_is_named_and_not_left_out(tmp_path):
+    """As data have them whose content was not fetched yet; editors lock a file by a hidden one."""
+    (tmp_path / "cat.png").write_bytes(b"png")
+    (tmp_path / ".#cat.png").symlink_to("somebody@host")
+    folder = remote_files.Stored(tmp_path)
+    assert folder.sizes() == {"cat.png": 3}
+    (tmp_path / "dog.png").symlink_to("annex/dog.png")
+    with pytest.raises(InputError, match=r"dog.png leads to annex/dog.png, which is not there: put it there"):
+        folder.details()
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
