@@ -58,9 +58,9 @@ def _check_spelling(kind: type) -> None:
     """Raises InputError for a name that nothing in its module uses and that is nearly one of Recipe's: the latter's
     default would be taken in silence."""
     known, source = {name for name in vars(Recipe) if not name.startswith("_")} - {*vars(kind)}, ""
-    for name in vars(kind):
+    for name in (name for name in vars(kind) if not hasattr(Recipe, name)):
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if nearest and not hasattr(Recipe, name):
+        if nearest:
             with suppress(OSError, TypeError):  # of a class that was made at run time
                 source = source or inspect.getsource(sys.modules[kind.__module__])
             if len(re.findall(rf"\b{name}\b", source)) == 1:
