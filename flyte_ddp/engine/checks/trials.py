@@ -16,10 +16,12 @@ from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.draws import Draws, host_state
 from flyte_ddp.engine.global_batch.batch_norm import statistics_of
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
-from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
+from flyte_ddp.engine.measures import augment, code_location, pairs_of, trained_measure
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import copy_with_hooks, device_generator, pytree
-from flyte_ddp.recipe import Recipe
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipe import Recipe, Tree
+from flyte_ddp.text import reason_of
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,12 @@ class Trials:
             part = pytree.tree_map(lambda leaf: leaf[first:last], self.trees[0, self.size])
         stages = {"data": part}
         part = pytree.tree_map(torch.clone, part)  # as in training, where what a recipe changes in place is a copy, too
-        with Draws() as draws, among_ranks(rank, world_size), torch.set_grad_enabled(self.is_training):
+        with (
+            _types_named(recipe, part),
+            Draws() as draws,
+            among_ranks(rank, world_size),
+            torch.set_grad_enabled(self.is_training),
+        ):
             self._start_afresh()
             if self.is_training:
                 stages["augment"] = part = augment(recipe, part, 0, share)
@@ -171,6 +178,21 @@ def changed_weights(model: nn.Module, original: nn.Module) -> dict[str, Tensor]:
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Bit by bit, but for those of a NaN, which equals no other to torch."""
     return torch.equal(one, other) or (one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True))
+
+
+@contextmanager
+def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
+    """What numpy computes is float64, and layers do not take it: the first thing that many meet."""
+    try:
+        yield
+    except RuntimeError as error:
+        doubles = [tuple(leaf.shape) for leaf in pytree.tree_leaves(batch) if leaf.dtype == torch.float64]
+        if not doubles or "double" not in str(error).lower():
+            raise
+        raise InputError(
+            f"{code_location(recipe, 'data')}: what has the shape {doubles[0]} in a batch is float64, as numpy's "
+            f'numbers are, and the weights are float32 ({reason_of(error)}): return it .float(), or .astype("float32")'
+        ) from error
 
 
 @contextmanager
