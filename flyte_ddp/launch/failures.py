@@ -6,10 +6,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.text import encodable, masked
 
+ROOT = Path(__file__).parent.parent
 # What a rank reports when another one is gone or does not answer: an effect, never the cause
 PEER_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 PEER_MESSAGE = re.compile(
@@ -105,9 +107,18 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
         kind=kind,
         cause=type(error).__name__,
         message=message_of(error) + remedy,
-        details="" if says_everything else encodable("".join(traceback.format_exception(error))),
+        details="" if says_everything else encodable(_traceback_of(error)),
         recoverable=recoverable,
     )
+
+
+def _traceback_of(error: BaseException) -> str:
+    """From where this library has called something else: what led there says nothing to whom wrote that."""
+    own, caller = (f"{ROOT}/launch/", f"{ROOT}/engine/"), error.__traceback__
+    while caller and caller.tb_next and caller.tb_next.tb_frame.f_code.co_filename.startswith(own):
+        caller = caller.tb_next
+    is_own = caller is None or caller.tb_next is None
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__ if is_own else caller))
 
 
 def message_of(error: BaseException) -> str:

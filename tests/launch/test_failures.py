@@ -1,12 +1,15 @@
 """What an error of torch, CUDA or NCCL is taken for, by its type and message."""
 
+import re
 import signal
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
 from flyte_ddp.errors import DownloadError, InputError
+from flyte_ddp.launch import failures
 from flyte_ddp.launch.failures import from_exception, from_exit_code, name_the_cause
 
 # As torch appends it to every error of CUDA
@@ -87,6 +90,33 @@ def test_what_the_caller_can_fix_is_raised_as_such():
 def test_a_traceback_follows_what_no_message_of_ours_explains():
     assert from_exception(InputError("init must fit the network"), 1, "host").details == ""
     assert "LookupError: no such word" in from_exception(LookupError("no such word"), 1, "host").details
+
+
+def calling(file):
+    """A function that calls the next one, from a file of the library."""
+    code: dict[str, Any] = {}
+    exec(compile("def call(function, *others): function(*others)", str(failures.ROOT / file), "exec"), code)
+    return code["call"]
+
+
+def files_shown(*functions):
+    """Of the traceback of a rank in which one calls the next."""
+    with pytest.raises((LookupError, TypeError)) as caught:
+        calling("launch/rank.py")(*functions)
+    traceback = caught.value.__traceback__
+    assert traceback
+    caught.value.__traceback__ = traceback.tb_next  # without this function's own frame
+    return re.findall(r"(\w+)\.py", from_exception(caught.value, 0, "host").details)
+
+
+def test_a_traceback_begins_where_the_library_calls_what_is_not_its_own():
+    def fail():
+        raise LookupError("no such word")
+
+    step, recipe = calling("engine/step.py"), calling("recipe.py")
+    assert files_shown(step, step, fail) == ["step", "test_failures"]
+    assert files_shown(step, recipe, step, fail) == ["step", "recipe", "step", "test_failures"]
+    assert files_shown(step, step, None) == ["rank", "step", "step"], "all of what may be a fault of the library"
 
 
 def test_the_cause_is_named_before_what_may_be_its_effect():
