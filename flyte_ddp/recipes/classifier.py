@@ -44,7 +44,8 @@ class Classifier(Recipe):
         if labels.dtype not in (torch.int64, torch.uint8) or labels.ndim != 1:
             dtype = str(labels.dtype).removeprefix("torch.")
             raise InputError(
-                f"{owner}: labels must be int64 of shape ({count},), got {dtype} of shape {tuple(labels.shape)}"
+                f"{owner}: labels must be int64 of shape ({count},), got {dtype} of shape {tuple(labels.shape)}: "
+                "return the number of each sample's class, as .long() or .argmax(1) gives it"
             )
         if self.share.alone:
             self._check_range(outputs, labels)
