@@ -53,6 +53,11 @@ class OfNumPy(Sound):
         return super().data(split).double()
 
 
+class Bytes(Sound):
+    def data(self, split):
+        return super().data(split).byte()
+
+
 # --- weights ---
 
 

@@ -1,6 +1,7 @@
 """Tries a recipe on some samples of a batch, as one rank would compute them, without the other ranks."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,10 @@ from flyte_ddp.engine.torch_compat import copy_with_hooks, device_generator, pyt
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe, Tree
 from flyte_ddp.text import reason_of
+
+
+# Types that no layer of float32 takes, by what torch calls them then
+UNFIT = {torch.float64: r"\bdouble\b", torch.uint8: r"\b(byte|unsigned char)\b"}
 
 
 @dataclass(frozen=True)
@@ -182,17 +187,18 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
-    """What numpy computes is float64, and layers do not take it: the first thing that many meet."""
+    """What numpy computes is float64, pictures are uint8, and layers take neither: the first thing that many meet."""
     try:
         yield
     except RuntimeError as error:
-        doubles = [tuple(leaf.shape) for leaf in pytree.tree_leaves(batch) if leaf.dtype == torch.float64]
-        if not doubles or "double" not in str(error).lower():
-            raise
-        raise InputError(
-            f"{code_location(recipe, 'data')}: what has the shape {doubles[0]} in a batch is float64, as numpy's "
-            f'numbers are, and the weights are float32 ({reason_of(error)}): return it .float(), or .astype("float32")'
-        ) from error
+        for leaf in pytree.tree_leaves(batch):
+            if leaf.dtype in UNFIT and re.search(UNFIT[leaf.dtype], str(error), re.IGNORECASE):
+                raise InputError(
+                    f"{code_location(recipe, 'data')}: what has the shape {tuple(leaf.shape)} in a batch is "
+                    f"{str(leaf.dtype).removeprefix('torch.')}, but the weights are float32 ({reason_of(error)}): convert "
+                    'it, by .float() or .astype("float32")'
+                ) from error
+        raise
 
 
 @contextmanager
