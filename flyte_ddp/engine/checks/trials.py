@@ -24,7 +24,6 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe, Tree
 from flyte_ddp.text import reason_of
 
-
 # Types that no layer of float32 takes, by what torch calls them then
 UNFIT = {torch.float64: r"\bdouble\b", torch.uint8: r"\b(byte|unsigned char)\b"}
 
@@ -195,8 +194,8 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
             if leaf.dtype in UNFIT and re.search(UNFIT[leaf.dtype], str(error), re.IGNORECASE):
                 raise InputError(
                     f"{code_location(recipe, 'data')}: what has the shape {tuple(leaf.shape)} in a batch is "
-                    f"{str(leaf.dtype).removeprefix('torch.')}, but the weights are float32 ({reason_of(error)}): convert "
-                    'it, by .float() or .astype("float32")'
+                    f"{str(leaf.dtype).removeprefix('torch.')}, but the weights are float32 ({reason_of(error)}): "
+                    'convert it, by .float() or .astype("float32")'
                 ) from error
         raise
 
