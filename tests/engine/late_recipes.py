@@ -208,6 +208,25 @@ class Compiled(Normalised):
         return torch.compile(super().model(), backend="aot_eager")
 
 
+class InGraphs(Sound):
+    def model(self):
+        return torch.compile(super().model(), mode="reduce-overhead")
+
+
+class LayerInGraphs(Sound):
+    def model(self):
+        network = super().model()
+        network[0].compile(options={"triton.cudagraphs": True})
+        return network
+
+
+class ForwardInGraphs(Sound):
+    def model(self):
+        network = super().model()
+        network[0].forward = torch.compile(network[0].forward, mode="max-autotune")
+        return network
+
+
 class Synchronised(Sound):
     def model(self):
         return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))

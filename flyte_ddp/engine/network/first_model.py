@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, start_from
+from flyte_ddp.engine.compiler_compat import records_graphs
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.sharding.sharding import give_room
@@ -130,8 +131,8 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
 
 
 def _check_layers(recipe: Recipe, model: nn.Module) -> None:
-    """Raises InputError for trained layers from torch.jit, since torch loses their gradients, and for nn.SyncBatchNorm,
-    which no part of a batch can wait for."""
+    """Raises InputError for trained layers from torch.jit, since torch loses their gradients, for nn.SyncBatchNorm,
+    which no part of a batch can wait for, and for CUDA graphs, whose memory is the next pass's, too."""
     for name, layer in model.named_modules():
         problem = ""
         if isinstance(layer, torch.jit.ScriptModule) and any(weight.requires_grad for weight in layer.parameters()):
@@ -143,6 +144,11 @@ def _check_layers(recipe: Recipe, model: nn.Module) -> None:
             problem = (
                 "must not be nn.SyncBatchNorm: leave convert_sync_batchnorm out, since any batch norm sees the global "
                 "batch"
+            )
+        elif records_graphs(layer):
+            problem = (
+                "must not be compiled into CUDA graphs, in which a pass overwrites the outputs of the one before, as "
+                'of another part of the batch: choose mode="max-autotune-no-cudagraphs", or the default'
             )
         if problem:
             raise InputError(f"{code_location(recipe, 'model')}: {name or 'the network'} {problem}")
