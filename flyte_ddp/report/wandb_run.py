@@ -42,6 +42,8 @@ class WandbRun(Observer):
         self._wandb: Any = wandb
         self._info, self._exit_code = info, 1
         self._steps_per_epoch, self._step = 1, 0
+        self._unsaid = Unsaid()
+        wandb.termsetup(wandb.setup().settings, self._unsaid)
         reason = unreachable() if mode == "online" else ""
         if mode == "online" and not reason:
             try:
@@ -115,6 +117,8 @@ class WandbRun(Observer):
     def close(self) -> None:
         try:
             self._run.finish(exit_code=self._exit_code)
+            if self._unsaid.has_given_up:
+                raise IncompleteError("The server has refused what was measured.")
         except Exception as error:
             reason = one_line(error) or type(error).__name__
             raise IncompleteError(f"{reason} To send what is missing: wandb sync {self._folder}") from error
@@ -174,6 +178,25 @@ class WandbRun(Observer):
             scores = [round(float(score), 6) for score in np.exp(predictions.scores[index])]
             table.add_data(str(index), self._wandb.Image(pixels.squeeze()), *names, *scores)
         return table
+
+
+class Unsaid:
+    """Takes what wandb would print if it were not silent, and notes whether it has given up sending.
+
+    It does so, and then finishes as if all were sent, where the server refuses: a run that was deleted, a key that was
+    revoked.
+    """
+
+    def __init__(self) -> None:
+        self.has_given_up = False
+
+    def warning(self, text: str) -> None:
+        self.has_given_up = self.has_given_up or "will not be synced" in text
+
+    def info(self, text: str) -> None:
+        pass
+
+    error = info
 
 
 def _of_test(measures: dict[str, float]) -> dict[str, float]:

@@ -168,6 +168,14 @@ def test_server_that_falls_silent_is_not_waited_for(recorded, track):
     assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
 
 
+def test_server_that_refuses_what_a_run_has_measured_is_said(recorded, track):
+    with Server("refuses") as server:
+        told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+    _, warning = told.said.splitlines()
+    assert re.search("Weights & Biases is incomplete .The server has refused .*: wandb sync ", warning), told.said
+    assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
+
+
 def assert_kept(recorded: Any, told: Told) -> None:
     assert told.urls == []
     assert len(told.said.splitlines()) == 1, "said once, and without a traceback"

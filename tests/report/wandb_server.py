@@ -9,7 +9,8 @@ from typing import Any
 
 
 class Server:
-    """Mood: answers; forbids (403 to all); fails (500); silent (never answers); stops (takes the run, then silent)."""
+    """Mood: answers; forbids (403 to all); fails (500); silent (never answers); stops (takes the run, then silent);
+    refuses (takes the run, then 403 to what is sent for it, as one that was deleted, or beyond a quota)."""
 
     def __init__(self, mood: str):
         self.operations: list[str] = []
@@ -87,6 +88,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.told.mood == "stops":
             self.told.hang()
+        if self.told.mood == "refuses":
+            self._answer({}, 403)
+            return
         lines = body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
         self.told.history += map(json.loads, lines)
         self.told.exit_code = body.get("exitcode", self.told.exit_code)
@@ -95,11 +99,11 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def _answer(self, content: Any) -> None:
+    def _answer(self, content: Any, status: int = 200) -> None:
         if self.told.mood == "silent":
             self.told.hang()
         body = json.dumps(content).encode()
-        self.send_response({"forbids": 403, "fails": 500}.get(self.told.mood, 200))
+        self.send_response({"forbids": 403, "fails": 500}.get(self.told.mood, status))
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
