@@ -206,7 +206,8 @@ def _stopped(ranks: list[_Rank], signals: list[int]) -> BaseException:
         return KeyboardInterrupt()
     said = [rank.value for rank in ranks if rank.outcome == "stopped"]
     last = said[0] if said else "no step was finished in time for a checkpoint"
-    return PreemptedError(f"all ranks on {ranks[0].host}: {signal.Signals(signals[0]).name}: {last}")
+    number = signals[0] if signals else signal.SIGTERM  # sent to a rank alone, as by a guard of the host's memory
+    return PreemptedError(f"all ranks on {ranks[0].host}: {signal.Signals(number).name}: {last}")
 
 
 def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:

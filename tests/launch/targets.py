@@ -57,6 +57,14 @@ def count_page_faults(environment: Environment, link: Link, job: Job) -> list[in
     return [after - before for before, after in itertools.pairwise(counts)]
 
 
+def stop_as_rank_one_is_asked_to(environment: Environment, link: Link, argument: Any) -> None:
+    """Sends SIGTERM to rank 1 alone; all ranks stop then, as they do after their next step."""
+    if environment.rank == 1:
+        signal.raise_signal(signal.SIGTERM)
+        assert link.stop_requested
+    raise StopRequested(epoch=0, step=4)
+
+
 def fail_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
     with process_group(environment, 60):
         if environment.rank == 1:

@@ -20,7 +20,7 @@ from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World, available_cores
-from flyte_ddp.launch.failures import RankError, RecoverableRankError
+from flyte_ddp.launch.failures import PreemptedError, RankError, RecoverableRankError
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.signals import stop_requests
 
@@ -246,6 +246,11 @@ def test_no_process_and_no_folder_outlives_its_parent(tmp_path_factory, number, 
         assert errors == ""
     else:
         assert {signal.SIGINT: "KeyboardInterrupt"}.get(number, f"{number.name}: no step was finished") in errors
+
+
+def test_a_rank_that_alone_is_asked_to_stop_ends_the_run_as_a_preemption():
+    with pytest.raises(PreemptedError, match="SIGTERM: stopped on request before epoch 1, step 5"):
+        launch("stop_as_rank_one_is_asked_to")
 
 
 @pytest.fixture
