@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogge
 from flyte_ddp.report import wandb_run
 from flyte_ddp.report.mlflow_run import name_of
 from flyte_ddp.report.record import RunFinished
-from flyte_ddp.report.tracking import choose_tracking
+from flyte_ddp.report.tracking import choose_tracking, open_tracker
+from flyte_ddp.settings import RunOptions
 from tests.engine.probe_recipes import Named
 from tests.report.track import Told, tell_tracker
 from tests.report.wandb_file import Logged
@@ -236,3 +238,20 @@ def test_tensorboard_files_say_what_was_trained(recorded, track):
     assert "hyperparameters" in read.Tags()["tensors"]
     digests = [event.tensor_proto.string_val[0].decode() for event in read.Tensors("weights_digest")]
     assert digests == [epoch.digest for epoch in epochs]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # the traceback of a thread
+def test_tensorboard_on_a_full_disk_is_one_line(recorded, tmp_path, capsys):
+    info = dataclasses.replace(recorded.info, logs=tmp_path, options=RunOptions(tracking="tensorboard"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        tracker = open_tracker(info, tmp_path, print)
+        assert tracker
+        for event in recorded.events[:-1]:
+            tracker(event)
+        tracker.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"TensorBoard is incomplete .OSError: .*lost: \d+ events", line)
