@@ -28,6 +28,7 @@ class File:
         folder = place.rstrip("/")
         paths = [place] if place.endswith(".jsonl") else [f"{folder}/{FILE}", f"{folder}/logs/{FILE}"]
         self.path, self._seen = paths[0], False
+        self._number: int | None = None  # the file system's; an object storage has none
         if "://" in place:
             from flytekit import FlyteContextManager  # takes seconds, and a local file does not need it
 
@@ -45,7 +46,8 @@ class File:
         """What has been written after the first `start` bytes."""
         try:
             self._storage.invalidate_cache()
-            size = int(self._storage.info(self.path)["size"])
+            info = self._storage.info(self.path)
+            size, number = int(info["size"]), info.get("ino")
             content: bytes = self._storage.cat_file(self.path, start=start, end=size) if size > start else b""
         except Exception as error:  # each storage has its own errors
             if self._seen:
@@ -54,9 +56,9 @@ class File:
                     f"{self.path} can no longer be read ({kind}): a local run that fails leaves nothing behind"
                 ) from None
             raise unreadable(self.path, error) from None
-        if size < start:
+        if size < start or (self._seen and number != self._number):
             raise ReportedError(f"{self.path} has been restarted by another run: watch it again")
-        self._seen = True
+        self._seen, self._number = True, number
         return content
 
 

@@ -70,6 +70,17 @@ def test_a_running_training_is_followed_to_its_failure(recorded, progress, tmp_p
     assert process.returncode == 1
 
 
+def test_a_file_of_another_run_is_not_read_on_as_if_it_were_the_first_ones(recorded, progress, tmp_path):
+    progress(recorded.events[0])
+    file = File(str(tmp_path / "progress.jsonl"))
+    read = len(file.read_on(0))
+    again = ProgressFile(tmp_path, "the same command")
+    for event in recorded.events:
+        again(event)
+    with pytest.raises(ReportedError, match="has been restarted by another run: watch it again"):
+        file.read_on(read)
+
+
 def test_ranks_and_hosts_are_told_in_the_end_and_as_soon_as_one_leaves(recorded, progress, tmp_path):
     progress(recorded.events[0])
     progress(RanksTimed([0.1, 0.2], [1.0, 1.5], [0.5, 0.0], [0.0, 0.6]))
