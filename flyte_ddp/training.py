@@ -17,7 +17,21 @@ from typing import Any
 
 from flyte_ddp.code.user_code import EXAMPLE, UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
-from flyte_ddp.engine.job import EVALUATOR, OUTPUT, Job, KeptModel, Subject, TrainingResult, job_in, job_of, subject_of
+from flyte_ddp.engine.job import (
+    EVALUATOR,
+    FINAL,
+    LAST,
+    OUTPUT,
+    PICTURES,
+    PREDICTIONS,
+    Job,
+    KeptModel,
+    Subject,
+    TrainingResult,
+    job_in,
+    job_of,
+    subject_of,
+)
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, StartUp
 from flyte_ddp.launch import launcher
@@ -34,7 +48,7 @@ from flyte_ddp.report.record import RunFinished
 from flyte_ddp.report.summary import say_interrupted
 from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.whole_files import writing_to
+from flyte_ddp.whole_files import remove_drafts, writing_to
 
 WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
 JOINED = "flyte_ddp.engine.joined:join_and_train"
@@ -192,6 +206,9 @@ def run_in(
     started = time.time()
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
     goodput, is_first = Goodput(started, earlier=earlier), is_first_rank()
+    if is_first:  # a checkpoint's draft is as large as that
+        beside = (Path(job.logs, name) for name in (FILE, PREDICTIONS, PICTURES, LAST, FINAL))
+        remove_drafts(Path(job.checkpoint_path), Path(job.model_path), *beside)
     listeners = ReportingListeners if report and is_first else Listeners
     with listeners(folder, job, watching, on_event, goodput) as tell:
         if is_first:

@@ -1,5 +1,6 @@
 """Writing files so that a reader never sees half of one. Standard library only."""
 
+import glob
 import hashlib
 import io
 import os
@@ -51,6 +52,14 @@ def remove_leftovers(directory: str | Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def remove_drafts(*files: Path) -> None:
+    """Removes what killed processes left half-written of these files, which nobody else writes."""
+    for file in files:
+        for draft in file.parent.glob(f".{glob.escape(file.name)}.*.partial"):
+            with suppress(OSError):
+                draft.unlink()
 
 
 @contextmanager

@@ -142,6 +142,18 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained(
             pass
 
 
+def test_what_killed_attempts_have_left_half_written_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    names = {".checkpoint.01ab.partial", ".model.pt.23cd.partial", ".predictions.npy.45ef.partial"}
+    for name in names | {".mine.67ab.partial", "checkpoint.partial"}:
+        (tmp_path / name).write_text("half")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match="nproc must be 0"):  # the first thing after that
+        train(Sound, TrainingSettings(), RunOptions(nproc=2), output=tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".mine.67ab.partial", "checkpoint.partial", "progress.jsonl"}
+
+
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "out").mkdir()
