@@ -42,6 +42,7 @@ class Observers:
         self._own = OwnObservers(own)
         self._report = Background("the report", self._open_report, REPORT_SECONDS)
         self._progress = ProgressFile(info.logs, info.name, info.attempt, goodput)
+        self._last: RunFinished | RunFailed | None = None
         self._listening: list[Observer] = [
             self.record, self._console, self._report, self._progress, *others, self._own,
         ]  # fmt: skip
@@ -52,7 +53,9 @@ class Observers:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, stack: Any) -> None:
-        if error:
+        if error and self._last:  # Ctrl-C while the end waits for a tracker: what has been trained is no failure
+            self._report.close(self._last)
+        elif error:
             self.end(RunFailed.by(error))
 
     def __call__(self, event: Any) -> None:
@@ -65,6 +68,7 @@ class Observers:
 
     def end(self, event: "RunFinished | RunFailed") -> None:
         """Passes the last event; all observers have finished, or been abandoned, when this returns."""
+        self._last = event
         self._console.close()
         self.record(event)
         if self._progress in self._listening:

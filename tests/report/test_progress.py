@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import re
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,10 @@ from flyte_ddp.events import (
     StepLogged,
 )
 from flyte_ddp.report.goodput import Goodput
+from flyte_ddp.report.observing import Observers
 from flyte_ddp.report.progress import EVENTS, LEFT_OUT, ProgressFile, event_of
 from flyte_ddp.report.record import RunFailed
+from flyte_ddp.settings import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = (
@@ -89,3 +93,16 @@ def test_a_long_run_has_some_thousand_lines_and_the_last_step_of_each_epoch(reco
 def test_what_a_newer_program_says_beside_is_passed_over(written):
     assert event_of({"event": "tea_break", "time": ""}) is None
     assert event_of({**written[0], "weather": "fine"}) == event_of(written[0])
+
+
+def test_an_interrupt_while_the_end_waits_for_a_tracker_is_no_failure_of_what_has_been_trained(recorded, tmp_path):
+    info = dataclasses.replace(recorded.info, logs=tmp_path, options=RunOptions(tracking="off"))
+    page, goodput = tmp_path / "report.html", Goodput(time.time())
+    with suppress(KeyboardInterrupt), Observers(info, page, lambda body: None, goodput=goodput) as observers:
+        for event in recorded.events[:-1]:
+            observers(event)
+        observers.end(recorded.events[-1])
+        raise KeyboardInterrupt
+    told = [json.loads(line)["event"] for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert told[-1] == "finished"
+    assert "KeyboardInterrupt" not in page.read_text()
