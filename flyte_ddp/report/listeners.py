@@ -33,21 +33,23 @@ class Listeners:
         self._closed += [Background(FILE, make, OBSERVER_SECONDS)] if is_first else []
         listen = on_event or self._console.enter_context(closing(open_console()))
         self._tell = all_of(goodput, listen, *self._closed)
+        self._last: RunFinished | RunFailed | None = None
 
     def __enter__(self) -> "Listeners":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, stack: Any) -> None:
-        if error:
-            self.end(RunFailed.by(error))
+        if error:  # which may be Ctrl-C while the end waits: what has been trained is no failure
+            self.end(self._last or RunFailed.by(error))
 
     def __call__(self, event: Event) -> None:
         self._tell(event)
 
     def end(self, event: RunFinished | RunFailed) -> None:
+        self._last = event
         self._console.close()
-        for observer in self._closed:
-            observer.close(event)
+        while self._closed:
+            self._closed.pop(0).close(event)
 
 
 class ReportingListeners(Observers):

@@ -1,5 +1,7 @@
-"""Observers of a user: one that notes what it hears and spoils it, and two that fail."""
+"""Observers of a user: one that notes what it hears and spoils it, two that fail, and one that is waited for."""
 
+import signal
+import threading
 from typing import Any
 
 NOTED: list[Any] = []
@@ -21,3 +23,11 @@ class Fails:
 class CannotBeMade:
     def __init__(self, folder: str):
         pass
+
+
+class Interrupts:
+    """Is pressed Ctrl-C upon while the end waits for it."""
+
+    def on_run_finished(self, event: Any) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        threading.Event().wait()

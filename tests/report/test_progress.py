@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.engine.job import Subject, job_in
 from flyte_ddp.events import (
     CheckpointFailed,
     CheckpointRefused,
@@ -23,6 +25,7 @@ from flyte_ddp.events import (
     StepLogged,
 )
 from flyte_ddp.report.goodput import Goodput
+from flyte_ddp.report.listeners import Listeners
 from flyte_ddp.report.observing import Observers
 from flyte_ddp.report.progress import EVENTS, LEFT_OUT, ProgressFile, event_of
 from flyte_ddp.report.record import RunFailed
@@ -103,6 +106,21 @@ def test_an_interrupt_while_the_end_waits_for_a_tracker_is_no_failure_of_what_ha
             observers(event)
         observers.end(recorded.events[-1])
         raise KeyboardInterrupt
-    told = [json.loads(line)["event"] for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
-    assert told[-1] == "finished"
+    assert last_event(tmp_path) == "finished"
     assert "KeyboardInterrupt" not in page.read_text()
+
+
+def last_event(folder):
+    return json.loads((folder / "progress.jsonl").read_text().splitlines()[-1])["event"]
+
+
+def test_an_interrupt_while_the_end_waits_for_an_observer_is_no_failure_either(recorded, tmp_path):
+    subject = Subject("a:B", recorded.info.settings, "version", "data")
+    slow, goodput = [find_code("tests.report.listeners:Interrupts")], Goodput(time.time())
+    job = job_in(tmp_path, subject, RunOptions())
+    ended = KeyboardInterrupt, SystemExit  # which flytekit makes of Ctrl-C, once it is imported
+    with suppress(*ended), Listeners(tmp_path, job, slow, None, goodput) as tell:
+        for event in recorded.events[:-1]:
+            tell(event)
+        tell.end(recorded.events[-1])
+    assert last_event(tmp_path) == "finished"
