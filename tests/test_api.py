@@ -37,6 +37,7 @@ def test_type_checkers_are_told_the_same():
     assert told == flyte_ddp.MODULES
 
 
+@pytest.mark.slow
 def test_a_workflow_file_gets_no_torch_from_it_and_a_script_no_flytekit():
     """What ranks get from it is in test_project.py."""
     program = """if True:

@@ -77,6 +77,7 @@ EDIT = """if True:
 """
 
 
+@pytest.mark.slow
 def test_every_version_follows_just_the_code_that_decides(tmp_path):
     for folder in ("flyte_ddp", "workflows", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -9,6 +9,7 @@ from tests.commands import OFFLINE, ROOT, pyflyte
 WORKFLOWS = {"fashion_mnist": "fashion_cnn", "cifar10": "resnet9_small"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_without_network_it_trains_on_the_stand_in_with_its_own_recipe(name, tmp_path):
     places = {"DDP_RUNS_DIR": str(tmp_path / "runs"), "DDP_DATA_DIR": str(tmp_path / "data")}

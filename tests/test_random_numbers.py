@@ -126,6 +126,7 @@ KERNEL = """if True:
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_for_gpus_drops_what_torchs_operations_would():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -236,6 +236,7 @@ def test_no_secret_travels(sandbox):
 # --- without optional packages ---
 
 
+@pytest.mark.slow
 def test_modules_import_without_optional_packages():
     """In an interpreter that cannot find them: `pyflyte register` imports every module."""
     program = """if True:

@@ -133,6 +133,7 @@ def test_wrong_input_is_refused_in_a_line(arguments, words):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "words"),
     [

@@ -118,6 +118,7 @@ def whole(tmp_path_factory):
     return {kind: Rank(Folders(tmp_path_factory.mktemp(kind)), kind).weights for kind in ("full", "off")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["full", "off"])
 def test_the_next_attempt_goes_on_with_or_without_sharding_and_leaves_nothing_on_the_disk(
     next_attempt, whole, sharding, monkeypatch

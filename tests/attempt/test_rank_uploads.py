@@ -4,6 +4,8 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, EpochFinished, StepLogged
 from flyte_ddp.manifest import read_manifest
 from tests.attempt.test_platform_training import Folders
@@ -26,6 +28,7 @@ def test_an_upload_that_fails_leaves_the_last_whole_one_and_training_goes_on(tmp
     assert ["step", first.step] in dict(content["dict"])["state"]["dict"]
 
 
+@pytest.mark.slow
 def test_the_best_models_are_there_as_soon_as_a_checkpoint_that_needs_them(tmp_path):
     """The storage takes nothing any more when the first of them is uploaded, its list, the checkpoint, or later.
 

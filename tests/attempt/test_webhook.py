@@ -133,6 +133,7 @@ def test_a_server_that_refuses_fails_nothing_and_the_url_is_not_shown(server, ca
     assert len(server.posted) == 1, "no redirect is followed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drip", [False, True])
 def test_a_server_that_hangs_is_given_up(capsys, drip):
     with bad_server(drip) as url:

@@ -166,6 +166,7 @@ def test_pyflyte_ends_with_a_usage_error_and_no_traceback():
     assert "precision float16 needs a GPU" in words(pyflyte(*WORKFLOW, *arguments, status=2).stderr)
 
 
+@pytest.mark.slow
 def test_without_lightning_the_module_is_imported_and_says_what_to_install():
     program = """if True:
         import sys

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PRIVATE = re.compile(r"_(?!_)\w+|__\w+(?<!__)")
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
@@ -60,6 +62,7 @@ def _names_of(base: type) -> Iterator[str]:
         yield from re.findall(r"\b(?:self|cls)\.(_\w+)", inspect.getsource(base))
 
 
+@pytest.mark.slow
 def test_no_other_file_touches_a_private_part():
     found = {}
     for file in sorted(file for folder in OURS for file in (ROOT / folder).rglob("*.py")):

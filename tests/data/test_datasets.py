@@ -97,6 +97,7 @@ def test_damaged_folder_is_prepared_again(content, capsys):
     assert "Warning: digits is prepared again: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_four_runs_at_once_on_an_empty_folder(folder):
     prepare_at_once("digits", 4)
     assert os.listdir(folder / "prepared") == ["digits"]

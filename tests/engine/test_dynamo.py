@@ -29,6 +29,7 @@ NEEDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("need", NEEDS)
 def test_the_real_compiler_comes_when_it_is_needed(need):
     root = Path(__file__).parents[2]

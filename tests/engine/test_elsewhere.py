@@ -48,6 +48,7 @@ def trained(data, output, nproc=1, on_event=None, **options):
     return train_recipe(RECIPE, hp, RunOptions(nproc=nproc, **{**OPTIONS, **options}), data, output, on_event=on_event)
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_elsewhere_is_the_same_and_ends_the_training_at_the_same_epoch(small_data, tmp_path):
     expected = trained(small_data, tmp_path / "here")
     with evaluator_of(small_data, tmp_path / "place") as process:

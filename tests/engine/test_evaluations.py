@@ -55,6 +55,7 @@ def test_the_best_evaluation_does_not_depend_on_the_ranks(train, whole):
         assert (other.result.chosen_epoch, positions(other)) == (two.result.chosen_epoch, positions(two))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epoch", "step"), [(0, 5), (0, 7), (1, 10), (1, 16)])
 def test_a_run_that_is_killed_between_evaluations_goes_on_with_the_same_bits(train, whole, epoch, step):
     def unplug(event):
@@ -80,6 +81,7 @@ def test_a_run_that_is_asked_to_stop_just_before_an_evaluation_begins_with_it(tr
     assert identical(whole(**THRICE), resumed)
 
 
+@pytest.mark.slow
 def test_patience_counts_evaluations_and_ends_within_an_epoch(train, tmp_path):
     impatient = {**THRICE, "epochs": 5, "patience": 1, "minimum_delta": 0.99, "learning_rate": 0.001}
     stopped = train(name="stopped", **impatient)

@@ -221,6 +221,7 @@ def on_four_hosts(environment, link, job):
     return worker.run(environment, link, job)
 
 
+@pytest.mark.slow
 def test_ranks_measure_their_links_and_name_those_of_a_slow_host(train):
     reasons = [warning.reason for warning in train(4, target=f"{__name__}:on_four_hosts").result.warnings]
     (reason,) = [one for one in reasons if "GB/s" in one]

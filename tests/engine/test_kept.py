@@ -29,6 +29,7 @@ def kept(trained):
     return {file.name: file.read_bytes() for file in files}
 
 
+@pytest.mark.slow
 def test_the_best_evaluations_are_kept_the_best_first_and_nothing_else_changes(whole):
     without, trained, every = whole(**TWICE), whole(keep_best=3, **TWICE), whole(keep_best=100, **TWICE)
     assert (without.folder / "model.pt").read_bytes() == (trained.folder / "model.pt").read_bytes()

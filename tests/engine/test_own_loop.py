@@ -39,6 +39,7 @@ def test_killed_at_any_step_it_ends_with_the_same_bits(own, undisturbed, step, n
     assert resumed.result.digest == undisturbed(nproc).result.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "epoch"), [(2, 0), (5, 0), (1, 1), (2, 1), (4, 1)])
 def test_a_checkpoint_waits_for_the_optimizer_while_gradients_are_accumulated(own, undisturbed, step, epoch):
     with pytest.raises(Unplugged):

@@ -201,6 +201,7 @@ def test_training_stops_early_and_says_so(train):
     assert identical(trained, again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch", [2, 4, 6])
 def test_a_run_that_was_cut_off_remembers_the_best_epoch_and_its_patience(train, whole, epoch):
     settings = {**WAVERING, "log_interval": 5, "ema_decay": 0.9 if epoch == 2 else 0.0, "patience": 3}

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests import examples
@@ -70,6 +71,7 @@ def test_a_task_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
     assert re.findall(r"^Epoch (\d) of 4", log, re.MULTILINE) == ["4"]
 
 
+@pytest.mark.slow
 def test_a_built_in_training_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
     def train(*arguments: str, status: int = 0, **hp: object) -> "tuple[str, str]":
         small = {"dataset": "digits", "epochs": 1, "batch_size": 512, "train_fraction": 0.1, "schedule": "constant"}

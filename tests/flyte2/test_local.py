@@ -75,6 +75,7 @@ for name in ("probe_recipes:Sound", "own_loops:train"):
 """
 
 
+@pytest.mark.slow
 def test_trainings_of_a_recipe_and_of_a_loop_run_without_a_run_of_flyte():
     """In a process of its own: `flyte run` sets Flyte up for good."""
     done = subprocess.run([sys.executable, "-c", PLAIN], cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -103,6 +104,7 @@ def test_no_shards_are_refused_instead_of_predicting_nothing(tmp_path):
     assert "shards must be at least 1, got 0" in said
 
 
+@pytest.mark.slow
 def test_a_run_is_cached_by_its_inputs_but_not_its_options_until_its_files_are_gone(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
     hp = json.dumps({**SMALL, "seed": 11})

@@ -28,6 +28,7 @@ def test_it_says_what_is_here_and_what_a_training_would_do(tmp_path):
     assert "<h2>Between GPUs</h2>" in Path(report).read_text()
 
 
+@pytest.mark.slow
 def test_gpus_that_torch_cannot_use_are_named_and_an_impossible_training_is_told_apart_from_a_wrong_input(tmp_path):
     library = stand_in(tmp_path / "library")["LD_LIBRARY_PATH"]
     with_eight = {"LD_LIBRARY_PATH": library, "NVML_GPUS": "8", "CUDA_VISIBLE_DEVICES": ""}

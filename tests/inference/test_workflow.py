@@ -154,6 +154,7 @@ def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
     assert (pod.folder / "deck.html").exists()
 
 
+@pytest.mark.slow
 def test_map_task_is_registered_with_its_retries_and_so_many_at_a_time():
     metadata = map_task().metadata
     assert metadata.retries.retries == 3

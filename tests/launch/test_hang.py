@@ -12,6 +12,7 @@ from benchmarks.hangs import hang_in_time, named
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "ranks"),
     [

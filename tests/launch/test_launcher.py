@@ -164,6 +164,7 @@ def test_a_hang_shows_the_stacks_of_all_ranks():
     assert "barrier" in waiting
 
 
+@pytest.mark.slow
 def test_a_start_and_writing_may_take_longer_than_a_step():
     assert launch("take_time", argument=3, timeout_seconds=Timeouts(1.5, start=60, write=60)) == ["done"] * 2
 
@@ -205,6 +206,7 @@ launch("say_pids_and_wait", argument=sys.argv[1], on_event=lambda event: print("
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "whole_group"),
     [
@@ -296,6 +298,7 @@ def test_a_parent_that_stands_still_takes_no_rank_for_hung(tmp_path):
     assert launch("wait_for_parent", 1, str(fifo), timeout, on_event) == ["done"]
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_on_one_host(tmp_path):
     script = "from tests.launch.test_launcher import launch; print(launch('report_rank', 2, 'y')[1][3])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

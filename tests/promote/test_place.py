@@ -168,6 +168,7 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_operation_leaves_the_old_state_or_the_new_one(tmp_path):
     """Each process is killed by the kernel just before its n-th operation on a file of the place."""
     program = """if True:

@@ -202,6 +202,7 @@ def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_p
     assert len(Place(platform, str(tmp_path / "models")).read().history) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "settings", "headline", "other"),
     [

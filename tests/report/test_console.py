@@ -105,6 +105,7 @@ def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:
     return b"".join(pieces).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     program = """if True:

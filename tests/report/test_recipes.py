@@ -229,6 +229,7 @@ def test_tensorboard_has_each_measure(told):
     assert read.Tags()["images"] == []
 
 
+@pytest.mark.slow
 def test_wandb_has_each_measure(told, tmp_path):
     run = tell_tracker(told, tmp_path, {"tracking": "offline"}).run
     assert (run.config["recipe"], run.config["width"]) == ("own.package:LanguageModel", 32)

@@ -78,6 +78,7 @@ def assert_gradients_and_topology(recorded: Any, told: Told) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_settings_and_measures_keep_their_names_where_a_tracker_has_the_same(recorded, tmp_path):
     info = dataclasses.replace(recorded.info, settings=Named(recipe="soup", device="oven"))
     events = [event for event in recorded.events if type(event) is not RunFinished]
@@ -144,6 +145,7 @@ def test_online_run_reaches_the_server(recorded, track):
     assert not files_with(KEY, told.logs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mood", ["forbids", "silent"])
 def test_run_is_kept_where_the_server_fails(recorded, track, mood):
     with Server(mood) as server:
@@ -163,6 +165,7 @@ def test_online_without_a_key_is_offline(monkeypatch, tmp_path):
     assert "WANDB_API_KEY" in wandb_run.unreachable()
 
 
+@pytest.mark.slow
 def test_server_that_falls_silent_is_not_waited_for(recorded, track):
     with Server("stops") as server:
         told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)

@@ -223,6 +223,7 @@ def test_a_block_that_is_wrong_ends_the_run_with_its_name(alone, tmp_path, probl
     assert type(caught.value).__name__ == "DataError"
 
 
+@pytest.mark.slow
 def test_a_task_trains_on_what_stays_in_the_storage(digits, tmp_path, monkeypatch):
     """By Flyte's settings, which the ranks get with the job; the checkpoint belongs to the index, not to the URL."""
     with object_storage() as server:

@@ -53,6 +53,7 @@ def test_the_result_is_the_same_on_any_number_of_ranks(tmp_path, recipe, setting
     assert math.sqrt(sum(float(gap.square().sum()) for gap in gaps)) < 1e-4 * size
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_what_is_in_memory_is_cut_to_the_longest_of_a_batch_and_sorting_saves_padding(tmp_path):
     padding = []
@@ -63,6 +64,7 @@ def test_what_is_in_memory_is_cut_to_the_longest_of_a_batch_and_sorting_saves_pa
     assert sum(padding[2]) < 0.5 * sum(padding[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("recipe", "error", "words"),

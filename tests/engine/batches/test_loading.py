@@ -73,6 +73,7 @@ def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
     assert relative_difference(plain, run(1, 1, name="alone")) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_that_exceed_the_memory_can_be_read(digits, workers):
@@ -110,6 +111,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["size=4k", "ro"])
 def test_shared_memory_that_is_full_or_read_only_is_named(digits, options):
     mounted = ["unshare", "--mount", "--map-root-user", "sh", "-ec"]
@@ -140,6 +142,7 @@ launch("load_and_wait", (sys.argv[1], 3, sys.argv[2]), on_event=lambda event: pr
 """
 
 
+@pytest.mark.slow
 def test_loader_workers_end_with_a_killed_parent(digits, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", PARENT, dataset(digits), str(tmp_path / "pids")]

@@ -89,6 +89,7 @@ def equal(first, second):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [pictures, Numbers, Uneven])
 def test_batches_are_equal_on_any_number_of_ranks_and_workers_and_from_any_step_on(dataset):
     more = {"length_window": 2} if dataset is Uneven else {}
@@ -172,6 +173,7 @@ class Augmenting(ImageClassifier):
 RECIPE = {"recipe": f"{__name__}:Augmenting", "train_fraction": 64 / 318, "log_interval": 1, "epochs": 2}
 
 
+@pytest.mark.slow
 def test_a_training_has_equal_bytes_on_any_number_of_ranks_and_workers_and_after_a_cut(train):
     exact = {"virtual_ranks": 6, **RECIPE}
     one = train(1, name="1", **exact)

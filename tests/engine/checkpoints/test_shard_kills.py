@@ -155,6 +155,7 @@ HOSTS = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared", "apart"])
 def test_hosts_that_do_not_share_the_folder_are_refused(tmp_path, kind):
     """The folder is named alike on both, but each may have its own."""

@@ -36,6 +36,7 @@ def test_two_and_three_epochs_equal_five_bit_for_bit(train, whole, tmp_path, mor
     assert on.result.chosen_epoch == expected.result.chosen_epoch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -151,6 +151,7 @@ def test_warnings_of_both_kinds_outlive_a_resume():
     assert again.warnings == watch.warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "slow", "way", "cause"), [(2, 0, "data", "data"), (3, 2, "forward pass", "compute")])
 def test_a_training_names_its_slow_rank(ranks, slow, way, cause):
     """Batch norm has the others wait in the middle of a step, too."""

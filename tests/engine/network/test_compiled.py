@@ -63,6 +63,7 @@ def test_it_computes_the_same_numbers(recipe, sharding, ranks, size, least, tmp_
     assert compiled.tested == pytest.approx(plain.tested, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_by_virtual_ranks_it_computes_the_same_bits_on_any_number_of_ranks(tmp_path):
     """Parts have 2 or 3 samples, so that some ranks meet both sizes, and one of them first."""
     digests = []

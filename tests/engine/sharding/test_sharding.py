@@ -35,6 +35,7 @@ def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
     assert (full[1].output / "pictures.npz").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nproc"),
     [("Sharded", 1), ("Sharded", 2), ("Everything", 3), ("TiedOutside", 2), ("TiedOutside", 3), ("ChannelsLast", 3)],
