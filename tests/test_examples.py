@@ -105,6 +105,7 @@ def test_with_virtual_ranks_the_result_has_the_same_bits_on_1_and_3_ranks(tmp_pa
     assert same(others[2], weights)
 
 
+@pytest.mark.slow
 def test_an_example_whose_loss_needs_the_whole_batch_is_refused_with_virtual_ranks(tmp_path):
     with pytest.raises(InputError, match=r"virtual_ranks must be 0 for Contrastive, .* set virtual_ranks to 0"):
         train_small("contrastive", tmp_path, print, 1, virtual_ranks=4)

@@ -51,6 +51,7 @@ def test_the_best_models_are_there_as_soon_as_a_checkpoint_that_needs_them(tmp_p
     assert [at >= (1, 0) for at in started] == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_a_plain_checkpoint_that_uploads_slowly_does_not_take_the_place_of_a_sharded_one(tmp_path):
     """Each attempt begins with that of the one before, which is handed on while the ranks train."""
     Rank(Folders(tmp_path), "off", cut_at=(0, 2))

@@ -98,6 +98,7 @@ def stop_after_second_epoch(event):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_training_whose_evaluator_is_gone_evaluates_by_itself_and_says_so(train, whole, tmp_path):
     settings = {"epochs": 3, "validation_fraction": 0.2}
     expected = whole(2, **settings)

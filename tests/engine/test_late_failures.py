@@ -86,6 +86,7 @@ def test_predictions_of_types_that_no_backend_adds_up_come_from_all_ranks(tmp_pa
     assert predictions.any(1).all()
 
 
+@pytest.mark.slow
 def test_a_network_that_model_has_compiled_is_trained_as_it_is(tmp_path):
     plain, compiled = (run(name, tmp_path / name, nproc=2).epochs[-1] for name in ("Normalised", "Compiled"))
     assert compiled.train == pytest.approx(plain.train, rel=1e-6)

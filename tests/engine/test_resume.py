@@ -9,7 +9,14 @@ from tests.small_training import TWO_HOSTS, WORKER, Unplugged, identical, relati
 
 
 @pytest.mark.parametrize(
-    ("step", "target", "nproc"), [(1, WORKER, 2), (7, TWO_HOSTS, 2), (9, WORKER, 3), (19, WORKER, 2), (20, WORKER, 3)]
+    ("step", "target", "nproc"),
+    [
+        (1, WORKER, 2),
+        (7, TWO_HOSTS, 2),
+        pytest.param(9, WORKER, 3, marks=pytest.mark.slow),
+        pytest.param(19, WORKER, 2, marks=pytest.mark.slow),
+        (20, WORKER, 3),
+    ],
 )
 def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, whole, step, target, nproc):
     """On three ranks, too, among which the order of a sum matters."""

@@ -46,6 +46,7 @@ def test_gpus_that_torch_cannot_use_are_named_and_an_impossible_training_is_told
     assert "did you mean nproc?" in words(wrong.stderr)
 
 
+@pytest.mark.slow
 def test_the_parent_never_imports_torch():
     program = "import sys; from workflows.hardware import hardware_wf; hardware_wf(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -89,6 +89,7 @@ def test_a_step_does_not_fetch_its_memory_from_the_kernel(train):
         assert statistics.median(faults) < 300, "without worker.keep_freed_memory over a thousand"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "turns"), [({}, "10000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")])
 def test_threads_spin_briefly_unless_the_user_wants_otherwise(chosen, turns):
     program = (

@@ -50,6 +50,7 @@ def test_its_help_has_what_the_docstrings_say_of_each_setting():
     assert "--resume-from" not in said, "train() has none"
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
     given = ["own_loop.loop:train", "--epochs", "100000", "--nproc", "1", "--output", str(tmp_path)]
     command = [sys.executable, "-m", "flyte_ddp", "run", *given]

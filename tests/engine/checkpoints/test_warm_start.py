@@ -58,6 +58,7 @@ def test_a_training_that_stops_on_the_way_goes_on_with_the_same_bits(train, whol
     assert last.result.chosen_epoch == expected.result.chosen_epoch
 
 
+@pytest.mark.slow
 def test_a_continuation_that_is_cut_off_goes_on_with_the_same_bits(train, whole, tmp_path):
     train(name="first", epochs=1, **CONSTANT)
     settings = {**CONSTANT, "epochs": 3, "init": tmp_path / "first" / "final-checkpoint", "log_interval": 5}
