@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed
 
 from flyte_ddp.engine import worker
@@ -160,15 +161,22 @@ class Elsewhere(Environment):
     host = property(lambda environment: f"node-{environment.rank}")
 
 
-def test_ranks_of_two_trainings_are_refused_and_other_code_is_named(train):
+def train_with_another_torch(environment, link, job):
+    torch.__version__ += f"+{environment.rank}"
+    return train_with_other_code(environment, link, job)
+
+
+def test_ranks_of_two_trainings_are_refused_and_another_torch_is_named(train):
     with pytest.raises(
         InputError, match=r"learning_rate must be the same on all ranks, .* rank 0 and 0.5 on rank 1 on"
     ):
         train(2, target=f"{__name__}:train_with_another_rate", epochs=1)
     with pytest.raises(InputError, match=r"audit_every must be the same on all ranks, got 0 on rank 0 and 1 on rank 1"):
         train(2, target=f"{__name__}:train_with_other_options", epochs=1, virtual_ranks=2)
-    (warning,) = train(2, target=f"{__name__}:train_with_other_code", epochs=1).result.warnings
-    assert "code differ between hosts: node-1 has code of 1, others code of 0" in warning.reason
+    with pytest.raises(InputError, match=r"code must be the same .* 'code of 0' on rank 0 and 'code of 1' on"):
+        train(2, target=f"{__name__}:train_with_other_code", epochs=1)
+    warnings = train(2, target=f"{__name__}:train_with_another_torch", epochs=1).result.warnings
+    assert [re.sub(r" differ between hosts: .*", "", warning.reason) for warning in warnings] == ["torch", "code"]
 
 
 def test_a_host_with_less_room_and_gpus_with_worse_links_are_named():

@@ -1,5 +1,6 @@
 """Checks that all ranks have been started for the same training, as another launcher starts each host's by itself."""
 
+import torch
 from torch import distributed
 
 from flyte_ddp.engine.checkpoints.checkpoint import differences
@@ -13,14 +14,17 @@ OPTIONS = ("sharding", "compile", "audit_every", "evaluate_elsewhere", "odd_host
 
 
 def check_same_training(environment: Environment, job: Job) -> None:
-    """InputError, on all ranks, unless settings, recipe, data, initial weights and OPTIONS are those of rank 0; a
+    """InputError, on all ranks, unless settings, code, data, initial weights and OPTIONS are those of rank 0; a
     collective.
 
-    With another learning rate, say, a rank would drift apart from the others without a word. Other code is warned of,
-    see hosts/places.py, since its version has that of torch.
+    With another learning rate, say, a rank would drift apart from the others without a word. Another torch, whose
+    version the code's has in it, is warned of, see hosts/places.py.
     """
-    own = {**job.identity, "code": "", **{name: getattr(job.options, name) for name in OPTIONS}}
-    found = next(differences(of_first_rank(own), own), None)
+    own = {**job.identity, **{name: getattr(job.options, name) for name in OPTIONS}, "torch": str(torch.__version__)}
+    first = of_first_rank(own)
+    if first["torch"] != own["torch"]:
+        first.update(code=own["code"], torch=own["torch"])
+    found = next(differences(first, own), None)
     of_ranks = [(environment.host, found)] * environment.world.size
     distributed.all_gather_object(of_ranks, (environment.host, found))
     for rank, (host, difference) in enumerate(of_ranks):
@@ -28,5 +32,5 @@ def check_same_training(environment: Environment, job: Job) -> None:
             (*_, name), usual, other = difference
             raise InputError(
                 f"{name} must be the same on all ranks, got {usual!r} on rank 0 and {other!r} on rank {rank} on "
-                f"{host}: start the ranks of all hosts by the same command, with the same data"
+                f"{host}: start the ranks of all hosts by the same command, with the same files and data"
             )
