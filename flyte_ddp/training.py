@@ -216,6 +216,8 @@ def run_in(
         results = run_job(job, TimeLeft(tell))
         goodput.wait(time.time())
         tell.end(RunFinished.of(results, folder, goodput))
+        if is_first:  # until then the same command would only tell again what has been trained
+            remove_checkpoint(Path(job.checkpoint_path))
     result = results[0]
     warnings = [one.reason for one in result.warnings]
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
@@ -237,9 +239,9 @@ def existing(data: str | Path | None) -> Path | StoredData | None:
 
 
 def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-    """Trains with ranks of its own, or as one of its launcher's; the checkpoint is removed when training has ended."""
-    is_first, checkpoint, options = is_first_rank(), Path(job.checkpoint_path), job.options
-    if is_first and not options.resume:
+    """Trains with ranks of its own, or as one of its launcher's."""
+    checkpoint, options = Path(job.checkpoint_path), job.options
+    if is_first_rank() and not options.resume:
         remove_checkpoint(checkpoint)
     try:
         if "WORLD_SIZE" in os.environ:
@@ -260,8 +262,6 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     except KeyboardInterrupt:
         say_interrupted(checkpoint)
         raise
-    if is_first:
-        remove_checkpoint(checkpoint)
     return results
 
 

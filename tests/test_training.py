@@ -14,6 +14,7 @@ import pytest
 
 from flyte_ddp.engine.job import Subject, job_in
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.flyte1.platform import TaskError
 from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
@@ -22,7 +23,7 @@ from flyte_ddp.report.listeners import info_of
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import alone_in, name_of, train
 from tests.commands import unreadable
-from tests.engine.probe_recipes import Sound
+from tests.engine.probe_recipes import Settings, Sound
 
 
 def test_a_class_is_named_by_its_module():
@@ -152,6 +153,17 @@ def test_what_killed_attempts_have_left_half_written_is_removed_and_nothing_else
         train(Sound, TrainingSettings(), RunOptions(nproc=2), output=tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {".mine.67ab.partial", "checkpoint.partial", "progress.jsonl"}
+
+
+def test_what_was_trained_is_told_by_the_same_call_if_it_is_interrupted_at_the_end(tmp_path):
+    events: list[Event] = []
+    options = RunOptions(nproc=1, tracking="off")
+    with pytest.raises((KeyboardInterrupt, SystemExit)):  # which flytekit makes of Ctrl-C, once it is imported
+        train(Sound, Settings(), options, output=tmp_path, observers=["tests.report.listeners:Interrupts"])
+    result = train(Sound, Settings(), options, output=tmp_path, on_event=events.append)
+    assert len(result.epochs) == 1
+    assert not any(isinstance(event, StepLogged) for event in events), "nothing is trained again"
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):

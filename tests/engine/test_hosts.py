@@ -162,7 +162,7 @@ class Elsewhere(Environment):
 
 
 def train_with_another_torch(environment, link, job):
-    torch.__version__ += f"+{environment.rank}"
+    vars(torch)["__version__"] = f"2.{environment.rank}"
     return train_with_other_code(environment, link, job)
 
 
