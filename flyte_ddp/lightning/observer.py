@@ -67,6 +67,7 @@ class RankObserver(Checkpoint):
         self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
         self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
         self._norm, self._stopping = 0.0, False
+        self._steps = 0  # of this epoch, that are done
         self.started: RunStarted | None = None
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
@@ -173,14 +174,14 @@ class RankObserver(Checkpoint):
         self._window.append((loss, _samples_in(batch)))
         self._clock.lap(StepPart.COMPUTING)
         self._clock.samples += self._window[-1][1]
+        self._steps = batch_idx + 1
         if self._is_looking:
-            self._look(trainer, batch_idx + 1)
+            self._look(trainer, self._steps == trainer.num_training_batches)
             self._clock.lap(StepPart.OTHER)
 
-    def _look(self, trainer: Trainer, steps: int) -> None:
+    def _look(self, trainer: Trainer, is_last: bool) -> None:
         """Tells what has happened since the last look; a collective, as is what may follow from it."""
-        epoch, is_last = trainer.current_epoch, steps == trainer.num_training_batches
-        now = time.monotonic()
+        epoch, steps, now = trainer.current_epoch, self._steps, time.monotonic()
         seconds, self._looked = max(now - self._looked, 1e-9), now
         count, seen = len(self._window), self._seen(trainer, epoch, steps - 1)
         loss, samples, stops = _mean(seen["loss"], seen["weight"]), seen["samples"], seen["stops"] > 0
@@ -265,6 +266,8 @@ class RankObserver(Checkpoint):
         self._looked += seconds
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._window:  # the module, or a callback such as Timer, has ended the epoch before its last batch
+            self._look(trainer, is_last=True)
         epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
         loss = _mean(so_far["loss"], so_far["weight"])
         steps = int(trainer.num_training_batches)

@@ -118,6 +118,13 @@ def test_a_callback_of_the_module_ends_the_training_and_its_data_are_split_as_be
     assert (chosen.epoch, len(trained.result.epochs)) == (1, 2)
 
 
+def test_an_epoch_that_ends_before_its_last_batch_has_all_its_steps_and_no_others(tmp_path):
+    trained = train(tmp_path / "run", settings(log_interval=10), "numerals.variants:Hurried")
+    assert [(event.epoch, event.step) for event in of(StepLogged, trained)] == [(0, 10), (0, 15), (1, 5)]
+    assert [epoch.samples for epoch in trained.result.epochs] == [480, 160]
+    assert all(math.isfinite(epoch.train["loss"]) for epoch in trained.result.epochs)
+
+
 def test_what_has_stopped_early_does_not_go_on_after_a_kill(tmp_path):
     stopping: Any = {"module": "numerals.variants:Stopping", "nproc": 1}
     with pytest.raises(KilledError):
