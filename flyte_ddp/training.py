@@ -258,6 +258,8 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
             world = choose_world(settings.backend, options.nproc, settings.batch_size, settings.virtual_ranks)
             results = launcher.launch(WORKER, world, job, options, on_event, root=job.root)
     except PreemptedError as stopped:
+        if not checkpoint.exists():  # it was stopped before its first step
+            raise
         raise PreemptedError(f"{stopped}; the same command resumes from {checkpoint}") from None
     except KeyboardInterrupt:
         say_interrupted(checkpoint)

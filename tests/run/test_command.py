@@ -67,6 +67,23 @@ def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
     assert "<title>Failed: training on own_loop" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
+def test_a_run_that_is_stopped_before_its_first_step_promises_no_checkpoint(tmp_path):
+    (tmp_path / "waiting.py").write_text(
+        "import signal\n\n\ndef train(loop):\n    print('here', flush=True)\n    while True:\n        signal.pause()\n"
+    )
+    command = [sys.executable, "-m", "flyte_ddp", "run", "waiting:train", "--nproc", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.endswith("here\n"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert said.endswith("SIGTERM: no step was finished in time for a checkpoint\n")
+
+
 def test_the_command_has_a_version():
     assert flyte_ddp.__version__ in CliRunner().invoke(main, ["--version"]).output
 
