@@ -23,6 +23,7 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
+from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.loading.times import LoadingSettings
@@ -203,12 +204,20 @@ def main() -> None:
     parser.add_argument("--once", action="append", default=[], help="run workflows whose names contain this only once")
     parser.add_argument("--minutes", type=float, default=60, help="after which running workflows are terminated (60)")
     asked, others = parser.parse_known_args()
+    only = asked.only or [""]
+    try:
+        small = small_inputs(seed=int(time.time()))
+    except InputError as error:
+        sys.exit(error.message)
+    for word in (*only, *asked.skip, *asked.once):  # or it would run nothing, and call that a success
+        if not any(word in name for name in small):
+            known = ", ".join(small)
+            parser.error(f"--only, --skip and --once must be in a workflow's name, got {word!r}: there are {known}")
     target = ["--project", asked.project, "--domain", asked.domain]
     version = time.strftime("smoke-%Y%m%d-%H%M%S", time.gmtime())
     registered = register(asked.config, [*others, *target, "--version", version])
     if not registered.complete:
         sys.exit(1)
-    small, only = small_inputs(seed=int(time.time())), asked.only or [""]
     names = [name for name in registered.workflows if any(word in name for word in only)]
     chosen = {name: small[name] for name in names if not any(word in name for word in asked.skip)}
     cluster = Cluster(asked.config, asked.project, asked.domain)

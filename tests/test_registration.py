@@ -14,8 +14,8 @@ from flyteidl.core.interface_pb2 import VariableMap
 from flyteidl.core.types_pb2 import LiteralType, SimpleType
 from flytekit import Secret
 
+from scripts import smoke
 from scripts.dry_run import ROOT, amounts, decode, summary
-from scripts.smoke import small_inputs
 from tests.packages import KEY, sandbox_package
 from tests.pod import IMAGE, package
 
@@ -96,9 +96,18 @@ def test_caches_and_retries(gpu):
 
 
 def test_the_smoke_run_has_inputs_for_every_workflow(gpu):
-    small = small_inputs(seed=1)
+    small = smoke.small_inputs(seed=1)
     for name, workflow in gpu.workflows.items():
         assert set(small[name]) <= set(workflow.template.interface.inputs.variables), name
+
+
+@pytest.mark.parametrize("option", ["--only", "--skip", "--once"])
+def test_a_smoke_run_of_a_workflow_that_there_is_not_is_refused_before_it_registers(monkeypatch, capsys, option):
+    monkeypatch.setattr(sys, "argv", ["smoke", "--config", "missing.yaml", option, "mnits"])
+    with pytest.raises(SystemExit, match="2"):
+        smoke.main()
+    refused = capsys.readouterr().err
+    assert "must be in a workflow's name, got 'mnits': there are workflows.mnist.pytorch_training_wf, " in refused
 
 
 def test_cache_does_not_depend_on_where_it_runs(gpu, sandbox):
