@@ -87,7 +87,9 @@ def sizes(asked: Registration, resource: str) -> str:
     )
 
 
-def main(config: str, *arguments: str) -> None:
+def main(config: str = "", *arguments: str) -> None:
+    if not config or config.startswith("-"):  # pyflyte would take an option for the file, and look for another one
+        sys.exit(__doc__)
     sys.exit(not register(config, arguments).complete)
 
 

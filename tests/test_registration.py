@@ -14,7 +14,7 @@ from flyteidl.core.interface_pb2 import VariableMap
 from flyteidl.core.types_pb2 import LiteralType, SimpleType
 from flytekit import Secret
 
-from scripts import smoke
+from scripts import register, smoke
 from scripts.dry_run import ROOT, amounts, decode, summary
 from tests.packages import KEY, sandbox_package
 from tests.pod import IMAGE, package
@@ -99,6 +99,12 @@ def test_the_smoke_run_has_inputs_for_every_workflow(gpu):
     small = smoke.small_inputs(seed=1)
     for name, workflow in gpu.workflows.items():
         assert set(small[name]) <= set(workflow.template.interface.inputs.variables), name
+
+
+@pytest.mark.parametrize("given", [(), ("--image", "trainer=x:1")])
+def test_a_registration_without_a_config_file_says_how_it_is_called(given):
+    with pytest.raises(SystemExit, match=r"python -m scripts.register CONFIG \[ARGUMENT ...\]"):
+        register.main(*given)
 
 
 @pytest.mark.parametrize("option", ["--only", "--skip", "--once"])
