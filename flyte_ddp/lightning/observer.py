@@ -170,7 +170,8 @@ class RankObserver(Checkpoint):
     ) -> None:
         self._link.heartbeat()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        loss = None if loss is None else loss.detach().float() * trainer.accumulate_grad_batches
+        # of each sample, perhaps, where the module optimizes by itself
+        loss = None if loss is None else loss.detach().float().mean() * trainer.accumulate_grad_batches
         self._window.append((loss, _samples_in(batch)))
         self._clock.lap(StepPart.COMPUTING)
         self._clock.samples += self._window[-1][1]

@@ -142,6 +142,11 @@ def test_a_module_that_optimizes_by_itself_and_never_validates_is_trained(tmp_pa
     assert trained.result.tested["accuracy"] > 0.5
 
 
+def test_a_module_that_returns_the_loss_of_each_sample_has_their_mean(tmp_path):
+    trained = train(tmp_path / "run", settings(epochs=1), "numerals.variants:OfEachSample", nproc=1)
+    assert 1.5 < trained.result.epochs[0].train["loss"] < 2.5  # ten classes begin at 2.3
+
+
 def test_checkpoints_of_the_modules_own_are_lightnings(tmp_path):
     whole = train(tmp_path / "whole", settings(), "numerals.variants:Keeping")
     assert len(of(CheckpointWritten, whole)) == 3

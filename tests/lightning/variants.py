@@ -171,6 +171,18 @@ class ByHand(LitNumerals):
     validation_step = LightningModule.validation_step
 
 
+class OfEachSample(Broken):
+    """Its own optimization returns the loss of each sample."""
+
+    def training_step(self, batch, batch_idx):
+        losses = torch.nn.functional.cross_entropy(self.network(batch[0]), batch[1], reduction="none")
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(losses.mean())
+        optimizer.step()
+        return losses
+
+
 class Scaled(LitNumerals):
     def __init__(self, width, lr=3e-3):
         super().__init__(width, lr)
