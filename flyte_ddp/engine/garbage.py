@@ -1,16 +1,10 @@
-"""Python's garbage collection: in the steps of a training at the same time on all ranks, in a fork not at all of what
-is this process's."""
+"""Python's garbage collection in the steps of a training: at the same time on all ranks."""
 
 import gc
-import os
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
-
-# A fork, such as a loader worker, leaves alone what is garbage in its parent, such as the store of a process group that
-# has failed: its end waits for a thread, which a fork has not, and is a segmentation fault.
-os.register_at_fork(after_in_child=gc.freeze)
 
 
 def collected_between(items: Iterator[Item]) -> Generator[Item, None, None]:

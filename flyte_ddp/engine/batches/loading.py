@@ -1,5 +1,6 @@
 """Samples that are not in memory: read ahead from a Dataset by the rank's own worker processes."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,9 @@ from flyte_ddp.errors import DataError
 # A forked worker has its first batch after 0.04 s; it must not use CUDA, and does not. A forkserver would belong to the
 # rank and import torch once more (6 s on two busy cores). macOS's libraries don't survive a fork.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
+# A fork leaves alone what is garbage in its parent, such as the store of a process group that has failed: its end waits
+# for a thread, which a fork has not, and is a segmentation fault
+os.register_at_fork(after_in_child=gc.freeze)
 
 T = TypeVar("T")
 
