@@ -1,5 +1,4 @@
-"""The private parts of torch's compiler, as of version 2.15.0; and stand-ins for it, which parts of torch import though
-nothing is compiled."""
+"""Stand-ins for torch's compiler, which parts of torch import though nothing is compiled; as of version 2.15.0."""
 
 import importlib.util
 import sys
@@ -48,15 +47,6 @@ def leave_dynamo_out() -> None:
         assert spec.loader
         sys.modules[spec.name] = _Dynamo.config = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(_Dynamo.config)
-
-
-def records_graphs(module: torch.nn.Module) -> bool:
-    """Whether torch compiles it into CUDA graphs, as in the mode reduce-overhead."""
-    for compiled in (module, vars(module).get("_compiled_call_impl"), vars(module).get("forward")):
-        settings = vars(compiled).get("get_compiler_config", dict)() if compiled else None
-        if settings and settings.get("triton.cudagraphs"):
-            return True
-    return False
 
 
 def _real_dynamo() -> Any:

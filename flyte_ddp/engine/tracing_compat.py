@@ -9,13 +9,20 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 
 def uncompiled(module: Any) -> Any:
     """The network that torch.compile has been given, of what it has returned; anything else as it is."""
     return getattr(module, "_orig_mod", module)
+
+
+def records_graphs(module: nn.Module) -> bool:
+    """Whether torch compiles it, its calls or its forward into CUDA graphs, as in the mode reduce-overhead."""
+    compiled = module, module._compiled_call_impl, vars(module).get("forward")
+    asked = [getattr(one, "__dict__", {}).get("get_compiler_config") for one in compiled]
+    return any(ask is not None and (ask() or {}).get("triton.cudagraphs") for ask in asked)
 
 
 def leave_uncompiled(function: Any) -> None:

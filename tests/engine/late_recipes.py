@@ -227,6 +227,15 @@ class ForwardInGraphs(Sound):
         return network
 
 
+class WithAFunction(Sound):
+    """Its layer's forward is torch's own function, which has no attributes."""
+
+    def model(self):
+        network = super().model()
+        network[1].forward = torch.tanh
+        return network
+
+
 class Synchronised(Sound):
     def model(self):
         return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
