@@ -48,7 +48,7 @@ from flyte_ddp.report.record import RunFinished
 from flyte_ddp.report.summary import say_interrupted
 from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.whole_files import remove_drafts, writing_to
+from flyte_ddp.whole_files import remove_leftovers, writing_to
 
 WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
 JOINED = "flyte_ddp.engine.joined:join_and_train"
@@ -207,8 +207,8 @@ def run_in(
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
     goodput, is_first = Goodput(started, earlier=earlier), is_first_rank()
     if is_first:  # a checkpoint's draft is as large as that
-        beside = (Path(job.logs, name) for name in (FILE, PREDICTIONS, PICTURES, LAST, FINAL))
-        remove_drafts(Path(job.checkpoint_path), Path(job.model_path), *beside)
+        for file in (job.checkpoint_path, job.model_path, FILE, PREDICTIONS, PICTURES, LAST, FINAL):
+            remove_leftovers(folder, Path(file).name)
     listeners = ReportingListeners if report and is_first else Listeners
     with listeners(folder, job, watching, on_event, goodput) as tell:
         if is_first:

@@ -46,20 +46,13 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
 
 
-def remove_leftovers(directory: str | Path) -> None:
-    """Removes what killed processes left half-written here: temporary files untouched for an hour."""
-    for path in Path(directory).glob(".*.partial"):
+def remove_leftovers(directory: str | Path, name: str = "") -> None:
+    """Removes what killed processes left half-written here: of any file, what is untouched for an hour; by the name of
+    one that nobody else writes, all that is of it."""
+    for path in Path(directory).glob(f".{glob.escape(name)}.*.partial" if name else ".*.partial"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+            if name or time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def remove_drafts(*files: Path) -> None:
-    """Removes what killed processes left half-written of these files, which nobody else writes."""
-    for file in files:
-        for draft in file.parent.glob(f".{glob.escape(file.name)}.*.partial"):
-            with suppress(OSError):
-                draft.unlink()
 
 
 @contextmanager

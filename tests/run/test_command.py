@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,18 +51,26 @@ def test_its_help_has_what_the_docstrings_say_of_each_setting():
     assert "--resume-from" not in said, "train() has none"
 
 
+def signalled(number: int, words: str, *arguments: str, cwd: Path | None = None) -> str:
+    """What a run says after the line with these words, upon which it gets the signal."""
+    command, environment = (
+        [sys.executable, "-m", "flyte_ddp", "run", *arguments],
+        {**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    process = subprocess.Popen(command, cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if words in line:
+            break
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    return said
+
+
 @pytest.mark.slow
 def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
     given = ["own_loop.loop:train", "--epochs", "100000", "--nproc", "1", "--output", str(tmp_path)]
-    command = [sys.executable, "-m", "flyte_ddp", "run", *given]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("Train Epoch"):
-            break
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    said = signalled(signal.SIGINT, "Train Epoch", *given)
     assert f"Interrupted; the same command resumes from {tmp_path}/checkpoint\n" in said
     assert said.endswith("Aborted!\n")
     assert "<title>Failed: training on own_loop" in (tmp_path / "report.html").read_text()
@@ -72,15 +81,7 @@ def test_a_run_that_is_stopped_before_its_first_step_promises_no_checkpoint(tmp_
     (tmp_path / "waiting.py").write_text(
         "import signal\n\n\ndef train(loop):\n    print('here', flush=True)\n    while True:\n        signal.pause()\n"
     )
-    command = [sys.executable, "-m", "flyte_ddp", "run", "waiting:train", "--nproc", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.endswith("here\n"):
-            break
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    said = signalled(signal.SIGTERM, "here", "waiting:train", "--nproc", "1", cwd=tmp_path)
     assert said.endswith("SIGTERM: no step was finished in time for a checkpoint\n")
 
 
