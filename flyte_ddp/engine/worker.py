@@ -30,7 +30,7 @@ from flyte_ddp.engine.monitor.profile import profiling
 from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.network.compiled import compile_now
 from flyte_ddp.engine.network.memory import choose_micro_batch
-from flyte_ddp.engine.own_loop.loop import run as run_own_loop
+from flyte_ddp.engine.own_loop.rank import run as run_own_loop
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded

@@ -1,0 +1,67 @@
+"""One rank that runs a loop of the user's own, from start to end."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import distributed
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.own_loop.loop import Loop
+from flyte_ddp.engine.own_loop.progress import Progress
+from flyte_ddp.errors import InputError, NonFiniteError
+from flyte_ddp.events import StartUp
+from flyte_ddp.launch.environment import Environment, check_ranks
+from flyte_ddp.launch.link import Link
+from flyte_ddp.settings import RunOptions, TrainingSettings
+
+# What a loop decides for itself, or cannot have: set to anything else, it would have no effect
+UNUSED: dict[type, tuple[str, ...]] = {
+    TrainingSettings: (
+        "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "patience",
+        "minimum_delta", "freeze", "init_leave_out",
+    ),
+    RunOptions: (
+        "profile", "log_gradients", "keep_checkpoint", "keep_best", "evaluate_elsewhere", "sharding", "audit_every",
+        "compile",
+    ),
+}  # fmt: skip
+
+
+def run(
+    function: Callable[[Loop], None], environment: Environment, device: torch.device, link: Link, job: Job
+) -> TrainingResult:
+    """Calls the user's function as this rank of the process group. Raises InputError for what would have no effect."""
+    for kind, given in ((TrainingSettings, job.settings), (RunOptions, job.options)):
+        for name in UNUSED[kind]:
+            value, default = getattr(given, name), getattr(kind(), name)
+            if value != default:
+                raise InputError(
+                    f"{type(given).__name__}.{name} must be {default!r} for a loop of your own, which it would have no "
+                    f"effect on, got {value!r}: leave it out, or write a recipe"
+                )
+    check_ranks(environment.world.size, job.settings.batch_size, job.settings.virtual_ranks)
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise InputError(f"{job.recipe} must take one argument, the loop, as in def train(loop): {error}") from None
+    with BlockCache(environment, job.options.cache_bytes) as cache:
+        progress = Progress(environment, device, link, job)
+        hooks = [
+            register_optimizer_step_pre_hook(progress.before_optimizer),
+            register_optimizer_step_post_hook(progress.optimizers.stepped),
+        ]
+        link.emit(StartUp("calling your loop, up to its first epoch"))
+        try:
+            function(Loop(environment, progress, link, job, cache))
+            return progress.finish()
+        except NonFiniteError:  # raised on all ranks at once; the first report of it ends them all
+            progress.close()
+            distributed.barrier()
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+            progress.close()
