@@ -53,10 +53,8 @@ def test_its_help_has_what_the_docstrings_say_of_each_setting():
 
 def signalled(number: int, words: str, *arguments: str, cwd: Path | None = None) -> str:
     """What a run says after the line with these words, upon which it gets the signal."""
-    command, environment = (
-        [sys.executable, "-m", "flyte_ddp", "run", *arguments],
-        {**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    command = [sys.executable, "-m", "flyte_ddp", "run", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
