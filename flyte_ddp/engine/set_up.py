@@ -158,5 +158,6 @@ def choose_precision(precision: str, device: torch.device) -> str:
         return precision
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    capabilities = torch.cpu.get_capabilities()
-    return "bfloat16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "float32"
+    # ATEN_CPU_CAPABILITY may keep torch from the kernels that the processor has instructions for
+    uses_avx512, there = torch.backends.cpu.get_cpu_capability().startswith("AVX512"), torch.cpu.get_capabilities()
+    return "bfloat16" if uses_avx512 and (there.get("avx512_bf16") or there.get("amx_bf16")) else "float32"

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from flyte_ddp.engine.set_up import choose_precision
 from flyte_ddp.hardware.capabilities import Capabilities
 from flyte_ddp.hardware.machine import Machine, known, warnings
 from flyte_ddp.hardware.nvidia import DriverGpu, UnknownError
@@ -193,3 +195,16 @@ def test_nothing_known_is_said_and_shown():
 
 def test_a_missing_folder_is_not_known(tmp_path):
     assert str(known(lambda: Path(tmp_path, "none").read_text())).startswith("not known: [Errno 2]")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "instruction", "expected"),
+    [("AVX512", "avx512_bf16", "bfloat16"), ("AVX512", "sse4_2", "float32"), ("AVX2", "amx_bf16", "float32")],
+)
+def test_precision_auto_is_bfloat16_only_where_torch_uses_the_instructions_for_it(
+    kernels, instruction, expected, monkeypatch
+):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: kernels)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {instruction: True})
+    assert choose_precision("auto", torch.device("cpu")) == expected
+    assert choose_precision("bfloat16", torch.device("cpu")) == "bfloat16"
