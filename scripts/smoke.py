@@ -213,13 +213,15 @@ def main() -> None:
         if not any(word in name for name in small):
             known = ", ".join(small)
             parser.error(f"--only, --skip and --once must be in a workflow's name, got {word!r}: there are {known}")
+    wanted = {name for name in small if any(w in name for w in only) and not any(w in name for w in asked.skip)}
+    if not wanted:
+        parser.error("--skip leaves out all that --only names")
     target = ["--project", asked.project, "--domain", asked.domain]
     version = time.strftime("smoke-%Y%m%d-%H%M%S", time.gmtime())
     registered = register(asked.config, [*others, *target, "--version", version])
     if not registered.complete:
         sys.exit(1)
-    names = [name for name in registered.workflows if any(word in name for word in only)]
-    chosen = {name: small[name] for name in names if not any(word in name for word in asked.skip)}
+    chosen = {name: small[name] for name in registered.workflows if name in wanted}
     cluster = Cluster(asked.config, asked.project, asked.domain)
     later = {name: training for name, training in MODEL_OF.items() if {name, training} <= set(chosen)}
     first = cluster.run_all({name: chosen[name] for name in chosen if name not in later}, version, asked.minutes)

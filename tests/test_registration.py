@@ -107,13 +107,24 @@ def test_a_registration_without_a_config_file_says_how_it_is_called(given):
         register.main(*given)
 
 
-@pytest.mark.parametrize("option", ["--only", "--skip", "--once"])
-def test_a_smoke_run_of_a_workflow_that_there_is_not_is_refused_before_it_registers(monkeypatch, capsys, option):
-    monkeypatch.setattr(sys, "argv", ["smoke", "--config", "missing.yaml", option, "mnits"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *[
+            (
+                [option, "mnits"],
+                "must be in a workflow's name, got 'mnits': there are workflows.mnist.pytorch_training_wf, ",
+            )
+            for option in ("--only", "--skip", "--once")
+        ],
+        (["--only", "mnist", "--skip", "mnist"], "--skip leaves out all that --only names"),
+    ],
+)
+def test_a_smoke_run_of_no_workflow_is_refused_before_it_registers(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["smoke", "--config", "missing.yaml", *arguments])
     with pytest.raises(SystemExit, match="2"):
         smoke.main()
-    refused = capsys.readouterr().err
-    assert "must be in a workflow's name, got 'mnits': there are workflows.mnist.pytorch_training_wf, " in refused
+    assert message in capsys.readouterr().err
 
 
 def test_cache_does_not_depend_on_where_it_runs(gpu, sandbox):
