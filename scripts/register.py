@@ -12,6 +12,7 @@ from typing import NamedTuple
 from flyte_ddp.attempt.registration import Registration, registration
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.resources import training_sizes
+from flyte_ddp.reading import read_settings
 from scripts.dry_run import ROOT
 
 REFUSED = re.compile(r"Requested (\w+) \w+ \[(.+?)\] is greater than (current limit set in the platform .*?\[.+?\]|.*)")
@@ -34,6 +35,8 @@ def register(config: str, arguments: Sequence[str]) -> Registered:
     again would be refused.
     """
     try:
+        if config.endswith(("yaml", "yml")) and not isinstance(read_settings(config), dict):
+            raise InputError(f"{config} must name a cluster, as admin.endpoint: it has no such section")
         asked = registration()
     except InputError as error:
         sys.exit(error.message)

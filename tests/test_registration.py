@@ -107,6 +107,14 @@ def test_a_registration_without_a_config_file_says_how_it_is_called(given):
         register.main(*given)
 
 
+@pytest.mark.parametrize("content", ["", "hello", "admin: [1"])
+def test_a_config_file_that_names_no_cluster_is_refused(tmp_path, content):
+    config = tmp_path / "config.yaml"
+    config.write_text(content)
+    with pytest.raises(SystemExit, match=f"{config} (must name a cluster|is neither JSON nor YAML)"):
+        register.main(str(config))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
