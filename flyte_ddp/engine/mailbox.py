@@ -90,10 +90,14 @@ class Mailbox:
             self._ask(self._stored.files.put_file, f"{folder}/{name}", self._path(name))
 
     def weights(self, name: str) -> dict[str, Tensor]:
-        """What was handed over."""
+        """What was handed over; what cannot be read is removed, so that the training hands it over again."""
         with TemporaryDirectory() as folder:
             self._ask(self._stored.files.get_file, self._path(name), f"{folder}/{name}")
-            weights: dict[str, Tensor] = torch.load(Path(folder, name), weights_only=True)
+            try:
+                weights: dict[str, Tensor] = torch.load(Path(folder, name), weights_only=True)
+            except Exception as error:  # torch has many for a damaged file
+                self._remove(f"{name}.pt")
+                raise DataError(f"{self._path(name)} could not be read: {reason_of(error)}") from None
         return weights
 
     def answer(self, name: str, found: dict[str, Any]) -> None:
@@ -101,7 +105,10 @@ class Mailbox:
         self._write(f"{name}.json", json.dumps(found).encode())
 
     def read_answer(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._stored.read(f"{name}.json"))
+        try:
+            found: dict[str, Any] = json.loads(self._stored.read(f"{name}.json"))
+        except ValueError:
+            raise DataError(f"{self._stored.name(f'{name}.json')} is damaged") from None
         return found
 
     def clear(self, name: str) -> None:

@@ -17,7 +17,7 @@ from flyte_ddp.engine import elsewhere, evaluator, mailbox, worker
 from flyte_ddp.engine.elsewhere import Awaited
 from flyte_ddp.engine.job import LAST, job_of, subject_of
 from flyte_ddp.engine.mailbox import ENDED, EVALUATOR, TRAINING, Mailbox
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.events import EpochFinished, StepLogged
 from flyte_ddp.launch.failures import PreemptedError, RecoverableRankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -215,6 +215,28 @@ def test_weights_and_answers_arrive_once_and_are_cleared(place):
     training.clear("1-digest")
     assert other.files() == ["0-digest.pt"]
     assert Mailbox(place, "another", EVALUATOR).files() == []
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"no archive"])
+def test_damaged_weights_are_handed_over_again(tmp_path, content):
+    training, other = Mailbox(str(tmp_path), "key", TRAINING), Mailbox(str(tmp_path), "key", EVALUATOR)
+    side, handed_over = elsewhere.Elsewhere(training, torch.device("cpu")), tmp_path / "key" / f"{AWAITED.name}.pt"
+    training.hand_over(AWAITED.name, AWAITED.weights)
+    handed_over.write_bytes(content)
+    with pytest.raises(DataError, match=f"{AWAITED.name}.pt could not be read: "):
+        other.weights(AWAITED.name)
+    assert side._look(training, AWAITED) is None
+    assert other.weights(AWAITED.name).keys() == AWAITED.weights.keys()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"measures": {"los', b"\xff"])
+def test_a_damaged_answer_ends_no_training(tmp_path, content):
+    training = Mailbox(str(tmp_path), "key", TRAINING)
+    training.hand_over(AWAITED.name, AWAITED.weights)
+    answer = tmp_path / "key" / f"{AWAITED.name}.json"
+    answer.write_bytes(content)
+    side = elsewhere.Elsewhere(training, torch.device("cpu"))
+    assert side._look(training, AWAITED) == (None, f"{answer} is damaged")
 
 
 def test_an_end_is_of_the_training_that_is_running(place):
