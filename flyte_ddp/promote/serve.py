@@ -48,9 +48,7 @@ class Served:
     def __init__(self, place: Place):
         self._place, self._looking = place, threading.Lock()
         self._turns = threading.Semaphore(os.cpu_count() or 1)  # more images at once would only take memory
-        if not (name := self._newest_name()):
-            raise InputError(f"place {place.root} must have a promoted model to serve, but has none: promote one first")
-        self._loaded = self._load(name)
+        self._loaded = self._load(self._newest_name())
 
     def newest(self) -> Version:
         """The version that answers. One request at a time looks for what has been promoted since the last look, if that
@@ -67,7 +65,11 @@ class Served:
 
     def _newest_name(self) -> str:
         self._due = time.monotonic() + LOOK_SECONDS
-        return self._place.read().version
+        if not (name := self._place.read().version):
+            raise InputError(
+                f"place {self._place.root} must have a promoted model to serve, but has none: promote one first"
+            )
+        return name
 
     def _load(self, name: str) -> Version:
         with tempfile.TemporaryDirectory() as folder:

@@ -94,6 +94,12 @@ def test_a_promotion_is_followed_and_a_damaged_one_is_not(url, place, whole, sma
     assert "Still serving two: version three" in capsys.readouterr().err
 
 
+def test_a_place_that_is_gone_is_said_and_the_version_before_still_served(url, place, capsys):
+    Path(place.root).rename(f"{place.root} elsewhere")
+    assert ask(url) == (200, {"version": "one"})
+    assert f"Still serving one: place {place.root} must have a promoted model" in words(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [(b"no image", 400, "must be an image file: not an image"), (b"", 413, "must be an image file of at most")],
