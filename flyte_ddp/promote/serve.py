@@ -119,11 +119,17 @@ def server(served: Served, host: str, port: int) -> Server:
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
             # of more digits than these, int would raise an error of its own
-            if not (length.isdecimal() and len(length) < 20 and 0 < int(length) <= MOST_BYTES):
-                self.close_connection = True  # what follows has not been read
-                return self._reply(413, {"error": f"the body must be an image file of at most {MOST_BYTES:,} bytes"})
+            size = int(length) if length.isdecimal() and len(length) < 20 else 0
+            if not 0 < size <= MOST_BYTES:
+                self.close_connection = True  # what follows is not read, or not all
+                rule = f"the body must be an image file of at most {MOST_BYTES:,} bytes, with its Content-Length"
+                self._reply(413, {"error": rule})
+                left = min(size, 10 * MOST_BYTES)  # many clients read no answer before they have sent all
+                while left and (piece := self.rfile.read1(min(left, 1 << 20))):
+                    left -= len(piece)
+                return None
             try:
-                self._reply(200, served.answer(self.rfile.read(int(length))))
+                self._reply(200, served.answer(self.rfile.read(size)))
             except ValueError as error:
                 self._reply(400, {"error": str(error)})
 

@@ -111,6 +111,12 @@ def test_what_is_no_image_is_refused_and_the_next_is_answered(url, small_data, b
     assert ask(url, png(prepared.open_split(small_data, "test")[0][0]))[0] == 200
 
 
+def test_a_client_that_sends_too_much_reads_the_answer(url, small_data):
+    refused, answer = ask(url, bytes(serve.MOST_BYTES + 1))
+    assert refused == 413
+    assert "must be an image file of at most 20,971,520 bytes" in answer["error"]
+
+
 def test_many_clients_at_once_are_all_answered(place):
     with serve.server(serve.Served(place), "127.0.0.1", 0) as http:  # all come before the first is answered
         clients = [socket.create_connection(("127.0.0.1", http.server_port), timeout=2) for _ in range(50)]
