@@ -7,6 +7,7 @@ promotion, or a roll-back, is followed within some seconds. It answers from one 
 import io
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ import torch
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch.signals import on_signals
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote.place import Place, local_root
 from flyte_ddp.recipe import CPU
@@ -174,7 +176,8 @@ def main(place: str, host: str, port: int) -> None:
         raise InputError(
             f"--host and --port must be free here, got {host}:{port}: {error.strerror}: choose others"
         ) from None
-    with http:
+    # The first process of a container ends at no signal that it doesn't handle, but is killed, minutes later
+    with on_signals([signal.SIGTERM], lambda *_: sys.exit(0)), http:
         say(f"Listening on http://{host}:{http.server_port}")
         http.serve_forever()
 

@@ -217,4 +217,4 @@ def test_the_apps_command_serves(place, small_data, monkeypatch):
         assert ask(f"http://127.0.0.1:{port}/") == (200, {"version": "one"})
     finally:
         process.terminate()
-        process.wait()
+        assert process.wait() == 0  # by its own doing: as the first process of a container it would not be ended
