@@ -87,6 +87,7 @@ class Background(Observer):
             self._observer = make()
         except Exception as error:
             self._note(error)
+            warn(f"{self.name} cannot be started ({self._reason}). Training goes on without it.")  # for days, perhaps
             return
         for event in iter(self._events.get, None):
             self._tell(self._observer, event)

@@ -54,11 +54,14 @@ def test_failures_are_said_once_and_cost_their_event_alone(capsys):
     )
 
 
-def test_one_that_cannot_be_made_is_said(capsys):
+def test_one_that_cannot_be_made_is_said_at_once_and_at_the_end(capsys):
     def make() -> Any:
         raise IncompleteError("no such thing here")
 
     background = Background("listener", make, close_seconds=60)
+    background._thread.join()
+    said = capsys.readouterr().err
+    assert said == "Warning: listener cannot be started (no such thing here). Training goes on without it.\n"
     background(1)
     background(2)
     background.close()
