@@ -137,17 +137,18 @@ def test_the_help_has_a_line_for_each_setting_and_no_schema():
 
 
 @pytest.mark.slow
-def test_after_ctrl_c_the_same_command_goes_on_and_ends_with_the_same_bits(user, tmp_path):
+def test_after_ctrl_c_and_sigterm_the_same_command_goes_on_and_ends_with_the_same_bits(user, tmp_path):
     arguments = ["--hp", '{"dataset": "digits", "epochs": 1, "log_interval": 1, "precision": "float32"}']
-    running = start_pyflyte(*WORKFLOW, *arguments, cwd=Path.cwd())
-    assert running.stderr is not None
-    for line in running.stderr:
-        if line.startswith("Train Epoch"):
-            break
-    running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=60)
-    assert "Interrupted; the same command resumes from" in said
-    assert running.returncode not in (0, None)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        running = start_pyflyte(*WORKFLOW, *arguments, cwd=Path.cwd())
+        assert running.stderr is not None
+        for line in running.stderr:
+            if line.startswith("Train Epoch"):
+                break
+        running.send_signal(number)
+        _, said = running.communicate(timeout=60)
+        assert "Interrupted; the same command resumes from" in said
+        assert running.returncode not in (0, None)
 
     resumed = user(*arguments)
     assert resumed.status == 0, resumed.log

@@ -16,6 +16,7 @@ from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.engine.job import Subject, TrainingResult, job_of
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
+from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.observing import Observers
 from flyte_ddp.report.predictions import Predictions, predictions_of
@@ -107,7 +108,7 @@ def train_by(
             observers(StartUp("importing torch"))
             try:
                 results = start(job, TimeLeft(observers))
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, PreemptedError):
                 if platform.is_local():
                     say_interrupted(run.store.path)
                 raise

@@ -12,7 +12,7 @@ MOST_SAID = 10
 
 
 def say_interrupted(checkpoint: Path) -> None:
-    """After Ctrl-C, of which a command says no more than that it was aborted."""
+    """After Ctrl-C or a SIGTERM, of which a command says no more than that it was aborted, or stopped."""
     if checkpoint.exists():
         say(f"Interrupted; the same command resumes from {checkpoint}")
 
