@@ -176,9 +176,10 @@ class TrainingState:
                 is_last = share is shares[-1] and number == len(parts)
                 with self.block(part), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
-                    torch_compat.after_backward(loss, partial(self.clock.lap, StepPart.COMPUTING))
+                    if self.world_size > 1:
+                        torch_compat.after_backward(loss, partial(self.clock.lap, StepPart.COMPUTING))
                     loss.backward()
-                    self.clock.lap(StepPart.WAITING)
+                    self.clock.lap(StepPart.WAITING if self.world_size > 1 else StepPart.COMPUTING)
             self.parallel.finish_part(share is shares[-1])
 
     @contextmanager

@@ -81,8 +81,16 @@ class Step(nn.Module):
         self.digests.add(self.mode.digest)
         return pairs[trained_measure(self.names)][0].sum(), measured
 
-    def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
-        """requests: whether to stop, and to save. is_last: of the parts that the rank's share is computed in."""
+    def forward(self, *of_part: Any) -> Tensor:
+        trained, sums = self.summed(*of_part)
+        # backward(gradient) would save this product, but imports sympy
+        return self.world_size * (trained + self.carrier @ sums)
+
+    def summed(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> tuple[Tensor, Tensor]:
+        """The sum of what is trained, and all else that the ranks add up, as the carrier's gradient.
+
+        requests: whether to stop, and to save. is_last: of the parts that the rank's share is computed in.
+        """
         trained, each = self.computed(batch)
         with torch.no_grad():
             sums = torch.empty_like(self.carrier)
@@ -93,8 +101,7 @@ class Step(nn.Module):
             if len(bits):
                 bits.copy_(constants(bits_of(self.digests if is_last else {0}), sums.device))
             asked.copy_(constants(tuple(float(request and is_last) for request in requests), sums.device))
-        # backward(gradient) would save this product, but imports sympy
-        return self.world_size * (trained + self.carrier @ sums)
+        return trained, sums
 
     def reaching(self, loss: Tensor) -> Tensor:
         """The loss, whose backward pass reaches all parameters."""
@@ -134,9 +141,11 @@ class SingleStep(nn.Module):
         super().__init__()
         self.module = step
 
-    def forward(self, *args: Any) -> Tensor:
-        loss: Tensor = self.module(*args)
-        return loss
+    def forward(self, *of_part: Any) -> Tensor:
+        trained, sums = self.module.summed(*of_part)
+        carrier = self.module.carrier  # past autograd, where nothing is reduced: a tenth of a small network's step
+        carrier.grad = sums if carrier.grad is None else carrier.grad + sums
+        return trained if trained.requires_grad else trained + 0 * carrier.sum()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in (*self.module.trainable, self.module.carrier):

@@ -57,7 +57,7 @@ SOUND = [
     "MixedOutputs", "InsistingWithConstantLoss", "Trimmed", "Predicting", "PredictingBools", "LearnedWeightsElsewhere",
     "LazyButCalled", "FactorTensor", "FactorUntilTheEnd", "OwnNetwork",
     "OwnHelper", "InPlace", "YieldingPictures", "FrozenScripted", "Normalised", "Compiled",
-    "WithAFunction",
+    "WithAFunction", "SometimesNothing",
 ]  # fmt: skip
 
 
