@@ -43,6 +43,7 @@ class Follower(nn.Module):
     def __init__(self):
         super().__init__()
         self.student = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.student.bias)  # as those of normalising layers begin
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     def forward(self, features):

@@ -171,7 +171,7 @@ def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
     with torch.no_grad():  # a little, where the step, which lacks schedule and clipping, may have gone anywhere
         for weight, first in zip(trials.model.parameters(), model.parameters(), strict=True):
             if weight.requires_grad:
-                weight.copy_(1.01 * first)
+                weight.copy_(1.01 * first + 0.01)  # those that begin as zeros, too
     trials.original = None  # the trial goes on from there
     trials(0, trials.size)
     return frozenset(frozen & changed_weights(trials.model, model).keys())
