@@ -41,6 +41,15 @@ class Remembering(Forgetful):
     kind = Whole
 
 
+class Scheduled(Sound):
+    """Its warm-up begins with 0."""
+
+    def optimizer(self, model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+        return optimizer
+
+
 class HalfGiven(Sound):
     def optimizer(self, model):
         return torch.optim.SGD(model[2].parameters(), 0.1)

@@ -2,6 +2,9 @@
 
 import re
 
+import pytest
+
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
@@ -25,3 +28,8 @@ def test_weights_that_the_optimizer_is_not_given_are_named(alone, tmp_path):
     assert len(run("HalfGiven", tmp_path, events.append).epochs) == 2
     (started,) = (event for event in events if isinstance(event, RunStarted))
     assert any("optimizer() is not given 0.weight, 0.bias: they stay as" in remark for remark in started.remarks)
+
+
+def test_a_scheduler_that_nothing_would_step_is_refused(alone, tmp_path):
+    with pytest.raises(InputError, match=r"Scheduled\.optimizer .*without a scheduler.*lr_lambda\(step, steps\)"):
+        run("Scheduled", tmp_path)

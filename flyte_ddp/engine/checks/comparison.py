@@ -196,6 +196,12 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
             f"{type(optimizer).__name__}: "
             "parameters that are to be treated differently are groups of one optimizer"
         )
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise InputError(
+            f"{code_location(recipe, 'optimizer')} must return an optimizer without a scheduler of torch, got one: "
+            "nothing calls its step(), so that rates stay as it begins, which may be 0; let lr_lambda(step, steps) "
+            "return what multiplies the rate"
+        )
     return on_shards(optimizer)
 
 
