@@ -21,6 +21,8 @@ def code_location(recipe: Any, method: str) -> str:
     """'Name.method (file, line n)' of the user's code; recipe: one, or its class."""
     kind = recipe if isinstance(recipe, type) else type(recipe)
     function = inspect.unwrap(getattr(kind, method))
+    if method == "forward" and function is Recipe.forward:  # which calls the network, and that is the user's
+        return f"the network of {code_location(recipe, 'model')}"
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
     return f"{kind.__name__}.{method}{where}"

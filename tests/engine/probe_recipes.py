@@ -94,6 +94,19 @@ class NotReentrant(Reentrant):
     use_reentrant = False
 
 
+class CheckpointedFirst(Sound):
+    """Its network computes its first layer again, whose input needs no gradient: then torch gives the layer none."""
+
+    class Network(nn.Sequential):
+        def forward(self, features):
+            return self[1](checkpoint(self[0], features, use_reentrant=True))
+
+    def model(self):
+        return self.Network(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    forward = Recipe.forward
+
+
 class Forces(Sound):
     """The slopes of an energy at positions that are a leaf, in evaluation, too."""
 

@@ -118,5 +118,6 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
     if unreached:
         raise InputError(
             f"{code_location(recipe, 'forward')}: no gradient reaches the parameters {listed(unreached)} from "
-            f"{len(some)} samples: use them, remove them, or call requires_grad_(False) on them in model()"
+            f"{len(some)} samples: use them, remove them, or call requires_grad_(False) on them in model(); if "
+            "torch.utils.checkpoint computes them, give it use_reentrant=False"
         )

@@ -48,6 +48,11 @@ REFUSED = {
     "LateBuffer": ["LateBuffer.model", "forward creates the buffer 1.mask of Mask", "in its __init__"],
     "ExtraState": ["ExtraState.model", "must have nothing but tensors", "1._extra_state (dict)"],
     "Reentrant": ["Reentrant.forward", "use_reentrant=False", "activation_checkpointing"],
+    "CheckpointedFirst": [
+        "the network of CheckpointedFirst.model",
+        "reaches the parameters 0.weight",
+        "use_reentrant=False",
+    ],
     "FreshGeneratorDataset": [
         'split "train" and split "test": its FreshGenerator gives another sample each time',
         "torch.randint(2**31, ()).item() to what else takes a seed",
