@@ -140,11 +140,17 @@ def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict
     }
     derived = recipe.derive(measures)
     try:
-        return {name: float(value) for name, value in derived.items()}
+        reported = {name: float(value) for name, value in derived.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # torch's, for a tensor of several elements
         raise InputError(
             f"{code_location(recipe, 'derive')} must return a dict of names and numbers: {error}"
         ) from None
+    if "loss" not in reported:
+        raise InputError(
+            f"{code_location(recipe, 'derive')} must keep the loss, got {', '.join(reported)}: return "
+            "{**measures, ...}"
+        )
+    return reported
 
 
 def headline_of(recipe: Recipe, measures: dict[str, float]) -> str:

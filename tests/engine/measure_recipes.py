@@ -55,6 +55,13 @@ class DerivedTensor(Sound):
         return {**measures, "both": torch.zeros(2)}
 
 
+class DerivedAlone(Sound):
+    """Returns what it derives, without what that is derived from."""
+
+    def derive(self, measures):
+        return {"error": measures["loss"] ** 0.5}
+
+
 class NoLoss(Sound):
     def measure(self, outputs, batch):
         return {"error": (outputs - batch).square().mean(1)}

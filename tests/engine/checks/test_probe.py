@@ -68,6 +68,7 @@ REFUSED = {
     "Detached": ["Detached.measure", "no gradient comes from 'loss'", "detach()"],
     "ScalarLoss": ["ScalarLoss.measure", "shape (8,), got ()", "reduction='none'"],
     "DerivedTensor": ["DerivedTensor.derive", "must return a dict of names and numbers: "],
+    "DerivedAlone": ["DerivedAlone.derive", "must keep the loss", "got error"],
     "NoLoss": ["NoLoss.measure", 'must return a dict with "loss"', "['error']"],
     "Headline": ["Headline.headline must be one of loss, got 'acuracy': name one of them, or let measure()"],
     "AugmentDrops": ["AugmentDrops.augment", "must return tensors of the same 8 samples"],
