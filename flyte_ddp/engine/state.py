@@ -1,6 +1,6 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -61,7 +61,7 @@ class TrainingState:
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.mode, self.base, self.average = model, mode, base or FrozenBase(model), average
-        self._moving = [model.get_parameter(name) for name in moving]
+        self._moving = {name: model.get_parameter(name) for name in moving}
         virtual_ranks: int = recipe.settings.virtual_ranks
         mode.running = RunningStatistics(model) if recipe.ghost_batch_size or virtual_ranks else None
         self.clock = StepClock(device)
@@ -110,10 +110,21 @@ class TrainingState:
         """The network that is evaluated and returned: the average if there is one."""
         return self.average.model if self.average else self.model
 
-    @property
-    def changing(self) -> list[Tensor]:
-        """What a forward pass changes."""
-        return [*self.model.buffers(), *self._moving]
+    def kept(self) -> Callable[[], None]:
+        """What puts back, whenever it is called, what forward passes have changed since: values, and the buffers
+        themselves, which `self.mean = 0.9 * self.mean` replaces."""
+        before = [(name, one, one.clone()) for name, one in (*self.model.named_buffers(), *self._moving.items())]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for name, tensor, value in before:
+                tensor.copy_(value)
+                owner, _, own_name = name.rpartition(".")
+                layer = self.model.get_submodule(owner)
+                if getattr(layer, own_name) is not tensor:
+                    setattr(layer, own_name, tensor)
+
+        return put_back
 
     @property
     def learning_rate(self) -> float:
@@ -125,8 +136,8 @@ class TrainingState:
         stop, save: what this rank asks of all of them, see Sums.
         """
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        before = [(tensor, tensor.clone()) for tensor in self.changing] if self._may_repeat(shares) else []
-        backward = partial(self._backward, (stop, save), before)
+        put_back = self.kept() if self._may_repeat(shares) else lambda: None
+        backward = partial(self._backward, (stop, save), put_back)
         if self.audit:
             totals = self.audit.added_up(backward, shares, self.epoch, self.step)
         else:
@@ -163,16 +174,13 @@ class TrainingState:
         """Whether a step may have more than one forward pass."""
         return isinstance(self.parallel, ExactStep) or len(self.parallel.parts(shares[0], self.micro_batch)) > 1
 
-    def _backward(
-        self, asked: tuple[bool, bool], before: Sequence[tuple[Tensor, Tensor]], shares: Sequence[Batch]
-    ) -> None:
-        """before: what a forward pass changes, as it was; a step changes it once, in however many passes."""
+    def _backward(self, asked: tuple[bool, bool], put_back: Callable[[], None], shares: Sequence[Batch]) -> None:
+        """put_back: what a forward pass changes, as it was; a step changes it once, in however many passes."""
         self.parallel.module.digests.clear()
         for share in shares:
             parts = self.parallel.parts(share, self.micro_batch)
             for number, part in enumerate(parts, 1):
-                for tensor, value in before:
-                    tensor.copy_(value)
+                put_back()
                 is_last = share is shares[-1] and number == len(parts)
                 with self.block(part), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)

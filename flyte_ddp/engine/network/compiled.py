@@ -68,7 +68,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
             "options.compile must be false with virtual_ranks and samples of different lengths, for each of which all "
             "would be compiled anew, got true: leave it out, or set virtual_ranks to 0"
         )
-    changing = [(tensor, tensor.clone()) for tensor in state.changing]
+    put_back = state.kept()
     with ExitStack() as hooks:
         for network in {state.model, state.evaluated}:
             for layer in _layers(state.recipe, network):
@@ -84,8 +84,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
             vars(state.recipe.share).update(vars(batch.share))
             with in_own_types(state.evaluated), torch.no_grad(), state.mode.block(batch.seed):
                 state.recipe.forward(state.evaluated.eval(), batch.tree)
-    for tensor, before in changing:
-        tensor.copy_(before)
+    put_back()
 
 
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:

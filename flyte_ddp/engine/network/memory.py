@@ -65,7 +65,7 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 def _fits(state: TrainingState, part: Batch) -> bool:
     """Whether there is memory to compute these samples as in a step, which leaves no trace."""
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
-    changing = [(tensor, tensor.clone()) for tensor in state.changing]
+    put_back = state.kept()
     try:
         # A first step allocates the optimizer's state: for Adam twice the weights, and seldom more
         reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]
@@ -77,8 +77,6 @@ def _fits(state: TrainingState, part: Batch) -> bool:
     except torch.OutOfMemoryError:
         return False
     finally:
-        with torch.no_grad():
-            for tensor, before in changing:
-                tensor.copy_(before)
+        put_back()
         if state.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from flyte_ddp.launch.failures import RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
 from flyte_ddp.settings import RunOptions
-from tests.engine.probe_recipes import WIDTH, Settings, Sound
+from tests.engine.probe_recipes import SIZE, WIDTH, Settings, Sound
 from tests.engine.virtual_ranks.configurations import RANKS, settings_of
 from tests.small_training import TWO_HOSTS, Unplugged, identical, unplug_at
 
@@ -100,6 +100,38 @@ def test_statistics_are_as_close_beside_those_of_far_larger_features(alone, tmp_
     plain, exact = found
     for name, weight in plain.items():
         torch.testing.assert_close(exact[name], weight, rtol=1e-4, atol=1e-6 if name.startswith("1") else 0)
+
+
+class Counter(nn.Module):
+    """Counts in a buffer, which it replaces."""
+
+    calls: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, features):
+        if self.training:
+            self.calls = self.calls + 1
+        return features * (1 + self.calls / 100)
+
+
+class Counting(Sound):
+    body = Counter
+
+
+class CountingInParts(Counting):
+    micro_batch = 3
+
+
+@pytest.mark.parametrize(("recipe", "virtual_ranks"), [("Counting", 3), ("CountingInParts", 0)])
+def test_a_buffer_that_forward_replaces_moves_once_per_step_in_however_many_parts(
+    alone, tmp_path, recipe, virtual_ranks
+):
+    settings = Settings(epochs=2, batch_size=6, virtual_ranks=virtual_ranks)
+    trained = training.train(f"{__name__}:{recipe}", settings, RunOptions(tracking="off"), output=tmp_path)
+    assert torch.load(trained.model_path, weights_only=True)["1.calls"] == 2 * SIZE / 6
 
 
 class Nudged(ImageClassifier):
