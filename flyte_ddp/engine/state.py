@@ -24,6 +24,7 @@ from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.parallel import parallel_of
+from flyte_ddp.engine.put_back import kept
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import local, on_shards
 from flyte_ddp.engine.step import Step
@@ -111,20 +112,8 @@ class TrainingState:
         return self.average.model if self.average else self.model
 
     def kept(self) -> Callable[[], None]:
-        """What puts back, whenever it is called, what forward passes have changed since: values, and the buffers
-        themselves, which `self.mean = 0.9 * self.mean` replaces."""
-        before = [(name, one, one.clone()) for name, one in (*self.model.named_buffers(), *self._moving.items())]
-
-        @torch.no_grad()
-        def put_back() -> None:
-            for name, tensor, value in before:
-                tensor.copy_(value)
-                owner, _, own_name = name.rpartition(".")
-                layer = self.model.get_submodule(owner)
-                if getattr(layer, own_name) is not tensor:
-                    setattr(layer, own_name, tensor)
-
-        return put_back
+        """What puts back, whenever it is called, what forward passes have changed since."""
+        return kept(self.model, self._moving)
 
     @property
     def learning_rate(self) -> float:
@@ -287,8 +276,8 @@ class TrainingState:
         """After this step of the epoch; a collective if steps are audited, see Audit.compare_states."""
         if self.audit and self.audit.every:
             content = self.state_dict()
-            kept = [content["model"], content["average"], content["optimizer"]]
-            tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(kept) if isinstance(leaf, Tensor)]
+            compared = [content["model"], content["average"], content["optimizer"]]
+            tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(compared) if isinstance(leaf, Tensor)]
             self.audit.compare_states(tensors, self.epoch, step)
 
     def digest(self) -> str:

@@ -13,7 +13,9 @@ from tests.engine.own_loops import Drawn, evaluate, few, kept, linear, network
 
 def train(loop: Loop, mistake=""):
     """As train, for virtual ranks; also draws by Python's and NumPy's generators in a step."""
-    model = loop.wrap(network(0.3) if mistake != "changes a buffer" else Counting())
+    model = loop.wrap(
+        {"changes a buffer": Counting, "replaces a buffer": Replacing}.get(mistake, lambda: network(0.3))()
+    )
     batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
     optimizer, schedule, average = kept(loop, model, batches)
 
@@ -74,8 +76,16 @@ class Counting(nn.Module):
         self.calls += self.training
         if self.calls == 3:  # not in the first step
             with torch.no_grad():
-                self.mean_input.lerp_(inputs.mean(0), 0.1)
+                self.change(inputs.mean(0))
         return self.layer(inputs)
+
+    def change(self, mean):
+        self.mean_input.lerp_(mean, 0.1)
+
+
+class Replacing(Counting):
+    def change(self, mean):
+        self.mean_input = self.mean_input.lerp(mean, 0.1)
 
 
 def wraps_twice(loop: Loop):
@@ -89,6 +99,10 @@ def accumulates(loop: Loop):
 
 def changes_a_buffer(loop: Loop):
     train(loop, "changes a buffer")
+
+
+def replaces_a_buffer(loop: Loop):
+    train(loop, "replaces a buffer")
 
 
 def calls_the_network(loop: Loop):

@@ -70,6 +70,7 @@ def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
         ("unpacks", r"a batch must go to loop.backward with virtual_ranks, as it has several parts"),
         ("calls_the_network", r"with virtual_ranks a step's gradients must come from loop.backward\(batch, loss_of\)"),
         ("changes_a_buffer", r"must change no buffer but batch norm's statistics, and it changes mean_input"),
+        ("replaces_a_buffer", r"must change no buffer but batch norm's statistics, and it changes mean_input"),
         ("returns_no_loss", r"loss_of must return a part's mean loss, .* depends on the network, got shape \(\)"),
         ("wraps_twice", r"loop.wrap must be called once with virtual_ranks: put both networks into one module"),
         ("accumulates", r"no_sync must not be called with virtual_ranks: a batch has parts already"),

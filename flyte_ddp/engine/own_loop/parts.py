@@ -11,6 +11,7 @@ from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.load import seed_all
+from flyte_ddp.engine.put_back import kept
 from flyte_ddp.engine.step import Step, gradients_of
 from flyte_ddp.engine.torch_compat import scale
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
@@ -70,8 +71,7 @@ class ExactGradients:
         self._parallel = ExactStep(self._step, virtual_ranks)
         self._weights = [*model.parameters()]
         self._is_trained = [weight.requires_grad for weight in self._weights]
-        self._buffers = dict(model.named_buffers())
-        self._floats = [name for name, buffer in self._buffers.items() if buffer.is_floating_point()]
+        self._model = model
         self.is_computing = False
 
     @property
@@ -92,7 +92,8 @@ class ExactGradients:
                 "with virtual_ranks the same parameters must be trained in each step: call requires_grad_ before "
                 "loop.wrap, or train without virtual_ranks"
             )
-        before = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        put_back = kept(self._model, {})
+        before = {name: one.clone() for name, one in self._model.named_buffers() if one.is_floating_point()}
         unequal = self._changes(before)  # to themselves, as what holds NaN is
         changed = torch.zeros_like(unequal)
         shares = [self._parallel.parts(share, 0)[0] for share in parts.shares]  # copies
@@ -101,8 +102,7 @@ class ExactGradients:
         def computed() -> None:
             self._step.digests.clear()
             for share, seed in zip(shares, parts.seeds, strict=True):
-                for name, buffer in self._buffers.items():
-                    buffer.copy_(before[name])
+                put_back()
                 seed_all(seed)
                 with self._mode.block(seed):
                     self._parallel(share, (False, False), share is shares[-1]).backward()
@@ -118,7 +118,7 @@ class ExactGradients:
         finally:
             self.is_computing = False
         if (changed := changed & ~unequal).any():
-            name = self._floats[int(changed.int().argmax())]
+            name = list(before)[int(changed.int().argmax())]
             raise InputError(
                 "with virtual_ranks a forward pass must change no buffer but batch norm's statistics, and it changes "
                 f"{name}: each part of a batch would leave its own; change it after loop.backward"
@@ -135,7 +135,9 @@ class ExactGradients:
     @torch.no_grad()
     def _changes(self, before: dict[str, Tensor]) -> Tensor:
         """Which of the buffers that hold no numbers of calls, which are the same in each part, are others now."""
-        changed = [(self._buffers[name] != before[name]).any() for name in self._floats]
+        now = {**before, **{name: one for name, one in self._model.named_buffers() if name in before}}
+        grown = {name for name, one in before.items() if now[name].shape != one.shape}  # caches
+        changed = [(now[name] != (now[name] if name in grown else one)).any() for name, one in before.items()]
         return torch.stack(changed) if changed else torch.zeros(1, dtype=torch.bool)
 
 
