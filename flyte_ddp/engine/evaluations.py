@@ -134,6 +134,8 @@ class Evaluations:
         state.after_evaluation(finished, weights)
         self._link.emit(finished)
         warnings = state.loss_monitor.not_finite(found.broken, finished.split, finished.position, end)
+        if math.isnan(found.measures["loss"]):  # though no sample's is
+            warnings += state.loss_monitor.weightless(finished.split, finished.position, end)
         for warning in warnings + state.loss_monitor.after_evaluation(finished, end, found.mismatched):
             self._link.emit(warning)
 

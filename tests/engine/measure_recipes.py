@@ -62,6 +62,14 @@ class DerivedAlone(Sound):
         return {"error": measures["loss"] ** 0.5}
 
 
+class Ignored(Sound):
+    """Of which no sample counts, as where the label of each says so."""
+
+    def measure(self, outputs, batch):
+        loss = super().measure(outputs, batch)["loss"]
+        return {"loss": (0 * loss, torch.zeros(len(batch)))}
+
+
 class NoLoss(Sound):
     def measure(self, outputs, batch):
         return {"error": (outputs - batch).square().mean(1)}

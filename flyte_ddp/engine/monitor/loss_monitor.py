@@ -98,6 +98,17 @@ class LossMonitor:
         reasons = [reason.format(name, split, counted(position)) for name in new]
         return [warning for one in reasons for warning in self._warn(_epoch(position), step, one)]
 
+    def weightless(self, split: str, position: float, step: int) -> list[NotLearning]:
+        """A warning, once for each split, that no sample of it counts for the loss."""
+        if f"{split} loss" in self.broken:
+            return []
+        self.broken.append(f"{split} loss")
+        reason = (
+            f"no sample of the {split} split counts for the loss after epoch {counted(position)}: the weights that "
+            "measure() gives it add up to 0, as where all labels are ignored"
+        )
+        return self._warn(_epoch(position), step, reason)
+
     def never_chosen(self, measure: str, position: float) -> list[NotLearning]:
         """A warning that no evaluation was the best, since this measure has never been finite."""
         return self._warn(

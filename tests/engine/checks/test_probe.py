@@ -129,6 +129,13 @@ def test_what_does_not_depend_on_it_passes(alone, tmp_path, name):
     assert not any("the number of ranks" in warning for warning in run(name, tmp_path).warnings)
 
 
+def test_a_loss_that_no_sample_counts_for_is_told_once(alone, tmp_path):
+    told = [warning for warning in run("Ignored", tmp_path, epochs=2).warnings if "add up to 0" in warning]
+    assert [warning.partition(":")[0] for warning in told] == [
+        "no sample of the test split counts for the loss after epoch 1"
+    ]
+
+
 def test_a_dataset_that_draws_is_the_only_reason(alone, tmp_path):
     with pytest.raises(InputError) as caught:
         run("FreshGeneratorDataset", tmp_path)
