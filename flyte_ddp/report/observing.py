@@ -88,7 +88,8 @@ class Observers:
         tracker.join()
         own.join()
         if not self._report_path.exists():  # without its output the task would fail
-            self._report_path.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
+            with suppress(OSError):  # a full disk: what has been trained is there
+                self._report_path.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
 
     def _close_tracker(self, event: Any) -> None:
         if self._tracker:

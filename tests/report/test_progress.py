@@ -110,6 +110,16 @@ def test_an_interrupt_while_the_end_waits_for_a_tracker_is_no_failure_of_what_ha
     assert "KeyboardInterrupt" not in page.read_text()
 
 
+def test_a_page_that_cannot_be_written_is_no_failure_of_what_has_been_trained(recorded, tmp_path):
+    info = dataclasses.replace(recorded.info, logs=tmp_path, options=RunOptions(tracking="off"))
+    page = tmp_path / "file" / "report.html"  # where there is no room either, in whatever way
+    page.parent.touch()
+    with Observers(info, page, lambda body: None, goodput=Goodput(time.time())) as observers:
+        for event in recorded.events:
+            observers(event) if event is not recorded.events[-1] else observers.end(event)
+    assert last_event(tmp_path) == "finished"
+
+
 def last_event(folder):
     return json.loads((folder / "progress.jsonl").read_text().splitlines()[-1])["event"]
 
