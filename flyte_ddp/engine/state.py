@@ -62,7 +62,7 @@ class TrainingState:
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.mode, self.base, self.average = model, mode, base or FrozenBase(model), average
-        self._moving = {name: model.get_parameter(name) for name in moving}
+        self._moving = [model.get_parameter(name) for name in moving]
         virtual_ranks: int = recipe.settings.virtual_ranks
         mode.running = RunningStatistics(model) if recipe.ghost_batch_size or virtual_ranks else None
         self.clock = StepClock(device)

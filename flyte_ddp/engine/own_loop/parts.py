@@ -92,7 +92,7 @@ class ExactGradients:
                 "with virtual_ranks the same parameters must be trained in each step: call requires_grad_ before "
                 "loop.wrap, or train without virtual_ranks"
             )
-        put_back = kept(self._model, {})
+        put_back = kept(self._model)
         before = {name: one.clone() for name, one in self._model.named_buffers() if one.is_floating_point()}
         unequal = self._changes(before)  # to themselves, as what holds NaN is
         changed = torch.zeros_like(unequal)

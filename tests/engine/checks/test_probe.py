@@ -169,7 +169,7 @@ def test_every_recipe_of_the_modules_is_tested():
     recipes = {name for name, kind in CLASSES.items() if issubclass(kind, Sound)}
     assert recipes - {*REFUSED, *SOUND} == {
         "Permitted", "OneRankRaises", "RarelyLonger", "RarelyLongerPart", "Chatty", "Unseeded", "Borrowing",
-        "BorrowingGroups", "TurnedAlike", "TurnedByOne", "NaNWeights", "InfiniteWeights", "NaNParameter",
+        "BorrowingGroups", "TurnedAlike", "TurnedByOne", "NaNWeights", "InfiniteWeights", "NaNParameter", "Ignored",
         "OfDataset",  # from which others derive
         # of tests/engine/test_validation.py
         "Overflowing", "OverflowingTest", "OverflowingValidation", "OverflowingTestAfterValidation", "BrokenScore",
