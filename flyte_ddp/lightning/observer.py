@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelPruning
 
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.hosts.machine import machine, moved
@@ -94,6 +94,11 @@ class RankObserver(Checkpoint):
         self._trainer = trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
+        if any(isinstance(one, ModelPruning) for one in callbacks):
+            raise InputError(
+                f"{self._job.recipe}.configure_callbacks must not return a ModelPruning: its masks are not in "
+                "Lightning's checkpoints, and no training could go on from them; prune what has been trained"
+            )
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._clock = StepClock(trainer.strategy.root_device)

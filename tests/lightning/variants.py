@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from numerals.model import LitNumerals
@@ -104,6 +105,11 @@ class Unfreezing(BaseFinetuning):
     def finetune_function(self, module, epoch, optimizer):
         if epoch == 1:
             self.unfreeze_and_add_param_group(module.network[:2], optimizer, 1e-3)
+
+
+class Pruned(LitNumerals):
+    def configure_callbacks(self):
+        return [ModelPruning("l1_unstructured", amount=0.2)]
 
 
 class FineTuned(Averaging):
