@@ -121,9 +121,10 @@ class _Rank:
         child_line.close()
 
     def receive(self, on_event: Callable[[Event], None]) -> None:
-        """Reads all that the rank has sent; a process that ended without an outcome has failed."""
+        """Reads what the rank has sent; a process that ended without an outcome has failed."""
         ended = not self.process.is_alive()  # asked first: whatever it sent before it ended can now be read
-        while not self.outcome and self.line.poll():
+        until = time.monotonic() + POLL_SECONDS  # it may send faster than observers handle it, without end
+        while not self.outcome and self.line.poll() and (ended or time.monotonic() < until):
             try:
                 kind, content = self.line.recv()
             except (EOFError, OSError):

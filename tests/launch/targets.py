@@ -122,6 +122,15 @@ def wait_for_ever() -> None:
     threading.Event().wait()
 
 
+def print_while_rank_one_fails(environment: Environment, link: Link, fifo: str) -> None:
+    """Rank 1 fails once the parent has seen a line."""
+    if environment.rank == 1:
+        with open(fifo) as file:
+            raise LookupError(file.read())
+    for _ in range(5_000):
+        print("on and on")
+
+
 def wait_for_parent(environment: Environment, link: Link, fifo: str) -> str:
     """What the parent writes when it has dealt with an event."""
     link.emit(CheckpointFailed("a busy parent"))

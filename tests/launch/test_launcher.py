@@ -154,6 +154,21 @@ def test_a_rank_that_is_killed_while_it_sends_has_ended_though_a_child_of_it_liv
         launch("die_while_sending", size=1, argument=str(fifo))
 
 
+def test_a_rank_that_prints_faster_than_observers_read_hides_no_failure(tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    events = list[Any]()
+
+    def on_event(event):
+        if not events:
+            fifo.write_text("failed meanwhile")
+        events.append(event)
+        threading.Event().wait(0.001)
+
+    with pytest.raises(RankError, match="LookupError: failed meanwhile"):
+        launch("print_while_rank_one_fails", argument=str(fifo), on_event=on_event)
+    assert len(events) < 2_500  # of 5,000
+
+
 def test_a_hang_shows_the_stacks_of_all_ranks():
     with pytest.raises(RecoverableRankError) as failed:
         launch("hang_on_rank_one", timeout_seconds=2)
