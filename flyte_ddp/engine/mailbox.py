@@ -83,10 +83,11 @@ class Mailbox:
             path = Path(self._path(name))
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as file:
-                torch.save(dict(weights), file)
+                self._ask(torch.save, dict(weights), file)
             return
         with TemporaryDirectory() as folder:
-            torch.save(dict(weights), Path(folder, name))
+            with open(Path(folder, name), "xb") as file:
+                self._ask(torch.save, dict(weights), file)
             self._ask(self._stored.files.put_file, f"{folder}/{name}", self._path(name))
 
     def weights(self, name: str) -> dict[str, Tensor]:
@@ -136,10 +137,11 @@ class Mailbox:
             self._ask(self._stored.files.rm_file, f"{self._stored.root}/{file}")
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Each storage has errors of its own: here they are an OSError."""
+        """Each storage has errors of its own, and torch wraps those of a disk: here they are an OSError."""
         try:
             call(*arguments)
         except FAILURES:
             raise
         except Exception as error:
-            raise OSError(f"{self._stored.url}: {reason_of(error)}") from error
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise OSError(f"{self._stored.url}: {reason_of(cause)}") from error

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -201,6 +202,17 @@ def test_weights_that_another_run_has_removed_are_handed_over_again(place):
 @pytest.fixture(params=["folder", "storage"])
 def place(request, tmp_path):
     return str(tmp_path) if request.param == "folder" else f"memory://{tmp_path.name}"
+
+
+def test_a_full_disk_ends_no_training(place):
+    training, before = Mailbox(place, "key", TRAINING), resource.getrlimit(resource.RLIMIT_FSIZE)
+    side = elsewhere.Elsewhere(training, torch.device("cpu"))
+    awaited = AWAITED._replace(weights={"weight": torch.ones(2**19)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        assert side._look(training, awaited) == (None, f"{place}/key: File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_weights_and_answers_arrive_once_and_are_cleared(place):
