@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -66,11 +67,12 @@ def _listed_on_disk(root: str) -> dict[str, Details]:
         return {"": _details(os.stat(root))} if os.path.isfile(root) else {}
     files: dict[str, Details] = {}
     for path in files_below(root):
-        if path.is_file():
-            files[path.relative_to(root).as_posix()] = _details(path.stat())
-        elif path.is_symlink() and path.name[:1] != ".":  # as data have that are to be fetched yet
-            target = os.readlink(path)
-            raise InputError(f"{path} leads to {target}, which is not there: put it there, or remove the link")
+        with suppress(FileNotFoundError):  # removed in the meantime
+            if path.is_file():
+                files[path.relative_to(root).as_posix()] = _details(path.stat())
+            elif path.is_symlink() and path.name[:1] != ".":  # as data have that are to be fetched yet
+                target = os.readlink(path)
+                raise InputError(f"{path} leads to {target}, which is not there: put it there, or remove the link")
     return files
 
 

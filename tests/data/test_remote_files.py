@@ -55,6 +55,18 @@ def test_a_link_that_leads_nowhere_is_named_and_not_left_out(tmp_path):
         folder.details()
 
 
+def test_a_file_that_is_removed_meanwhile_keeps_no_other_from_being_listed(tmp_path, monkeypatch):
+    def is_file(path):
+        if path.name == "gone":
+            path.unlink()
+        return True
+
+    for name in ("cat.png", "gone"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("pathlib.Path.is_file", is_file)
+    assert remote_files.Stored(tmp_path).sizes() == {"cat.png": 0}
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
