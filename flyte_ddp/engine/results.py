@@ -1,5 +1,6 @@
 """The results of a training: weights, predictions and pictures in files, and the figures of each rank."""
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -71,6 +72,8 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
             shape = len(test.split), *predictions.shape[1:]
             with whole_file(path) as file:
                 written = np.lib.format.open_memmap(file.name, "w+", predictions.numpy().dtype, shape)
+                if hasattr(os, "posix_fallocate"):  # a write to the map of a full disk ends the process
+                    os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
                 for samples, values in rows:
                     written[samples.numpy()] = values.numpy()
                 written.flush()

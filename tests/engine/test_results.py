@@ -1,7 +1,11 @@
 """What a training leaves in its folder is whole, or not there."""
 
 import resource
+import shutil
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,6 +60,35 @@ def test_a_full_disk_leaves_no_predictions_and_says_why(tmp_path):
     with small_files(500_000), pytest.raises(InputError, match=f"^cannot write to {tmp_path}: File too large; free"):
         run(Seen, tmp_path)
     assert not [*tmp_path.glob("predictions.npy"), *tmp_path.glob(".*")]
+
+
+ONTO_A_FULL_DISK = """if True:
+    import sys
+    from pathlib import Path
+    from types import SimpleNamespace
+    import torch
+    from torch import distributed
+    from flyte_ddp.engine.results import write_predictions
+    class Test:
+        split = range(1_000_000)
+        def whole(self):
+            yield torch.arange(len(self.split)), (0, len(self.split))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    setup = SimpleNamespace(test=Test(), state=SimpleNamespace(device=torch.device("cpu")))
+    write_predictions(torch.ones(len(Test.split)), setup, Path(sys.argv[1], "predictions.npy"))
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_does_not_kill_who_writes_predictions(tmp_path):
+    mounted = ["unshare", "--mount", "--map-root-user", "sh", "-ec"]
+    if not shutil.which("unshare") or subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    script = 'mount -t tmpfs -o size=1m none "$1"; "$2" -c "$3" "$1"'
+    command = [*mounted, script, "sh", str(tmp_path), sys.executable, ONTO_A_FULL_DISK]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr
 
 
 def test_a_link_in_the_folder_is_replaced_and_what_it_leads_to_stays(tmp_path):
