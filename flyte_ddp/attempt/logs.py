@@ -100,23 +100,24 @@ class Uploads:
         self._round()
 
     def _round(self) -> None:
-        try:
-            # small files first: the ranks' output must not wait for a profile
-            for _, file in sorted(self._files()):
+        problem = ""
+        # small files first: the ranks' output must not wait for a profile
+        for _, file in sorted(self._files()):
+            try:
                 self._send(file)
-            self._failing = False
-        except Exception as error:  # each storage has its own
-            if not self._failing:
-                warn(f"the logs are not in {self._url} yet: {type(error).__name__}: {one_line(error)}")
-            self._failing = True
+            except Exception as error:  # each storage has its own; of a single file, as one that may not be read
+                problem = problem or f"{type(error).__name__}: {one_line(error)}"
+        if problem and not self._failing:
+            warn(f"the logs are not in {self._url} yet: {problem}")
+        self._failing = bool(problem)
 
     def _files(self) -> Iterator[tuple[int, Path]]:
-        """Each with its size; without links that lead nowhere, and what is removed in the meantime."""
+        """Each with its size; without links that lead nowhere, or in a circle, and what is removed in the meantime."""
         files = [*self._run.glob("report.html")]
         for folder, _, names in os.walk(self._run / "logs"):
             files += (Path(folder, name) for name in names if not name.startswith("."))  # .name is half-written
         for file in files:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 yield file.stat().st_size, file
 
     def _send(self, file: Path) -> None:
