@@ -63,9 +63,10 @@ class Trained:
 
     def recipe_summary(self) -> RecipeSummary:
         result = self.results[0]
-        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch]
+        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch] if result.epochs else None
+        validation = chosen.validation if chosen else {}  # a loop of one's own may end within its first epoch
         return RecipeSummary(
-            **vars(self.figures), recipe=self.recipe, measures=result.tested, validation_measures=chosen.validation
+            **vars(self.figures), recipe=self.recipe, measures=result.tested, validation_measures=validation
         )
 
     def image_summary(self) -> TrainingSummary:
