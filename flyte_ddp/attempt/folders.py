@@ -5,7 +5,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flyte_ddp.attempt.failures import platform_errors
@@ -36,6 +36,7 @@ def run_folder(platform: Platform, name: str) -> Iterator[Path]:
         yield folder
     except BaseException:
         gone = folder.with_name(f".{folder.name}")
-        os.rename(folder, gone)  # an observer that is still at work writes no more to it
+        with suppress(OSError):  # who has removed it, say, hears of the error nevertheless
+            os.rename(folder, gone)  # an observer that is still at work writes no more to it
         shutil.rmtree(gone, ignore_errors=True)
         raise

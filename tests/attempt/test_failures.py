@@ -57,6 +57,12 @@ def test_a_message_of_any_length_and_content_reaches_flyte():
     assert message.endswith("bthe cause")
 
 
+def local_task():
+    context = FlyteContextManager.current_context()
+    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
+    return FlyteContextManager.with_context(context.with_execution_state(state))
+
+
 def test_a_failed_local_run_leaves_no_folder_though_an_observer_still_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
     places: list[Path] = []
@@ -71,9 +77,17 @@ def test_a_failed_local_run_leaves_no_folder_though_an_observer_still_writes(tmp
         raise DataError("broken")
 
     sys.addaudithook(observe)
-    context = FlyteContextManager.current_context()
-    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
-    local = FlyteContextManager.with_context(context.with_execution_state(state))
-    with pytest.raises(DataError), local, run_folder(platform, "digits") as folder:
+    with pytest.raises(DataError), local_task(), run_folder(platform, "digits") as folder:
         fail(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_removes_the_folder_of_a_local_run_hears_why_it_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+
+    def fail(folder):
+        folder.rmdir()
+        raise DataError("broken")
+
+    with pytest.raises(DataError), local_task(), run_folder(platform, "digits") as folder:
+        fail(folder)
