@@ -85,7 +85,7 @@ class Background(Observer):
         give_way()
         try:
             self._observer = make()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the latter would end the thread without a word
             self._note(error)
             warn(f"{self.name} cannot be started ({self._reason}). Training goes on without it.")  # for days, perhaps
             return
@@ -108,7 +108,7 @@ class Background(Observer):
             self._lost += 1
             self._note(error)
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: BaseException) -> None:
         name = "" if isinstance(error, IncompleteError) else f"{type(error).__name__}: "
         self._reason = self._reason or f"{name}{one_line(error)}".rstrip(": ")
 

@@ -69,6 +69,14 @@ def test_one_that_cannot_be_made_is_said_at_once_and_at_the_end(capsys):
     assert said == "Warning: listener is incomplete (no such thing here); lost: 2 events. Training was not affected.\n"
 
 
+def test_one_that_exits_while_it_is_made_is_said(capsys):
+    background = Background("listener", lambda: sys.exit("no such option"), close_seconds=60)
+    background.close("last")
+    said = capsys.readouterr().err
+    assert "Warning: listener cannot be started (SystemExit: no such option). Training goes on without it." in said
+    assert "listener is incomplete (SystemExit: no such option); lost: 1 events" in said
+
+
 def test_full_queue_drops(capsys):
     listener = Listener()
     background = Background("listener", lambda: listener, close_seconds=60, capacity=10)
