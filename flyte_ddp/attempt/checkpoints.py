@@ -48,7 +48,7 @@ class Store(Observer):
         """Gets the checkpoint that the user names, if this training has none of its own yet."""
         if not url or self.path.exists():
             return
-        if not self._fetch(url.rstrip("/")):
+        if not patiently(f"cannot tell whether {url} has a checkpoint", lambda: self._fetch(url.rstrip("/"))):
             raise InputError(
                 f"RunOptions.resume_from must be a folder with a checkpoint in it, got {url}: it is named in the log "
                 "and in the report of the execution that was not finished; without it, training starts anew"

@@ -218,6 +218,30 @@ def test_an_attempt_that_ends_before_it_has_its_data_loses_nothing(stored, monke
     assert restored(Folders(stored, 2)) == "half a training"
 
 
+def test_a_storage_that_fails_once_has_the_checkpoint_that_the_user_names(tmp_path, monkeypatch):
+    class Busy(Folders):
+        failures = 1
+
+        def get(self, url, path):
+            if url.startswith(str(given)) and self.failures:
+                self.failures -= 1
+                raise OSError("503 Slow Down")
+            super().get(url, path)
+
+    monkeypatch.setattr(checkpoints, "WAITS", (0.0,))
+    given, busy = tmp_path / "given", Busy(tmp_path)
+    given.mkdir()
+    (given / "checkpoint").write_text("of another execution")
+    with checkpoint_store(busy, "key", True, str(given)) as store:
+        assert store.path.read_text() == "of another execution"
+    busy.failures, busy.attempt = 2, 5
+    with (
+        pytest.raises(RecoverableError, match=r"cannot tell whether .*/given has a checkpoint: OSError: 503 Slow Down"),
+        checkpoint_store(busy, "key", True, str(given)),
+    ):
+        pass
+
+
 def test_who_does_not_want_to_resume_starts_anew_also_where_the_pod_starts_again(stored):
     for _ in range(2):
         assert restored(NoCheckpoints(stored, 1), resume=False) == ""
