@@ -59,6 +59,19 @@ def test_what_is_written_is_read(tmp_path, pieces):
             assert_same(read(blocks, number, tmp_path), cut(TREE, 3 * number, 3 * number + 3))
 
 
+def test_a_tree_of_many_blocks_is_copied_once(tmp_path, monkeypatch):
+    copied, concatenate = list[int](), np.concatenate
+
+    def counted(arrays):
+        copied.append(sum(map(len, arrays)))
+        return concatenate(arrays)
+
+    monkeypatch.setattr(np, "concatenate", counted)
+    write_blocks(tmp_path / "blocks", iter([np.arange(10), np.arange(100), np.arange(5)]), 20)
+    assert sum(copied) < 200
+    assert BlockFolder(tmp_path / "blocks").lengths.tolist() == [20, 20, 20, 20, 20, 15]
+
+
 def test_arrays_of_swapped_bytes_are_joined(tmp_path):
     """As in FITS and IDX files; numpy joins them as what the processor has."""
     data = np.arange(14, dtype=">i4").reshape(7, 2)

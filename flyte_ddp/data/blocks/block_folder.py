@@ -120,7 +120,7 @@ def _cut(tree: Any, rows: slice) -> Any:
 
 def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
     """(rows, ...) arrays of rows, the last of which may be shorter, from trees of any lengths."""
-    waiting: list[np.ndarray] = []
+    waiting, count = list[np.ndarray](), 0
     for number, tree in enumerate(trees):
         found = rows_of(tree, f"tree {number}")
         waiting.append(found.astype(found.dtype.newbyteorder("="), copy=False))  # as what numpy joins
@@ -128,9 +128,9 @@ def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
             raise InputError(
                 f"all trees must have the same types and shapes, got {waiting[-1].dtype} after {waiting[0].dtype}"
             )
-        while sum(map(len, waiting)) >= rows:
-            joined = np.concatenate(waiting)
-            yield joined[:rows]
-            waiting = [joined[rows:]]
-    if waiting and sum(map(len, waiting)):
+        if (count := count + len(found)) >= rows:
+            joined, whole = np.concatenate(waiting), count - count % rows
+            yield from (joined[start : start + rows] for start in range(0, whole, rows))
+            waiting, count = [joined[whole:]], count - whole
+    if count:
         yield np.concatenate(waiting)
