@@ -194,9 +194,12 @@ def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialRes
 
 
 def _measured(sweep: Sweep, result: TrialResult) -> TrialResult:
-    """The result, as a failure if what trials are compared by is not finite: it could come out as the best."""
-    value = result.measures.get(sweep.measure, 0.0)
+    """The result, as a failure if what trials are compared by is not finite, or is not there: it could come out as the
+    best."""
+    value = result.measures.get(sweep.measure, math.nan if result.measures else 0.0)
     reason = f"{sweep.measure} after the last epoch is not finite ({value})"
+    if sweep.measure not in result.measures:
+        reason = f"it has no measure {sweep.measure}, but {', '.join(result.measures)}"
     return result if result.failure or math.isfinite(value) else replace(result, failure=reason)
 
 
@@ -227,8 +230,8 @@ def ranked(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
         score = math.inf if not math.isfinite(value) else -value if sweep.largest else value
         return bool(trial.result.failure), -(trial.result.stop_after or math.inf), score
 
-    measures = next((trial.result.measures for trial in latest if trial.result.measures), {sweep.measure: 0.0})
-    if sweep.measure not in measures:
+    measures = dict.fromkeys(name for trial in latest for name in trial.result.measures)
+    if measures and sweep.measure not in measures:
         raise InputError(f"Sweep.measure must be one of {', '.join(measures)}, got {sweep.measure!r}")
     return sorted(latest, key=order)
 

@@ -1,6 +1,7 @@
 """The trials of a sweep side by side, on any platform: a table as CSV, and a page."""
 
 import csv
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +68,8 @@ def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
         for trial in trials:
             values = [trial.settings[name] for name in sweep.values] + [trial.epochs] * _are_cut(trials)
             result = trial.result
-            measures = ["" if result.failure else result.measures[name] for name in trials[0].result.measures]
+            # those of the best: what a trial measures may depend on its settings
+            measures = ["" if result.failure else result.measures.get(name, "") for name in trials[0].result.measures]
             table.writerow([trial.number, *values, *measures, f"{result.seconds:.1f}", result.report, result.failure])
 
 
@@ -115,7 +117,7 @@ def _cells(sweep: Sweep, trial: Ranked, trials: Sequence[Ranked]) -> list[str]:
         *(value_text(trial.settings[name]) for name in sweep.values),
         *[str(trial.epochs)] * _are_cut(trials),
         *(
-            "failed" if result.failure else written(name, result.measures[name], PERCENT)
+            "failed" if result.failure else written(name, result.measures.get(name, math.nan), PERCENT)
             for name in trials[0].result.measures
         ),
         f"{result.seconds:.1f}",

@@ -159,6 +159,15 @@ def test_trials_whose_measure_is_not_finite_have_failed(value, largest):
     assert f"accuracy after the last epoch is not finite ({value})" in latest[1].result.failure
 
 
+def test_a_trial_without_the_measure_has_failed():
+    """What a trial measures may depend on its settings."""
+    results = [TrialResult({"loss": 1.0, **({"accuracy": 0.5} if number else {})}) for number in range(8)]
+    sweep = replace(BY_TWO, reduction_factor=1)
+    latest = standings(sweep, EIGHT, [results])
+    assert ranked(sweep, latest)[0].number == 2
+    assert [trial.result.failure for trial in latest] == ["it has no measure accuracy, but loss"] + 7 * [""]
+
+
 @pytest.mark.parametrize(
     ("values", "base", "said"),
     [

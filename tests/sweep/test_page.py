@@ -66,3 +66,15 @@ def test_a_page_of_other_measures_speaks_of_no_errors():
     assert "loss by width: 2 values, the best 1.25 at 16" in shown
     assert "chance" not in shown
     assert "errors" not in shown
+
+
+def test_a_trial_may_lack_a_measure_that_the_best_one_has(tmp_path):
+    trials = [
+        trial(1, {"accuracy": 0.5}, learning_rate=0.1, schedule="constant"),
+        trial(2, {"accuracy": 0.9, "f1": 0.8}, learning_rate=0.2, schedule="constant"),
+    ]
+    write_table(SWEEP, ranked(SWEEP, trials), tmp_path / "trials.csv")
+    assert [line.split(",")[3:5] for line in (tmp_path / "trials.csv").read_text().splitlines()] == [
+        ["validation_accuracy", "validation_f1"], ["0.9", "0.8"], ["0.5", ""],
+    ]  # fmt: skip
+    assert ">nan</td>" in comparison(SWEEP, ranked(SWEEP, trials), "digits")
