@@ -56,6 +56,12 @@ def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
             except OSError:
                 yield file, False
                 return
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            if _is_at(path, file):
                 yield file, True
                 return
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    return False

@@ -127,6 +127,23 @@ def test_a_folder_that_another_process_trains_into_is_refused_until_that_has_end
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_lock_that_its_holder_removes_just_now_is_made_anew(tmp_path, monkeypatch, look):
+    looks, stat = 0, Path.stat
+
+    def stat_after_removal(path, **options):
+        nonlocal looks
+        looks += path.name == ".lock"
+        if path.name == ".lock" and looks == look:
+            path.unlink()
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_after_removal)
+    with alone_in(tmp_path):
+        pass
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_child_that_ends_leaves_the_folder_to_its_parent(tmp_path):
     with alone_in(tmp_path):
         child = multiprocessing.get_context("fork").Process(target=os.getpid)
