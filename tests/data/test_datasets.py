@@ -98,7 +98,10 @@ def test_damaged_folder_is_prepared_again(content, capsys):
 
 
 @pytest.mark.slow
-def test_four_runs_at_once_on_an_empty_folder(folder):
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_four_runs_at_once_on_an_empty_or_damaged_folder(folder, is_damaged):
+    if is_damaged:
+        (prepare("digits") / "test_images.npy").write_bytes(b"")
     prepare_at_once("digits", 4)
     assert os.listdir(folder / "prepared") == ["digits"]
 

@@ -20,7 +20,7 @@ from flyte_ddp.data.prepared.prepared import (
     read_description,
     verify,
 )
-from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.prepared.writer import discard, write_prepared
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.whole_files import remove_leftovers, temporary_beside
@@ -171,6 +171,16 @@ def test_damaged_folder_is_replaced_and_an_intact_one_stays(folder):
     write_prepared(folder, "cats", ("cat", "dog"), *arrays())
     verify(folder)
     assert os.listdir(folder.parent) == ["cats"]
+
+
+def test_what_was_damaged_is_removed_unless_another_process_has_mended_it(folder):
+    before = folder.stat().st_ino
+    discard(folder)
+    assert folder.stat().st_ino == before
+    flip(folder / FILES[0])
+    for _ in range(2):  # or has removed it
+        discard(folder)
+    assert os.listdir(folder.parent) == []
 
 
 @pytest.mark.parametrize(

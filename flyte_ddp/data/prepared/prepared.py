@@ -91,13 +91,13 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
 def _open_array(path: Path) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="c", allow_pickle=False)
-        size = array.offset + array.nbytes
+        size, length = array.offset + array.nbytes, path.stat().st_size
     except OSError as error:
         raise _damaged(path, _os_reason(error)) from None
     except Exception:  # numpy raises half a dozen types for a header that makes no sense
         raise _damaged(path, "cut short, or not a .npy file") from None
-    if path.stat().st_size != size:
-        raise _damaged(path, f"{path.stat().st_size} bytes long, expected {size}")
+    if length != size:
+        raise _damaged(path, f"{length} bytes long, expected {size}")
     return array
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from filelock import FileLock
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.data.prepared.prepared import DESCRIPTION, FILES, SPLITS, verify
 from flyte_ddp.errors import DataError, InputError
-from flyte_ddp.whole_files import synced_file, temporary_beside, writing_to
+from flyte_ddp.whole_files import sync_folder, synced_file, temporary_beside, writing_to
 
 
 def write_prepared(
@@ -133,24 +133,43 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
     """Renames the folder, unless another writer has put the same dataset there; anything else there is replaced."""
-    parent = os.open(directory.parent, os.O_RDONLY)
-    lock = FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False)
-    try:
-        os.fsync(parent)
-        with contextlib.suppress(OSError):  # not every network file system has locks; without one, the last writer wins
-            lock.acquire()
+    sync_folder(directory.parent)
+    with _locked(directory):
         if os.path.lexists(directory):
             with contextlib.suppress(DataError):
                 if verify(directory).digest == digest:
                     return
-            discarded = temporary_beside(directory)
-            os.rename(directory, discarded)  # atomic; readers that have it mapped keep it
-            shutil.rmtree(discarded) if discarded.is_dir() else discarded.unlink()
+            _remove(directory)
         os.rename(temporary, directory)
-        os.fsync(parent)
+        sync_folder(directory.parent)
+
+
+def discard(directory: Path) -> None:
+    """Removes a dataset that was found to be damaged, unless another process has replaced it by now."""
+    with _locked(directory):
+        try:
+            verify(directory)
+        except DataError:
+            if os.path.lexists(directory):
+                _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    discarded = temporary_beside(directory)
+    os.rename(directory, discarded)  # atomic; readers that have it mapped keep it
+    shutil.rmtree(discarded) if discarded.is_dir() else discarded.unlink()
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """No other process writes the dataset there, or removes it, while the block runs."""
+    lock = FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False)
+    with contextlib.suppress(OSError):  # not every network file system has locks; without one, the last writer wins
+        lock.acquire()
+    try:
+        yield
     finally:
         if lock.is_locked:
             # While it is held: whoever has waited for it sees that it is gone, and makes another
             os.unlink(lock.lock_file)
             lock.release()
-        os.close(parent)

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flyte_ddp.data.prepared.prepared import verify
-from flyte_ddp.data.prepared.writer import write_prepared
+from flyte_ddp.data.prepared.writer import discard, write_prepared
 from flyte_ddp.data.sources.download import Mirrors, Progress, mirror_from_environment
 from flyte_ddp.data.sources.open_url import Opener, OpenStored
 from flyte_ddp.errors import DataError, DownloadError, InputError
@@ -62,7 +61,8 @@ def discard_damaged(name: str) -> None:
             verify(directory)
         except DataError as error:
             logger.warning("%s is prepared again: %s", name, error.problem)
-            shutil.rmtree(directory)
+            with writing_to(data_dir(), "DDP_DATA_DIR"):
+                discard(directory)
 
 
 def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored | None = None) -> Path:
