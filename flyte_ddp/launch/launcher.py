@@ -215,7 +215,8 @@ def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], No
     """Names the ranks that the others wait for, with the Python stacks of every rank."""
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
-        os.kill(rank.process.pid or 0, signal.SIGUSR1)
+        with suppress(ProcessLookupError):  # it may have ended in the meantime
+            os.kill(rank.process.pid or 0, signal.SIGUSR1)
         rank.request("standing")
     deadline = time.monotonic() + ANSWER_SECONDS
     sizes: list[int] = []

@@ -19,7 +19,7 @@ from flyte_ddp.code.code_version import imported
 from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import World, available_cores
+from flyte_ddp.launch.environment import Environment, World, available_cores
 from flyte_ddp.launch.failures import PreemptedError, RankError, RecoverableRankError
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.signals import stop_requests
@@ -181,6 +181,19 @@ def test_a_hang_shows_the_stacks_of_all_ranks():
 
 
 @pytest.mark.slow
+def test_a_rank_that_ends_as_a_hang_is_found_is_no_error_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "ANSWER_SECONDS", 0)
+    launcher.warm_up()
+    world = World(1, 1, "gloo", "cpu")
+    rank = launcher._Rank(Environment(world, 0, 0, "", 1), f"{TARGETS}:report_rank", None, str(tmp_path), "")
+    rank.process.join()
+    try:
+        failure = launcher._hung([rank], Timeouts(1), lambda event: None)
+    finally:
+        rank.end()
+    assert "Hang: still starting" in str(failure)
+
+
 def test_a_start_and_writing_may_take_longer_than_a_step():
     assert launch("take_time", argument=3, timeout_seconds=Timeouts(1.5, start=60, write=60)) == ["done"] * 2
 
