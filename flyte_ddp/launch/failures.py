@@ -75,9 +75,10 @@ class Failure:
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, (self.rank, *self.others)))
-        headline = f"rank{'s' if self.others else ''} {ranks} on {self.host}: {self.cause}: {self.message}"
+        said = f"{self.cause}: {self.message}" if self.message else self.cause
+        headline = f"rank{'s' if self.others else ''} {ranks} on {self.host}: {said}"
         if self.rank is None:
-            headline = f"{self.cause}: {self.message}" if self.details else self.message
+            headline = said if self.details else self.message
         return f"{headline}\n\n{self.details}" if self.details else headline
 
 
@@ -122,9 +123,9 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """The exception's message, without passwords, and even where its own __str__ fails."""
+    """The exception's message, without passwords, nor blank lines before it, and even where its own __str__ fails."""
     try:
-        return masked(encodable(str(error)))
+        return masked(encodable(str(error))).lstrip()
     except Exception as problem:
         return f"its message cannot be shown: __str__ raises {type(problem).__name__}"
 

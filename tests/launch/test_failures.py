@@ -81,6 +81,18 @@ def test_any_exception_and_any_signal_becomes_a_failure():
     assert from_exit_code(-40, 1, "host").cause == "signal 40"
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (AssertionError(), "AssertionError"),
+        (ImportError("\n\nAutoModel needs\n a library\n"), "ImportError: AutoModel needs"),
+    ],
+)
+def test_the_first_line_says_what_there_is_to_say(error, said):
+    for rank, where in ((1, "rank 1 on host: "), (None, "")):
+        assert str(from_exception(error, rank, "host")).splitlines()[0] == where + said
+
+
 def test_what_the_caller_can_fix_is_raised_as_such():
     raised = name_the_cause([from_exception(InputError("lower it"), 1, "host")])
     assert isinstance(raised, InputError)
