@@ -35,6 +35,8 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.recipe import Recipe
 
+BINS = 64  # of a histogram
+
 
 class TrainingState:
     """What a checkpoint holds and a resume restores, and how one step changes it."""
@@ -191,10 +193,11 @@ class TrainingState:
         """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""
         return dict(zip(self._gradients()[0], self._norms.tolist(), strict=True))
 
-    def gradient_histograms(self, bins: int = 64) -> dict[str, tuple[list[float], list[float]]]:
+    def gradient_histograms(self) -> dict[str, tuple[list[float], list[float]]]:
         """For each parameter's gradient in the last step, after clipping: counts of equal bins, and the bins' edges."""
         names, gradients = self._gradients()
-        histograms = (np.histogram(gradient.float().cpu().numpy(), bins) for gradient in gradients)
+        # in float64: float32 may have no edges of bins between two values that are next to one another
+        histograms = (np.histogram(gradient.cpu().double().numpy(), BINS) for gradient in gradients)
         return {
             name: (counts.tolist(), edges.tolist()) for name, (counts, edges) in zip(names, histograms, strict=True)
         }

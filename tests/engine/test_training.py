@@ -1,11 +1,14 @@
 """What the engine promises: the result depends on the hyperparameters alone."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
+from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.events import CheckpointWritten, GradientsSeen, NotLearning, StepLogged
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.recipes import models
@@ -177,6 +180,14 @@ def test_losses_and_accuracies_are_those_of_the_whole_epoch(train):
     assert mean == pytest.approx(epoch.train["loss"])
     assert all(0 < event.gradient_norm < math.inf for event in logged)
     assert not any(isinstance(event, GradientsSeen) for event in trained.events)  # only on request
+
+
+@pytest.mark.parametrize("gradient", [[1.0, 1.0 + 2**-23], [1e-45, 3e-45], [2.0, 2.0], [-3e38, 3e38], []])
+def test_any_gradient_has_a_histogram(gradient):
+    state: Any = SimpleNamespace(_gradients=lambda: (["weight"], [torch.tensor(gradient)]))
+    counts, edges = TrainingState.gradient_histograms(state)["weight"]
+    assert sum(counts) == len(gradient)
+    assert all(math.isfinite(edge) for edge in edges)
 
 
 def test_what_a_step_costs_is_counted(train):
