@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from flyte import storage
-from flyte.errors import RuntimeUserError
+from flyte.errors import BaseRuntimeError
 from flyte.io import Dir, File
 
 from flyte_ddp.errors import NonFiniteError
@@ -84,7 +84,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
         async with slots:
             try:
                 return await run(entrant)
-            except RuntimeUserError as error:
+            except BaseRuntimeError as error:  # also of a lost pod, which is the system's
                 return TrialResult(failure=f"{error.code}: {one_line(error)}")
 
     for _ in rungs_of(sweep, settings):
