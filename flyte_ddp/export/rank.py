@@ -19,7 +19,7 @@ from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.results import build_metadata
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.export import programs
 from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.launch.environment import Environment
@@ -101,6 +101,8 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
             with torch.inference_mode():
                 recipe.forward(network, batch_of(recipe, test, torch.tensor([0])))
             return measure(recipe, network, test, link)
+        except ReportedError:  # of the data
+            raise
         except Exception as error:
             return _first_lines(error)
 

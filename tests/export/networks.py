@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.classifier import Classifier
 
 
@@ -37,6 +38,21 @@ class Words(Lines):
 
     def model(self) -> nn.Module:
         return Reader()
+
+
+class Lost(Lines):
+    """Most of its samples cannot be read any more."""
+
+    def data(self, split):
+        return self
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        if index > 10:
+            raise DataError(f"sample {index} is gone")
+        return torch.zeros(2), torch.tensor(0)
 
 
 class Reader(nn.Embedding):

@@ -1,0 +1,23 @@
+"""The process that opens an exported file, and measures it."""
+
+import pytest
+
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.engine.job import job_of, subject_of
+from flyte_ddp.engine.load import load_recipe
+from flyte_ddp.errors import DataError
+from flyte_ddp.export.programs import save_weights
+from flyte_ddp.export.rank import measure_file
+from flyte_ddp.launch.alone import CPU as ALONE
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
+from flyte_ddp.recipe import CPU
+from flyte_ddp.settings import TrainingSettings
+
+
+def test_data_that_cannot_be_read_are_no_fault_of_the_file(tmp_path):
+    job = job_of(subject_of(find_code("tests.export.networks:Lost"), TrainingSettings()))
+    save_weights(tmp_path / "model.safetensors", load_recipe(job, CPU).model(), "{}")
+    asked = job, "safetensors", str(tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match="sample 11 is gone"):
+        measure_file(Environment(ALONE, 0, 0, "", threads=1), Link(), asked)
