@@ -97,9 +97,8 @@ class RecipeSummary(RunSummary):
 def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSummary:
     result = finished.results[0]
     train_seconds = sum(epoch.train_seconds for epoch in result.epochs)
-    rate = sum(epoch.samples for epoch in result.epochs) / (
-        train_seconds or 1.0
-    )  # a loop of one's own may end without a step
+    samples = sum(epoch.samples for epoch in result.epochs)
+    rate = samples / train_seconds if samples else 0.0  # a loop of one's own may end without a step
     return RunSummary(
         train_samples=result.train_samples,
         test_samples=result.test_samples,

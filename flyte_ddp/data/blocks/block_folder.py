@@ -120,7 +120,8 @@ def _cut(tree: Any, rows: slice) -> Any:
 
 def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
     """(rows, ...) arrays of rows, the last of which may be shorter, from trees of any lengths."""
-    waiting, count = list[np.ndarray](), 0
+    waiting: list[np.ndarray] = []
+    count = 0
     for number, tree in enumerate(trees):
         found = rows_of(tree, f"tree {number}")
         waiting.append(found.astype(found.dtype.newbyteorder("="), copy=False))  # as what numpy joins
