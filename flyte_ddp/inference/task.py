@@ -36,7 +36,7 @@ from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, Shard
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
-from flyte_ddp.whole_files import remove_leftovers, temporary_beside, writing_to
+from flyte_ddp.whole_files import content_digest, remove_leftovers, temporary_beside, writing_to
 
 # names, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_images"
@@ -97,7 +97,7 @@ def plan_shards(
     run_alone(INSPECTOR, asked, options.timeout_seconds, Console())
     listing = Listing.of(folder)
     decisive = {
-        "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "weights": content_digest(weights),
         "model": options.model,
         "dataset": description.digest,
         "split": options.split,

@@ -26,7 +26,7 @@ from filelock import FileLock
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.platform_storage import files_at
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
-from flyte_ddp.whole_files import content_digest, write_whole
+from flyte_ddp.whole_files import content_digest, whole_file, write_whole
 
 FORMAT = 1
 UNWRITABLE = (errno.EDQUOT, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
@@ -149,7 +149,13 @@ class Place:
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
         """Writes a complete version, without promoting it."""
         self.begin()
-        self._write(f"versions/{version}/model.pt", model.read_bytes())
+        path = f"versions/{version}/model.pt"
+        with self._own_errors():
+            if self._in_storage:
+                self._files.put_file(str(model), f"{self.root}/{path}")
+            else:
+                with open(model, "rb") as source, whole_file(self._local(path)) as copy:
+                    shutil.copyfileobj(source, copy)
         self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> bool:
