@@ -15,6 +15,7 @@ from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.buffers import Buffers
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.elsewhere import Awaited
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
@@ -24,7 +25,6 @@ from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.parallel import parallel_of
-from flyte_ddp.engine.put_back import kept
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import local, on_shards
 from flyte_ddp.engine.step import Step
@@ -64,7 +64,7 @@ class TrainingState:
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.mode, self.base, self.average = model, mode, base or FrozenBase(model), average
-        self._moving = [model.get_parameter(name) for name in moving]
+        self._buffers, self._moving = Buffers(model), [model.get_parameter(name) for name in moving]
         virtual_ranks: int = recipe.settings.virtual_ranks
         mode.running = RunningStatistics(model) if recipe.ghost_batch_size or virtual_ranks else None
         self.clock = StepClock(device)
@@ -115,7 +115,7 @@ class TrainingState:
 
     def kept(self) -> Callable[[], None]:
         """What puts back, whenever it is called, what forward passes have changed since."""
-        return kept(self.model, self._moving)
+        return self._buffers.kept(self._moving)
 
     @property
     def learning_rate(self) -> float:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.buffers import Buffers
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.load import seed_all
-from flyte_ddp.engine.put_back import kept
 from flyte_ddp.engine.step import Step, gradients_of
 from flyte_ddp.engine.torch_compat import scale
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
@@ -71,7 +71,7 @@ class ExactGradients:
         self._parallel = ExactStep(self._step, virtual_ranks)
         self._weights = [*model.parameters()]
         self._is_trained = [weight.requires_grad for weight in self._weights]
-        self._model = model
+        self._buffers = Buffers(model)
         self.is_computing = False
 
     @property
@@ -92,8 +92,8 @@ class ExactGradients:
                 "with virtual_ranks the same parameters must be trained in each step: call requires_grad_ before "
                 "loop.wrap, or train without virtual_ranks"
             )
-        put_back = kept(self._model)
-        before = {name: one.clone() for name, one in self._model.named_buffers() if one.is_floating_point()}
+        put_back = self._buffers.kept()
+        before = {name: one.clone() for name, one in self._buffers.now().items() if one.is_floating_point()}
         unequal = self._changes(before)  # to themselves, as what holds NaN is
         changed = torch.zeros_like(unequal)
         shares = [self._parallel.parts(share, 0)[0] for share in parts.shares]  # copies
@@ -135,7 +135,7 @@ class ExactGradients:
     @torch.no_grad()
     def _changes(self, before: dict[str, Tensor]) -> Tensor:
         """Which of the buffers that hold no numbers of calls, which are the same in each part, are others now."""
-        now = {**before, **{name: one for name, one in self._model.named_buffers() if name in before}}
+        now = {**before, **self._buffers.now()}
         grown = {name for name, one in before.items() if now[name].shape != one.shape}  # caches
         changed = [(now[name] != (now[name] if name in grown else one)).any() for name, one in before.items()]
         return torch.stack(changed) if changed else torch.zeros(1, dtype=torch.bool)
