@@ -95,7 +95,7 @@ class Registration(Settings):
     small_disk: str = setting("100Mi:1Gi")
     accelerator: str = setting("none", choices=("none", *SUPPORTED))
     interruptible: bool = setting(False)
-    attempt_seconds: int = setting(86400, minimum=60)
+    attempt_seconds: int = setting(86400, minimum=60, maximum=366 * 86400)
     retries: int = setting(2, minimum=0, maximum=100)
     wandb_secret: str = setting("")
     mlflow_secret: str = setting("")
@@ -103,7 +103,7 @@ class Registration(Settings):
     nproc_per_node: int = setting(0, minimum=0, maximum=64)
     join_minutes: int = setting(15, minimum=1, maximum=1440)
     queue_minutes: int = setting(30, minimum=1, maximum=10080)
-    concurrency: int = setting(0, minimum=0)
+    concurrency: int = setting(0, minimum=0, maximum=5000)  # shards of one prediction
     promote_to: str = setting("")
     notify: str = setting("")
     notify_phases: str = setting("failed,timed_out,aborted")

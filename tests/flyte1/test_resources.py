@@ -42,6 +42,8 @@ from tests.pod import package
         ("DDP_RETRIES", "9" * 5000, "whole number"),
         ("DDP_ENV", "[" * 100_000, "an object"),
         ("DDP_ATTEMPT_SECONDS", "6h", "whole number"),
+        ("DDP_ATTEMPT_SECONDS", "999999999999999", "at most 31622400"),
+        ("DDP_CONCURRENCY", "99999999999", "at most 5000"),
         ("DDP_WANDB_SECRET", "key", "GROUP/KEY"),
         ("DDP_MLFLOW_SECRET", "key", "GROUP/KEY"),
         ("DDP_ACCELERATOR", "V100", "7.0"),
