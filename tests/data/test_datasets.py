@@ -67,6 +67,9 @@ def test_data_dir(monkeypatch, tmp_path):
     assert data_dir() == tmp_path / ".cache" / "flyte-ddp"
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert data_dir() == Path("/cache/flyte-ddp")
+    monkeypatch.setenv("DDP_DATA_DIR", "~nobody-of-this-name/data")
+    with pytest.raises(InputError, match="no home folder for ~nobody-of-this-name/data: set DDP_DATA_DIR to an abs"):
+        data_dir()
 
 
 def test_digits_are_the_same_everywhere_and_prepared_once(folder):

@@ -43,7 +43,7 @@ def data_dir() -> Path:
             return Path(chosen).expanduser().absolute()
         return (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "flyte-ddp"
     except RuntimeError:
-        raise InputError("no home folder to keep data in: set DDP_DATA_DIR to a folder") from None
+        raise InputError(f"no home folder for {chosen or 'data'}: set DDP_DATA_DIR to an absolute path") from None
 
 
 def prepared_dir(name: str) -> Path:
