@@ -14,6 +14,7 @@ from flyte_ddp.data.prepared.prepared import open_split, read_description, verif
 from flyte_ddp.data.sources.datasets import SOURCES, data_dir, prepare, prepared_dir
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.recipes.hyperparameters import DATASETS
+from flyte_ddp.whole_files import temporary_beside
 from tests.pod import Pod, literal, package
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,13 +172,18 @@ def test_real_cifar10_from_unpacked_files(mirror, folder, monkeypatch):
     assert sorted(os.listdir(folder)) == ["CIFAR10", "prepared"]
 
 
-def test_cifar10_that_is_not_to_be_had_is_one_clear_error(tmp_path, monkeypatch):
+def test_cifar10_that_is_not_to_be_had_is_one_clear_error(tmp_path, folder, monkeypatch):
     for name in ("http_proxy", "https_proxy"):  # refuses, so that no test asks the world
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     (tmp_path / "mirror").mkdir()
     monkeypatch.setenv("DDP_DATA_MIRROR", (tmp_path / "mirror").as_uri())
+    of_a_kill = temporary_beside(folder / "CIFAR10" / "cifar-10-batches-py" / "data_batch_1")
+    of_a_kill.parent.mkdir(parents=True)
+    of_a_kill.touch()
+    os.utime(of_a_kill, (0, 0))
     with pytest.raises(DownloadError, match=r"no mirror delivered cifar-10-python.tar.gz(.|\n)*DDP_DATA_MIRROR"):
         prepare("cifar10")
+    assert not of_a_kill.exists()
 
 
 @pytest.mark.slow

@@ -142,7 +142,8 @@ def _cifar10(ask: Ask) -> Originals:
     mirror, root = mirror_from_environment(), data_dir() / "CIFAR10"
     own = [f"{mirror.rstrip('/')}/CIFAR10", mirror.rstrip("/")] if mirror else []
     public, archive = CIFAR10.url.rsplit("/", 1)
-    remove_leftovers(root)
+    for folder in (root, root / CIFAR10.base_folder):
+        remove_leftovers(folder)
     try:
         folders = ask([f"{folder}/{CIFAR10.base_folder}" for folder in own])
         meta = CIFAR10.meta["filename"], CIFAR10.meta["md5"]
