@@ -96,6 +96,7 @@ def images_of(
     shown = Listing([listed[number] for number in numbers])
     shape = prepared.read_description(data).image_shape
     with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
-        seen = [decode(Path(path), shape) for _, path in shown.fetch(folder, Path(copies))]
-    shown.verify(folder)
-    return seen
+        try:
+            return [decode(Path(path), shape) for _, path in shown.fetch(folder, Path(copies))]
+        finally:
+            shown.verify(folder)  # which says why one cannot be read

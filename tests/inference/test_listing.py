@@ -70,9 +70,13 @@ def test_files_that_change_after_the_plan_are_in_no_cached_shard(trained, local_
     assert all(name in report for name in ("0/b0.png", "0/b2.png", "1/b1.png", "1/b3.png"))
     assert "a.png" not in report
 
+    (photos / "1" / "b3.png").unlink()
+    with pytest.raises(ReportedError, match=r"1 image files have changed while they were predicted, such as 1/b3.png"):
+        gather_shards.task_function(parts=[part], **inputs)
+
     part_path(shard).unlink()
     (photos / "1" / "b1.png").write_bytes((photos / "0" / "b0.png").read_bytes() + b" ")
-    with pytest.raises(ReportedError, match=r"1 image files have changed while they were predicted, such as 1/b1.png"):
+    with pytest.raises(ReportedError, match=r"2 image files have changed while they were predicted, such as 1/b1.png"):
         predict_shard.task_function(shard=shard, model_state=model, **inputs)
     assert not part_path(shard).exists()
 
