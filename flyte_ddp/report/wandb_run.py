@@ -224,7 +224,9 @@ def unreachable() -> str:
 
 def has_key() -> bool:
     """Whether W&B has a key here: in WANDB_API_KEY, or in the netrc file that `wandb login` writes."""
-    return bool(os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(base_url()))
+    with suppress(ValueError):  # a netrc file that is not UTF-8
+        return bool(os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(base_url()))
+    return False
 
 
 def base_url() -> str:

@@ -199,6 +199,8 @@ def test_auto_needs_a_key(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert choose_tracking("auto") == "off"
     assert "WANDB_API_KEY" in capsys.readouterr().err
+    (tmp_path / "netrc").write_text("machine example.org login user password é\n", encoding="latin-1")
+    assert choose_tracking("auto") == "off"
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     assert choose_tracking("auto") == "online"
     monkeypatch.setenv("WANDB_API_KEY", KEY)
