@@ -48,6 +48,7 @@ def check_timing(options: TimingOptions) -> str:
 
 
 @task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
+@platform_errors(platform)
 def time_inference(data: PreparedDataset, options: TimingOptions) -> TimingOutputs:
     """Times all methods with each batch size, options.repeats times; never cached, because timings vary."""
     check_gpus(visible_gpus())

@@ -10,15 +10,20 @@ from statistics import median
 import numpy as np
 import pytest
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection
+from flytekit import FlyteContextManager
+from flytekit.core.context_manager import ExecutionState
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 from PIL import Image
 
+from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1.platform import TaskInterruptedError
 from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.timing.measurement import TimingOptions
+from flyte_ddp.timing.task import time_inference
 from scripts.dry_run import decode
 from tests.commands import ROOT, output, pyflyte, start_pyflyte, words
 from tests.once import trained_classifier
@@ -189,3 +194,12 @@ def test_timing_study_measures_every_method_and_says_what_it_sees(tmp_path):
 def test_timing_study_refuses_what_is_no_batch_size(device_batch_sizes):
     with pytest.raises(InputError, match="device_batch_sizes must be whole numbers from 1"):
         TimingOptions(device_batch_sizes=device_batch_sizes)
+
+
+def test_timing_in_a_pod_that_lacks_its_gpus_is_tried_again(monkeypatch):
+    monkeypatch.setenv(GPUS_VARIABLE, "1024")
+    context = FlyteContextManager.current_context()
+    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    in_pod = FlyteContextManager.with_context(context.with_execution_state(state))
+    with in_pod, pytest.raises(TaskInterruptedError, match="as many GPUs as were registered"):
+        time_inference.task_function(data=FlyteDirectory("nowhere"), options=TimingOptions())
