@@ -51,6 +51,7 @@ def test_file_arrives_with_progress_and_is_not_fetched_again(folder):
         path.write_bytes(CONTENT[:-1])
         assert mirrors.fetch(NAME, MD5, folder).read_bytes() == CONTENT
     assert os.listdir(folder) == [NAME]
+    assert reports[0] == (NAME, 0, len(CONTENT))  # when it begins, of which a log has a line
     assert reports[-1] == (NAME, len(CONTENT), len(CONTENT))
 
 

@@ -69,6 +69,8 @@ class Mirrors:
         with closing(pieces), writing_to(target.parent, "DDP_DATA_DIR"):
             target.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(target) as file:
+                if self.progress:
+                    self.progress(filename, 0, total)
                 for piece in pieces:
                     start = start or piece[:256]
                     done += len(piece)
