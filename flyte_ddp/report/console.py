@@ -244,7 +244,8 @@ def _progress(*columns: Any) -> Any:
     """A live display on standard error that vanishes at the end. rich is always installed: pyflyte needs it."""
     from rich.console import Console as Terminal
     from rich.progress import Progress as Display
+    from rich.progress import TextColumn
 
     # Four times per second: each refresh costs the ranks a millisecond
-    said = ("{task.description}", *columns)
+    said = (TextColumn("{task.description}", markup=False), *columns)
     return Display(*said, console=Terminal(stderr=True), transient=True, refresh_per_second=4, expand=True)

@@ -164,10 +164,10 @@ def test_downloads_show(capsys):
         from flyte_ddp.report.console import download_progress
         with download_progress() as progress:
             for done in (0, 5_000_000, 9_900_000):
-                progress("images.gz", done, 9_900_000)
+                progress("images[test].gz", done, 9_900_000)
     """
     said = on_terminal(program)
-    assert "images.gz" in said
+    assert "images[test].gz" in said
     assert "9.9/9.9 MB" in said
 
 
