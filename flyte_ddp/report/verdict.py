@@ -11,6 +11,7 @@ from flyte_ddp.report.article import Drawing
 from flyte_ddp.report.figures import picture
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import Record, RunInfo
+from flyte_ddp.text import reason_of
 
 MOST_CLASSES = 20  # in a confusion matrix that can be read
 MOST_BARS = 40
@@ -84,7 +85,7 @@ def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
 def drawn_figures(logs: Path) -> list[Drawing]:
     """Figures that a training has drawn itself, if any: figures/TITLE.svg."""
     paths = sorted((logs / "figures").glob("*.svg"))
-    return [Drawing(path.stem, path.read_text(encoding="utf-8")) for path in paths[:MOST_DRAWN]]
+    return [Drawing(path.stem, path.read_text(encoding="utf-8", errors="replace")) for path in paths[:MOST_DRAWN]]
 
 
 def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
@@ -92,6 +93,9 @@ def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
     path = logs / "pictures.npz"
     if not path.exists():
         return []
-    with np.load(path, allow_pickle=False) as drawn:
-        captions = drawn["captions"][:MOST_DRAWN]
-        return [(picture(drawn[str(number)]), str(caption)) for number, caption in enumerate(captions)]
+    try:
+        with np.load(path, allow_pickle=False) as drawn:
+            captions = drawn["captions"][:MOST_DRAWN]
+            return [(picture(drawn[str(number)]), str(caption)) for number, caption in enumerate(captions)]
+    except Exception as error:  # a user's module has written it, or is about to
+        return [("data:,", f"{path.name} cannot be shown: {reason_of(error)}")]

@@ -214,6 +214,17 @@ def test_page_shows_the_pictures_that_a_recipe_drew(told):
     assert "<script" not in text
 
 
+def test_what_a_users_module_has_drawn_wrongly_takes_no_page_away(told):
+    figures = told.info.logs / "figures"
+    figures.mkdir()
+    (figures / "Größe.svg").write_text("<svg>größe</svg>", encoding="latin-1")
+    for wrong in ({"captions": ["a"]}, {"captions": ["a"], "0": np.zeros((1, 8, 8), np.float32)}):
+        np.savez(told.info.logs / "pictures.npz", **wrong)
+        assert "pictures.npz cannot be shown: " in fragment(told.record)
+    (told.info.logs / "pictures.npz").write_bytes(b"PK")
+    assert "pictures.npz cannot be shown: " in fragment(told.record)
+
+
 def test_tensorboard_has_each_measure(told):
     tracker = TensorBoard(told.info)
     for event in told.events:
