@@ -74,12 +74,12 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
     """
     directory = prepared_dir(name)
     discard_damaged(name)
+    for folder in (data_dir(), *data_dir().glob("*"), *data_dir().glob("*/*")):  # of any download
+        remove_leftovers(folder)
     if directory.exists():
         return directory
     with writing_to(data_dir(), "DDP_DATA_DIR"):
         directory.parent.mkdir(parents=True, exist_ok=True)
-        for folder in (data_dir(), directory.parent):
-            remove_leftovers(folder)
         originals = SOURCES[name](lambda urls: Mirrors(urls, progress, Opener(open_stored=open_stored)))
     write_prepared(directory, name, *originals)
     return directory
@@ -93,7 +93,6 @@ def _mnist(class_name: str, ask: Ask) -> Originals:
     own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
     mirrors = ask([*own, *public])
     raw = data_dir() / class_name / "raw"
-    remove_leftovers(raw)
     train, test = _unpacked(class_name, f"{class_name}/raw", [mirrors.fetch(*file, raw) for file in resources])
     return Originals(
         tuple(train.classes),
@@ -142,8 +141,6 @@ def _cifar10(ask: Ask) -> Originals:
     mirror, root = mirror_from_environment(), data_dir() / "CIFAR10"
     own = [f"{mirror.rstrip('/')}/CIFAR10", mirror.rstrip("/")] if mirror else []
     public, archive = CIFAR10.url.rsplit("/", 1)
-    for folder in (root, root / CIFAR10.base_folder):
-        remove_leftovers(folder)
     try:
         folders = ask([f"{folder}/{CIFAR10.base_folder}" for folder in own])
         meta = CIFAR10.meta["filename"], CIFAR10.meta["md5"]
