@@ -36,7 +36,8 @@ class BlockCache:
         """cache_bytes: for all ranks of the node; 0 is half of what is free."""
         self.environment, self.cache_bytes = environment, cache_bytes
         # A folder of its own: open removes what others have left there, and the user may name all of a disk
-        self.root = Path(os.environ.get(VARIABLE) or tempfile.gettempdir(), "ddp-blocks").absolute()
+        place = os.path.expanduser(os.environ.get(VARIABLE) or tempfile.gettempdir())
+        self.root = Path(place, "ddp-blocks").absolute()
         self.budget = 0  # in bytes, for this rank's blocks
         self._alive: IO[bytes] | None = None  # locked for as long as this rank lives
 

@@ -197,3 +197,10 @@ def test_what_keeps_a_block_away_is_raised_where_it_is_waited_for():
 def test_the_bytes_that_are_needed_at_a_time():
     sizes = np.array([10, 20, 30, 40])
     assert needed_bytes(USES, sizes) == 50  # steps 2 and 3
+
+
+def test_the_folder_may_be_in_the_users_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DDP_CACHE_DIR", "~/cache")
+    with cache_of() as cache:
+        assert cache.root == tmp_path / "cache" / "ddp-blocks"
