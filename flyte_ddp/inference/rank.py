@@ -43,6 +43,8 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     predictions: list[tuple[float, int]] = []
     for batch in EvaluationBatches(Resident(images, device), job.options.batch_size, rank=0, world_size=1):
         scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)
+        if not scores.isfinite().all():  # of NaN, the first class would be the largest
+            raise InputError("model_state must give finite scores, got NaN: it has diverged; use another")
         predictions += zip(scores.tolist(), guesses.tolist(), strict=True)
         link.heartbeat()
     with writing_to(Path(job.output).parent, "DDP_RUNS_DIR"):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from flytekit import FlyteContextManager
 from flytekit.core.context_manager import ExecutionState
 from flytekit.types.directory import FlyteDirectory
@@ -14,7 +15,7 @@ from PIL import Image
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.sources.image_settings import ImageSettings
-from flyte_ddp.errors import ReportedError
+from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1.index_images import find_images, index_images
 from flyte_ddp.inference.gather import gather_shards
 from flyte_ddp.inference.shards import InferenceOptions, read_rows
@@ -86,3 +87,14 @@ def test_an_index_of_images_that_have_changed_since_their_key_was_made_is_not_ke
     shutil.copy(photos / "0" / "b0.png", photos / "0" / "a.png")
     with pytest.raises(ReportedError, match="photos has changed while its images were read: run again"):
         index_images.task_function(folder=found.folder, stamp=found.stamp, images=ImageSettings(source="folder"))
+
+
+def test_a_model_that_has_diverged_is_refused(trained, local_execution, photos, tmp_path):
+    weights = torch.load(trained.model, weights_only=True)
+    torch.save({name: value * float("nan") for name, value in weights.items()}, tmp_path / "diverged.pt")
+    model = PythonPickledFile(str(tmp_path / "diverged.pt"), remote_path=False)
+    inputs = {"data": folder_of(prepare("digits")), "folder": folder_of(photos), "options": OPTIONS}
+    plan = plan_shards.task_function(model_state=model, **inputs)
+    with pytest.raises(InputError, match="model_state must give finite scores, got NaN: it has diverged; use another"):
+        predict_shard.task_function(shard=plan.shards[0], model_state=model, listing=plan.listing, **inputs)
+    assert not part_path(plan.shards[0]).exists()
