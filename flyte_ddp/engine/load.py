@@ -2,10 +2,10 @@
 
 import inspect
 import os
-import pkgutil
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.text import did_you_mean
 
 
 def load_named(job: Job) -> Any:
@@ -37,7 +38,11 @@ def load_named(job: Job) -> Any:
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
     with checked_imports(job.root, job.files):
-        named = pkgutil.resolve_name(job.recipe)
+        place, _, name = job.recipe.partition(":")
+        module = import_module(place)
+        if not hasattr(module, name):  # where stars import, its source does not tell
+            raise InputError(f"{job.recipe}: {place} has no {name}{did_you_mean(name, vars(module))} at its top level")
+        named = getattr(module, name)
     own_lock_of_tqdm()
     return named
 

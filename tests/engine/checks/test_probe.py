@@ -262,6 +262,13 @@ def test_a_name_that_is_not_there_is_refused_before_anything_starts(tmp_path, na
     assert not (tmp_path / "out").exists()
 
 
+def test_a_name_that_stars_do_not_import_is_refused(alone, tmp_path, monkeypatch):
+    (tmp_path / "starred.py").write_text("from tests.engine.probe_recipes import *")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"^starred:Soun: starred has no Soun \(did you mean Sound\?\) at its top lev"):
+        train("starred:Soun", Settings(), output=tmp_path / "out")
+
+
 def test_misspelt_settings_are_refused():
     with pytest.raises(InputError, match=r"no field \"epoch\" \(did you mean epochs\?\)"):
         Settings.from_json(json.dumps({"epoch": 3}))
