@@ -45,13 +45,14 @@ class WandbRun(Observer):
         self._unsaid = Unsaid()
         wandb.termsetup(wandb.setup().settings, self._unsaid)
         reason = unreachable() if mode == "online" else ""
+        earlier = {*info.logs.glob("wandb/run-*")}  # of other attempts, whose last measures may still be unsent
         if mode == "online" and not reason:
             try:
                 self._run = self._init("online")
             except Exception as error:  # wandb raises its own errors and those of the network
                 reason = one_line(error)
                 wandb.teardown()  # else it would refuse to start the same run again
-                for begun in info.logs.glob("wandb/run-*"):
+                for begun in {*info.logs.glob("wandb/run-*")} - earlier:
                     shutil.rmtree(begun)
         if mode == "offline" or reason:
             self._run = self._init("offline")

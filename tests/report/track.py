@@ -47,7 +47,7 @@ def main() -> None:
     recorded, logs, options = sys.argv[1:]
     show_output()
     setting, events = pickle.loads(Path(recorded).read_bytes())
-    Path(logs).mkdir()
+    Path(logs).mkdir(exist_ok=True)
     setting = dataclasses.replace(setting, logs=Path(logs), options=RunOptions.from_json(options))
     urls: list[str] = []
     tracker = open_tracker(setting, Path(logs).parent, urls.append)
