@@ -51,7 +51,7 @@ def _local_paths(outputs: Outputs) -> Iterator[str]:
     """Of files and folders, which may be fields of a dataclass."""
     for named in outputs.literals:
         for one in named.value.collection.literals or [named.value]:
-            if one.scalar.HasField("binary"):
+            if one.scalar.binary.tag == "msgpack":  # not what is pickled, for other tasks
                 yield from _paths_in(msgpack.loads(one.scalar.binary.value, strict_map_key=False))
             elif one.scalar.blob.uri.startswith("/"):
                 yield one.scalar.blob.uri

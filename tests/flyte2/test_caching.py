@@ -1,5 +1,6 @@
 """What decides whether a result of Flyte 2 is reused, and what a pod asks for."""
 
+import pickle
 import shutil
 import subprocess
 import sys
@@ -7,13 +8,18 @@ from typing import Any
 
 import pytest
 from flyte.extend import get_proto_extended_resources, get_proto_resources
+from flyteidl2.core.literals_pb2 import Binary, Literal, Scalar
 from flyteidl2.core.tasks_pb2 import Resources as Proto
+from flyteidl2.task.common_pb2 import NamedLiteral, Outputs
+from packaging.version import Version
 
 from flyte2 import mnist
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.code.code_version import with_installed
 from flyte_ddp.flyte2.environment import resources, training_environment
+from flyte_ddp.flyte2.flyte_compat import local_cache
+from flyte_ddp.flyte2.inputs import forget_lost_results
 from flyte_ddp.flyte2.recipe import RecipeTraining
 from tests.commands import ROOT
 
@@ -82,3 +88,17 @@ def test_all_of_the_library_is_shipped_though_the_ranks_modules_are_not_imported
     has_torch, *shipped = shown.replace(f"{ROOT}/", "").split()
     assert has_torch == "False"
     assert {"flyte_ddp/engine/worker.py", "flyte_ddp/attempt/platform_training.py"} <= set(shipped)
+
+
+def test_what_other_projects_have_cached_is_theirs_whatever_it_is(monkeypatch, tmp_path):
+    """A value of a type that Flyte does not know is pickled."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".flyte" / "local-cache").mkdir(parents=True)
+    (tmp_path / ".flyte" / "local-cache" / "cache.db").touch()
+    pickled = NamedLiteral(name="o0", value=Literal(scalar=Scalar(binary=Binary(value=pickle.dumps(Version("1.0"))))))
+    with local_cache() as cache:
+        entry = "theirs", Outputs(literals=[pickled]).SerializeToString()
+        cache.execute("INSERT INTO task_cache VALUES (?, ?)", entry)
+    forget_lost_results()
+    with local_cache() as cache:
+        assert cache.execute("SELECT * FROM task_cache").fetchall() == [entry]
