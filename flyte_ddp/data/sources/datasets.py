@@ -35,6 +35,10 @@ class Originals(NamedTuple):
     passes_per_epoch: int = 1
 
 
+# Below the folder for data, in which a user may have others: where downloads are, and what is made of them
+OWN_FOLDERS = "", "prepared", "MNIST/raw", "FashionMNIST/raw", "CIFAR10", "CIFAR10/cifar-10-batches-py"
+
+
 def data_dir() -> Path:
     """The folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
     chosen, cache = os.environ.get("DDP_DATA_DIR"), os.environ.get("XDG_CACHE_HOME", "")
@@ -74,8 +78,8 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
     """
     directory = prepared_dir(name)
     discard_damaged(name)
-    for folder in (data_dir(), *data_dir().glob("*"), *data_dir().glob("*/*")):  # of any download
-        remove_leftovers(folder)
+    for folder in OWN_FOLDERS:
+        remove_leftovers(data_dir() / folder)
     if directory.exists():
         return directory
     with writing_to(data_dir(), "DDP_DATA_DIR"):
