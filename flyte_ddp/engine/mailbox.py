@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flyte_ddp.data.remote_files import Stored
 from flyte_ddp.errors import DataError, DownloadError, InputError
+from flyte_ddp.model_files.weights import save
 from flyte_ddp.text import reason_of
 from flyte_ddp.whole_files import whole_file
 
@@ -83,11 +84,11 @@ class Mailbox:
             path = Path(self._path(name))
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as file:
-                self._ask(torch.save, dict(weights), file)
+                self._ask(save, dict(weights), file)
             return
         with TemporaryDirectory() as folder:
             with open(Path(folder, name), "xb") as file:
-                self._ask(torch.save, dict(weights), file)
+                self._ask(save, dict(weights), file)
             self._ask(self._stored.files.put_file, f"{folder}/{name}", self._path(name))
 
     def weights(self, name: str) -> dict[str, Tensor]:
@@ -137,11 +138,10 @@ class Mailbox:
             self._ask(self._stored.files.rm_file, f"{self._stored.root}/{file}")
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Each storage has errors of its own, and torch wraps those of a disk: here they are an OSError."""
+        """Each storage has errors of its own: here they are an OSError that names it."""
         try:
             call(*arguments)
-        except FAILURES:
+        except (FileNotFoundError, DataError, DownloadError, InputError):
             raise
         except Exception as error:
-            cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            raise OSError(f"{self._stored.url}: {reason_of(cause)}") from error
+            raise OSError(f"{self._stored.url}: {reason_of(error)}") from error

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.splits import Split
-from flyte_ddp.engine.checkpoints.checkpoint import finish, save, write_draft
+from flyte_ddp.engine.checkpoints.checkpoint import finish, write_draft
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.evaluations import Evaluated, gather
 from flyte_ddp.engine.hosts.places import hardware
@@ -25,7 +25,7 @@ from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
-from flyte_ddp.model_files.weights import first_names
+from flyte_ddp.model_files.weights import first_names, save
 from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.whole_files import whole_file, writing_to
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
+from torch.utils.serialization import config as serialization_config
 
 from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.model_files.frozen_base import digest_of, frozen_weights
@@ -135,3 +136,14 @@ def _read_safetensors(path: str | Path) -> dict[str, Tensor]:
     except ImportError:
         raise InputError(f"this file needs {not_installed('safetensors', 'export')}, or load a .pt file") from None
     return load_file(path)
+
+
+def save(content: Any, file: IO[bytes], checksums: bool = True) -> None:
+    """torch.save; raises OSError if the file cannot be written. checksums: torch's own, which take half of the time."""
+    try:
+        with serialization_config.patch("save.compute_crc32", checksums):  # type: ignore[attr-defined]
+            torch.save(content, file)
+    except Exception as error:
+        if isinstance(error.__context__, OSError):  # torch wraps what a small write raises
+            raise error.__context__ from None
+        raise

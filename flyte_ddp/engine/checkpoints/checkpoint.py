@@ -13,7 +13,6 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.serialization import config as serialization_config
 
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import described, open_shards, rebuilt
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
@@ -22,6 +21,7 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, InputError, OtherTrainingError
 from flyte_ddp.events import CheckpointRefused, Event
 from flyte_ddp.manifest import DIGEST_BYTES, read_manifest, shards_beside
+from flyte_ddp.model_files.weights import save
 from flyte_ddp.recipe import CPU
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.whole_files import sync, temporary_beside
@@ -173,17 +173,6 @@ def _check_readable(content: Any, where: str, is_sharded: bool) -> None:
 def _save(content: Any, file: IO[bytes]) -> None:
     """Numbers of NumPy become plain ones: to read them as they are, torch would have to trust the file."""
     save(pytree.tree_map_only(np.generic, np.generic.item, content), file, checksums=False)
-
-
-def save(content: Any, file: IO[bytes], checksums: bool = True) -> None:
-    """torch.save; raises OSError if the file cannot be written. checksums: torch's own, which take half of the time."""
-    try:
-        with serialization_config.patch("save.compute_crc32", checksums):  # type: ignore[attr-defined]
-            torch.save(content, file)
-    except Exception as error:
-        if isinstance(error.__context__, OSError):  # torch wraps what a small write raises
-            raise error.__context__ from None
-        raise
 
 
 def _content(path: Path) -> Any:
