@@ -203,7 +203,7 @@ def finish(*pods: Pod) -> list[int]:
                 assert time.monotonic() < deadline, "\n".join(pod.log for pod in pods)
                 peaks = [max(peak, memory_of(other.pid)) for peak, other in zip(peaks, processes, strict=True)]
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)
+                    process.wait(0.5)
     finally:
         end(*processes)
     for pod, peak in zip(pods, peaks, strict=True):

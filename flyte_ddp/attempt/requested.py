@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
-from flyte_ddp.attempt.registration import Registration, registration, variable_of
+from flyte_ddp.attempt.registration import registration, variable_of
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError
@@ -77,7 +77,8 @@ def pod_environment() -> dict[str, str]:
 
 def registered_environment() -> dict[str, str]:
     """All settings as variables, for tasks in whose pods the decorators are evaluated again."""
-    values = {variable_of(field): getattr(registration(), field.name) for field in dataclasses.fields(Registration)}
+    asked = registration()  # once: each reading checks all settings
+    values = {variable_of(field): getattr(asked, field.name) for field in dataclasses.fields(asked)}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     return {**pod_environment(), **texts}
 
