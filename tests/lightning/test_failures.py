@@ -52,6 +52,8 @@ def test_what_is_not_finite_ends_the_run_wherever_it_shows(tmp_path, module, wor
         ("model:nn", "model:Numerals", {}, "numerals.model:nn must be a subclass of lightning.pytorch.LightningModule"),
         ("model:Numerals", "model:Numerals", {}, "must be a subclass of lightning.pytorch.LightningModule"),
         ("variants:Pruned", "model:Numerals", {}, "must not return a ModelPruning: its masks are not in Lightning's"),
+        ("variants:Searching", "model:Numerals", {}, "must not return a LearningRateFinder: it searches anew when"),
+        ("variants:SearchingSize", "model:Numerals", {}, "must not return a BatchSizeFinder: it searches anew when"),
         ("variants:Depth", "model:Numerals", {}, "Depth.__init__ needs depth, and Settings has no such field: add one"),
         (
             "variants:Scaled",

@@ -9,9 +9,11 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -110,6 +112,16 @@ class Unfreezing(BaseFinetuning):
 class Pruned(LitNumerals):
     def configure_callbacks(self):
         return [ModelPruning("l1_unstructured", amount=0.2)]
+
+
+class Searching(LitNumerals):
+    def configure_callbacks(self):
+        return [LearningRateFinder()]
+
+
+class SearchingSize(LitNumerals):
+    def configure_callbacks(self):
+        return [BatchSizeFinder()]
 
 
 class FineTuned(Averaging):
