@@ -50,10 +50,10 @@ END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a drive
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """Starts the process that imports preload for all ranks, and returns at once; a second call does nothing."""
     if START_METHOD == "forkserver":
-        # SIGTERM and SIGHUP may be sent to the whole process group, and the forkserver must live as long as the ranks
+        # They may be sent to the whole process group, as by Ctrl-C, and the forkserver must live as long as the ranks
         # do, which unblock them
         resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             with _importable(), default_variable("GOMP_SPINCOUNT", SPIN_COUNT, "OMP_WAIT_POLICY"), _room_for_sockets():
                 forkserver.set_forkserver_preload([FORK_SERVER, *preload])

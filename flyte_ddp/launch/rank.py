@@ -21,6 +21,7 @@ from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.failures import from_exception
 from flyte_ddp.launch.link import ParentLink
 from flyte_ddp.launch.phases import STARTING
+from flyte_ddp.launch.signals import STOP_SIGNALS
 
 # What the launcher has set when it started the process that ranks are forked from
 SET_FOR_RANKS = {"GOMP_SPINCOUNT"}
@@ -131,7 +132,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)
     # blocked in the process that this one was forked from
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     stacks = open(os.path.join(private, f"stack-{environment.rank}"), "w")  # noqa: SIM115 open until the end
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()

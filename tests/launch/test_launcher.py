@@ -279,6 +279,22 @@ def test_no_process_and_no_folder_outlives_its_parent(tmp_path_factory, number, 
         assert {signal.SIGINT: "KeyboardInterrupt"}.get(number, f"{number.name}: no step was finished") in errors
 
 
+@pytest.mark.skipif(launcher.START_METHOD != "forkserver", reason="nothing is imported for all ranks")
+def test_ctrl_c_while_torch_is_imported_is_an_interrupt_and_nothing_else(tmp_path):
+    (tmp_path / "pressing.py").write_text("import os, signal\nos.killpg(0, signal.SIGINT)")
+    program = f"""
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World
+world = World(size=2, local_size=2, backend="gloo", device="cpu")
+launcher.launch("{TARGETS}:report_rank", world, None, 60.0, print, preload=["pressing"])
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert ended.stderr.endswith("KeyboardInterrupt\n")
+    assert ended.stderr.count("Traceback") == 1
+
+
 def test_a_rank_that_alone_is_asked_to_stop_ends_the_run_as_a_preemption():
     with pytest.raises(PreemptedError, match="SIGTERM: stopped on request before epoch 1, step 5"):
         launch("stop_as_rank_one_is_asked_to")
