@@ -45,7 +45,8 @@ class Classifier(Recipe):
             dtype = str(labels.dtype).removeprefix("torch.")
             raise InputError(
                 f"{owner}: labels must be int64 of shape ({count},), got {dtype} of shape {tuple(labels.shape)}: "
-                "return the number of each sample's class, as .long() or .argmax(1) gives it"
+                "return the number of each sample's class, as .long() gives it, or .argmax(1) of several columns, or "
+                "[:, 0] of one"
             )
         if self.share.alone:
             self._check_range(outputs, labels)

@@ -31,7 +31,14 @@ def measured(outputs, labels, alone=False):
         (LOGITS, LABELS - 1, "labels must be from 0 to 2, since the network returns 3 logits, got -1"),
         (LOGITS, LABELS.float(), "labels must be int64 of shape (4,), got float32 of shape (4,)"),
         (LOGITS, LABELS.int(), "labels must be int64 of shape (4,), got int32 of shape (4,)"),
-        (LOGITS, LABELS[:, None], "labels must be int64 of shape (4,), got int64 of shape (4, 1)"),
+        (
+            LOGITS,
+            LABELS[:, None],
+            (
+                "labels must be int64 of shape (4,), got int64 of shape (4, 1): return the number of each sample's "
+                "class, as .long() gives it, or .argmax(1) of several columns, or [:, 0] of one"
+            ),
+        ),
         ((LOGITS, 1), LABELS, "forward must return logits, a tensor of shape (n, classes), got tuple"),
         (LOGITS[:, 0], LABELS, "forward must return logits, a tensor of shape (n, classes), got shape (4,)"),
     ],
