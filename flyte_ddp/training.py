@@ -48,7 +48,7 @@ from flyte_ddp.report.record import RunFinished
 from flyte_ddp.report.summary import say_interrupted
 from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.whole_files import remove_leftovers, writing_to
+from flyte_ddp.whole_files import absolute, remove_leftovers, writing_to
 
 WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
 JOINED = "flyte_ddp.engine.joined:join_and_train"
@@ -123,7 +123,7 @@ def train(
             f"output must be a folder of this machine, got {output}: copy it to the storage later, or train in a task"
         )
     watching, subject = find_observers(observers), _subject(code, settings, data, init)
-    folder = Path(output).expanduser().absolute()
+    folder = absolute(output, OUTPUT)
     with writing_to(folder, OUTPUT):
         folder.mkdir(parents=True, exist_ok=True)
     if options.resume_from:
@@ -174,7 +174,7 @@ def _checked(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]
 
 
 def _subject(code: UserCode, settings: TrainingSettings, data: str | Path | None, init: str | Path | None) -> Subject:
-    source, first = existing(data), Path(init).expanduser().absolute() if init else None
+    source, first = existing(data), absolute(init, "init") if init else None
     if first and not first.exists():
         raise InputError(f"init must be a file or folder that is there, got {first}")
     return subject_of(code, settings, source, first)
@@ -232,7 +232,7 @@ def existing(data: str | Path | None) -> Path | StoredData | None:
         from flyte_ddp.data.remote_files import stored_data  # it imports fsspec, which other trainings do without
 
         return stored_data(data)
-    source = Path(data).expanduser().absolute() if data else None
+    source = absolute(data, "data") if data else None
     if source and not source.exists():
         raise InputError(f"data must be an existing file or folder, got {source}")
     return source

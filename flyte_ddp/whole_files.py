@@ -41,6 +41,19 @@ def reading() -> Iterator[None]:
         raise InputError(f"{error.filename} may not be read: allow it (chmod -R u+rX), or give another") from None
 
 
+def absolute(place: str | Path, variable: str) -> Path:
+    """The absolute path of a place here; InputError if it is below a home or current folder that is not there.
+
+    variable: as in writing_to.
+    """
+    try:
+        return Path(place).expanduser().absolute()
+    except RuntimeError:
+        raise InputError(f"no home folder for {place}: set {variable} to an absolute path") from None
+    except FileNotFoundError:
+        raise InputError("the current folder has been removed: change to one that is there (cd)") from None
+
+
 def temporary_beside(path: Path) -> Path:
     """A name in the same folder that no other process uses (for os.replace) and that remove_leftovers recognises."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")

@@ -16,7 +16,7 @@ from flyte_ddp.engine.job import digest_of
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.flyte1 import platform
-from flyte_ddp.whole_files import content_digest, writing_to
+from flyte_ddp.whole_files import absolute, content_digest, writing_to
 from tests.commands import unreadable
 
 ROOT = Path(__file__).parents[1]
@@ -114,3 +114,15 @@ def test_links_in_a_circle_are_refused(tmp_path):
     for read in content_digest, lambda folder: Stored(folder).sizes():
         with pytest.raises(InputError, match=rf"{one}/on/back leads to {one}, in which it is itself: remove that link"):
             read(one)
+
+
+def test_a_place_below_no_home_or_current_folder_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"no home folder for ~nobody-of-this-name/out: set output to an absol"):
+        absolute("~nobody-of-this-name/out", "output")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert absolute(tmp_path, "output") == tmp_path
+    with pytest.raises(InputError, match=r"the current folder has been removed: change to one that is there \(cd\)"):
+        absolute("out", "output")

@@ -10,19 +10,14 @@ from pathlib import Path
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.errors import InputError
-from flyte_ddp.whole_files import writing_to
+from flyte_ddp.whole_files import absolute, writing_to
 
 
 def runs_dir() -> Path:
     """Where local runs store their results: DDP_RUNS_DIR, else a folder in the user's home."""
     chosen, data = os.environ.get("DDP_RUNS_DIR"), os.environ.get("XDG_DATA_HOME", "")
-    try:
-        if chosen:
-            return Path(chosen).expanduser().absolute()
-        return (Path(data) if os.path.isabs(data) else Path("~/.local/share").expanduser()) / "flyte-ddp" / "runs"
-    except RuntimeError:
-        raise InputError(f"no home folder for {chosen or 'runs'}: set DDP_RUNS_DIR to an absolute path") from None
+    default = Path(data if os.path.isabs(data) else "~/.local/share", "flyte-ddp", "runs")
+    return absolute(chosen or default, "DDP_RUNS_DIR")
 
 
 @contextmanager

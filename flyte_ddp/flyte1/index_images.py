@@ -27,7 +27,7 @@ from flyte_ddp.flyte1.prepare import PreparedDataset, forget_lost_results
 from flyte_ddp.flyte1.resources import preparation_resources
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import say
-from flyte_ddp.whole_files import writing_to
+from flyte_ddp.whole_files import absolute, writing_to
 
 
 class FoundImages(NamedTuple):
@@ -56,10 +56,8 @@ def find_images(
         return FoundImages(stored, of_folder(stored))
     if folder and not is_local():
         raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
-    if folder:
-        path = Path(folder).expanduser().absolute()
-    else:
-        path = lfw_folder() if images.source == "lfw" else digit_images()
+    made = lfw_folder if images.source == "lfw" else digit_images
+    path = absolute(folder, "folder") if folder else made()
     if not is_local():
         return FoundImages(FlyteDirectory(str(path)), "")
     forget_lost_results()

@@ -16,7 +16,8 @@ from pathlib import Path
 from flyte_ddp.code.code_version import LIBRARY, is_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.new.library import DISTRIBUTION
-from flyte_ddp.whole_files import temporary_beside, writing_to
+from flyte_ddp.text import shortened
+from flyte_ddp.whole_files import absolute, temporary_beside, writing_to
 
 TEMPLATE = Path(__file__).with_name("template")
 FLYTE2 = Path(__file__).with_name("flyte2") / "template"  # what is otherwise for Flyte 2
@@ -28,7 +29,7 @@ def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
 
     library: the requirement for this library in the project's pyproject.toml. flyte2: whether it is for Flyte 2.
     """
-    folder = folder.absolute()
+    folder = absolute(folder, "NAME")
     check_name(folder.name)
     if os.path.lexists(folder):
         raise InputError(f"NAME must be a new folder, got {folder}, which exists: choose another name or folder")
@@ -58,10 +59,10 @@ def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path,
 
 def check_name(name: str) -> None:
     """Raises InputError for a name that is not valid for a package, a distribution and an image, or hides another."""
-    if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+    if len(name) > 100 or not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise InputError(
-            "NAME must be a Python package name of lower-case letters, digits and single underscores, not a keyword, "
-            f"got {name!r}: choose one like flower_images"
+            "NAME must be a Python package name of at most 100 lower-case letters, digits and single underscores, not "
+            f"a keyword, got {shortened(name, 100)!r}: choose one like flower_images"
         )
     installed = [folder for folder in sys.path if is_installed(folder)]
     is_taken = name in sys.stdlib_module_names or name in (LIBRARY, "tests") or PathFinder.find_spec(name, installed)

@@ -26,7 +26,7 @@ from filelock import FileLock
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.platform_storage import files_at
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
-from flyte_ddp.whole_files import content_digest, whole_file, write_whole
+from flyte_ddp.whole_files import absolute, content_digest, whole_file, write_whole
 
 FORMAT = 1
 UNWRITABLE = (errno.EDQUOT, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
@@ -71,7 +71,7 @@ def local_root(place: str) -> str:
     """A URL as it is, a folder by its absolute path; InputError for a URL of which a slash is missing."""
     if re.match(r"\w{2,}:/(?!/)", place):
         raise InputError(f"place must be a folder, or a URL such as s3://bucket/mnist, got {place!r}: add a slash")
-    return place if "://" in place else str(Path(place).expanduser().absolute())
+    return place if "://" in place else str(absolute(place, "place"))
 
 
 class Place:

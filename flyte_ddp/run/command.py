@@ -4,7 +4,6 @@ flyte-ddp evaluate, with the same options, evaluates what such a training hands 
 """
 
 import dataclasses
-import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from flyte_ddp.fields import TYPE_NAMES, described, read_json
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import evaluate as evaluate_beside
 from flyte_ddp.training import train
+from flyte_ddp.whole_files import absolute
 
 
 class Recipes(click.Group):
@@ -28,8 +28,9 @@ class Recipes(click.Group):
         return []
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        if os.getcwd() not in sys.path:  # as `python -m` has it
-            sys.path.insert(0, os.getcwd())
+        here = str(absolute("", "RECIPE"))
+        if here not in sys.path:  # as `python -m` has it
+            sys.path.insert(0, here)
         find_code(cmd_name)
         return command_of(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]), ctx.command is evaluate)
 

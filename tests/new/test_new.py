@@ -217,6 +217,12 @@ def test_a_name_that_cannot_be_a_package_is_refused(tmp_path, name):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_name_that_is_too_long_for_a_file_is_refused(tmp_path):
+    said = new("a" * 300, cwd=tmp_path, status=2).stderr.splitlines()[-1]
+    assert "NAME must be a Python package name of at most 100 lower-case letters" in said
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["random", "torch", "flyte_ddp", "tests"])
 def test_a_name_that_would_hide_another_package_is_refused(tmp_path, name):
     done = new(name, cwd=tmp_path, status=2)

@@ -151,6 +151,8 @@ def test_what_is_no_place_is_refused(tmp_path):
         Place(platform, "models")
     with pytest.raises(InputError, match=r"a URL such as s3://bucket/mnist, got 's3:/bucket': add a slash"):
         local_root("s3:/bucket")
+    with pytest.raises(InputError, match="no home folder for ~nobody-of-this-name/models: set place to an absol"):
+        local_root("~nobody-of-this-name/models")
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"must be writable: .*Not a directory"):
         promote(Place(platform, str(tmp_path / "file")), "first", tmp_path)

@@ -96,6 +96,7 @@ def test_the_command_has_a_version():
         (["tabular.recipe:Tabular", "--epochs", "0"], "Settings.epochs must be at least 1, got 0"),
         (["tabular.recipe:Tabular", "--resume", "perhaps"], "--resume must be true or false, got perhaps"),
         (["tabular.recipe:Tabular", "--epoch", "1"], "No such option '--epoch'.*--epochs"),
+        (["tabular.recipe:Tabular", "--output", "~nobody-of-this-name/out"], "no home folder for ~nobody-of-this-name"),
         (["--settings-class", "os:path", "tabular.recipe:Tabular"], "--settings-class must be a subclass of"),
         (["--settings-class", "nowhere:X", "tabular.recipe:Tabular"], "--settings-class must name the class of"),
     ],
@@ -104,3 +105,12 @@ def test_a_mistake_is_one_sentence(arguments, words):
     status, said = run(*arguments)
     assert status != 0
     assert re.search(words, said), said
+
+
+def test_a_current_folder_that_has_been_removed_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    status, said = run("tabular.recipe:Tabular", "--epochs", "1")
+    assert status != 0
+    assert "the current folder has been removed: change to one that is there (cd)" in said

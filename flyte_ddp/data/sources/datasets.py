@@ -17,7 +17,7 @@ from flyte_ddp.data.prepared.writer import discard, write_prepared
 from flyte_ddp.data.sources.download import Mirrors, Progress, mirror_from_environment
 from flyte_ddp.data.sources.open_url import Opener, OpenStored
 from flyte_ddp.errors import DataError, DownloadError, InputError
-from flyte_ddp.whole_files import remove_leftovers, write_whole, writing_to
+from flyte_ddp.whole_files import absolute, remove_leftovers, write_whole, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,8 @@ OWN_FOLDERS = "", "prepared", "MNIST/raw", "FashionMNIST/raw", "CIFAR10", "CIFAR
 def data_dir() -> Path:
     """The folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
     chosen, cache = os.environ.get("DDP_DATA_DIR"), os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        if chosen:
-            return Path(chosen).expanduser().absolute()
-        return (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "flyte-ddp"
-    except RuntimeError:
-        raise InputError(f"no home folder for {chosen or 'data'}: set DDP_DATA_DIR to an absolute path") from None
+    default = Path(cache if os.path.isabs(cache) else "~/.cache", "flyte-ddp")
+    return absolute(chosen or default, "DDP_DATA_DIR")
 
 
 def prepared_dir(name: str) -> Path:

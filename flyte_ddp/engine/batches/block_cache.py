@@ -24,7 +24,7 @@ from torch import distributed
 from flyte_ddp.engine.batches.block_order import Uses
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.whole_files import temporary_beside, writing_to
+from flyte_ddp.whole_files import absolute, temporary_beside, writing_to
 
 VARIABLE = "DDP_CACHE_DIR"
 
@@ -36,8 +36,7 @@ class BlockCache:
         """cache_bytes: for all ranks of the node; 0 is half of what is free."""
         self.environment, self.cache_bytes = environment, cache_bytes
         # A folder of its own: open removes what others have left there, and the user may name all of a disk
-        place = os.path.expanduser(os.environ.get(VARIABLE) or tempfile.gettempdir())
-        self.root = Path(place, "ddp-blocks").absolute()
+        self.root = absolute(os.environ.get(VARIABLE) or tempfile.gettempdir(), VARIABLE) / "ddp-blocks"
         self.budget = 0  # in bytes, for this rank's blocks
         self._alive: IO[bytes] | None = None  # locked for as long as this rank lives
 
