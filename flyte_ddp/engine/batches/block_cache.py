@@ -68,7 +68,7 @@ class BlockCache:
             fcntl.flock(self._alive, fcntl.LOCK_UN)  # closing it would not do: loader workers may have it still
             self._alive.close()
             self._alive = None
-            with locked(self.root / ".lock"):
+            with suppress(FileNotFoundError), locked(self.root / ".lock"):  # or somebody has removed it all
                 remove_if_left(self.node)
 
     def check(self, needed: int) -> None:

@@ -1,6 +1,7 @@
 """The files of blocks: shared by the ranks of a node, within a budget, and gone after their last use."""
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -79,6 +80,11 @@ def test_what_cannot_be_written_leaves_nothing_and_names_the_folder(place):
         with pytest.raises(InputError, match=f"cannot write to {place}: No space left on device; free .*DDP_CACHE_DIR"):
             cache.fetch("train-1", fill)
         assert os.listdir(cache.folder) == []
+
+
+def test_a_folder_that_is_removed_meanwhile_ends_no_training(place):
+    with cache_of():
+        shutil.rmtree(place)
 
 
 def test_a_running_training_keeps_its_files_when_another_starts(place, monkeypatch):
