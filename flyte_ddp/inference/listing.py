@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.errors import ReportedError
+from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1.data import fetch, list_files
 from flyte_ddp.inference.shards import Shard
 
@@ -20,7 +20,11 @@ class Listing:
 
     @classmethod
     def of(cls, folder: FlyteDirectory | None) -> "Listing":
-        return cls([] if folder is None else [*list_files(folder).items()])
+        """InputError for a folder that has none: a listing without any stands for the dataset's split."""
+        files = [] if folder is None else [*list_files(folder).items()]
+        if folder is not None and not files:
+            raise InputError(f"folder must contain image files, got {folder.path} without any: choose another folder")
+        return cls(files)
 
     @classmethod
     def read(cls, path: Path) -> "Listing":

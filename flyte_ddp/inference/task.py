@@ -22,10 +22,8 @@ from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import training_environment
 from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.prepared import prepared
-from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
-from flyte_ddp.flyte1.data import list_files
 from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of
 from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.platform import is_local, working_folder
@@ -69,8 +67,7 @@ def check_inputs(
 ) -> Checked:
     """Fills in what the weights say of themselves; refuses invalid inputs before the dataset is downloaded."""
     known = classifier_metadata(model_state)
-    if folder is not None and not list_files(folder):
-        raise InputError(f"folder must contain image files, got {folder.path} without any: choose another folder")
+    Listing.of(folder)
     dataset = dataset_of(known, options.dataset, "load it with load_model, see docs/reference.md")
     if options.model == "auto":
         options = replace(options, model=known.facts["network"] if known else "mnist_cnn")

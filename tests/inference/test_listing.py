@@ -82,6 +82,17 @@ def test_files_that_change_after_the_plan_are_in_no_cached_shard(trained, local_
     assert not part_path(shard).exists()
 
 
+def test_a_folder_that_is_emptied_before_the_plan_is_refused(trained, local_execution, photos):
+    """It had been a plan for the split instead, whose predictions passed for the folder's."""
+    shutil.rmtree(photos)
+    photos.mkdir()
+    model = PythonPickledFile(str(trained.model), remote_path=False)
+    with pytest.raises(InputError, match=r"folder must contain image files, got .*photos without any: choose another"):
+        plan_shards.task_function(
+            model_state=model, data=folder_of(prepare("digits")), folder=folder_of(photos), options=OPTIONS
+        )
+
+
 def test_an_index_of_images_that_have_changed_since_their_key_was_made_is_not_kept(local_execution, photos):
     found = find_images.task_function(folder=str(photos), images=ImageSettings(source="folder"))
     shutil.copy(photos / "0" / "b0.png", photos / "0" / "a.png")
