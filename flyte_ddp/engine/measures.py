@@ -93,7 +93,7 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
             f"{', '.join(sorted(measured))}"
         )
     count = batch.share.count
-    pairs, ones = {}, torch.ones(count, device=recipe.device)
+    pairs, ones = {}, torch.ones(count, dtype=torch.float32, device=recipe.device)
     for name in names or sorted(measured, key=lambda name: (name != "loss", list(measured).index(name))):
         measure = measured[name]
         values, weights = measure if isinstance(measure, tuple) else (measure, None)

@@ -86,9 +86,9 @@ class TrainingState:
         last = total_steps - 1
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(min(step, last), total_steps))
         # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
-        self.flag = torch.zeros((), device=device)
+        self.flag = torch.zeros((), dtype=torch.float32, device=device)
         # What an optimizer divides the gradients by in its step, if it can, which saves a pass over them
-        self._divisor = torch.ones((), device=device)
+        self._divisor = torch.ones((), dtype=torch.float32, device=device)
         self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag, self._divisor)
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -98,7 +98,7 @@ class TrainingState:
         self._sums = StepSums(len(names), device)
         self.logged: Sums | None = None  # at the last log since the last evaluation
         self._trained = 2 * self.names.index(trained_measure(names))
-        self._norms = torch.zeros(0, device=device)
+        self._norms = torch.zeros(0, dtype=torch.float32, device=device)
         self._generator = device_generator(device)
         self.history: list[EpochFinished] = []
         self.awaited: Awaited | None = None

@@ -66,7 +66,8 @@ class Step(nn.Module):
         bits = BITS if world_size > 1 or recipe.micro_batch else 0
         self.sizes = [2 * len(names), mode.running.size if mode.running else 0, bits, 2]
         self.digests: set[int] = set()
-        self.carrier = nn.Parameter(torch.zeros(sum(self.sizes), device=recipe.device))
+        # Here and elsewhere of a type that is said: a user's model() may have set another default
+        self.carrier = nn.Parameter(torch.zeros(sum(self.sizes), dtype=torch.float32, device=recipe.device))
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The sum of what is trained, and (2 k, samples) value and weight of each measure, alternating."""

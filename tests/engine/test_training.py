@@ -34,6 +34,14 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(train):
     assert not identical(first, other)
 
 
+@pytest.mark.parametrize("virtual_ranks", [0, 2])
+def test_a_default_type_that_a_model_leaves_behind_changes_no_bit(train, whole, virtual_ranks):
+    # In bfloat16 301 is 300, by which the gradients would be divided
+    settings = {"model": "fashion_cnn", "batch_size": 301, "clip_norm": 1.0, "virtual_ranks": virtual_ranks}
+    left = train(recipe="tests.engine.dtype_recipes:LeavesHalf", **settings)
+    assert identical(left, whole(**settings))
+
+
 def test_a_last_batch_with_fewer_images_than_ranks(train):
     # 318 = 317 + 1: in the last step all ranks but one have nothing to do
     one, three = (train(nproc, name=f"{nproc}", batch_size=317, learning_rate=0.1) for nproc in (1, 3))

@@ -42,8 +42,8 @@ def batch_norm(
     if not training or is_plain(share, features):
         plain: Tensor = PLAIN(features, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
         return plain
-    weight = torch.ones(channels, device=features.device) if weight is None else weight
-    bias = torch.zeros(channels, device=features.device) if bias is None else bias
+    weight = torch.ones(channels, dtype=torch.float32, device=features.device) if weight is None else weight
+    bias = torch.zeros(channels, dtype=torch.float32, device=features.device) if bias is None else bias
     if share.alone:
         layer = channels if running_mean is None else id(running_mean)
         mean, variance = (share.statistics or _of_one_value)(features.detach(), layer)
@@ -58,7 +58,7 @@ def batch_norm(
 
 def _of_one_value(features: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """With which the features stay as they are, but for eps: mean 0 and variance 1."""
-    zeros = torch.zeros(features.shape[1], device=features.device)
+    zeros = torch.zeros(features.shape[1], dtype=torch.float32, device=features.device)
     return zeros, torch.ones_like(zeros)
 
 

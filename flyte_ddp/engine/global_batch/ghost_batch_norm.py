@@ -126,7 +126,7 @@ def ghost_batch_norm(
 
 def _shift(share: BatchShare, features: Tensor) -> Tensor:
     """What a trial adds to the features: by sample, so that rows in another order than the samples are found out."""
-    positions = torch.linspace(0, 1, share.size)[share.first : share.first + share.count]
+    positions = torch.linspace(0, 1, share.size, dtype=torch.float32)[share.first : share.first + share.count]
     by_row = positions.repeat_interleave(len(features) // share.count)
-    shift = torch.outer(by_row, torch.linspace(1, 2, features.shape[1]))
+    shift = torch.outer(by_row, torch.linspace(1, 2, features.shape[1], dtype=torch.float32))
     return shift.view(*shift.shape, *[1] * (features.ndim - 2)).to(features)

@@ -37,7 +37,7 @@ class ExactStep(SingleStep):
     def __init__(self, step: Step, virtual_ranks: int):
         super().__init__(step)
         device, running = step.carrier.device, step.mode.running
-        statistics = torch.zeros(running.size if running else 0, device=device)
+        statistics = torch.zeros(running.size if running else 0, dtype=torch.float32, device=device)
         # By part: value and weight of each measure, and the digest of what was drawn, from 1
         self._measured = torch.zeros(virtual_ranks, 2 * len(step.names) + 1, dtype=torch.float64, device=device)
         first = Bucket([statistics], Digits.wide(virtual_ranks), more=2 + self._measured.numel())

@@ -69,15 +69,15 @@ class Bucket:
         sizes = [-(-tensor.numel() // block) * block for tensor in tensors]
         size = max(sum(sizes), block)  # of nothing there is no largest
         self._digits = digits
-        self.gradients = torch.zeros(size // block, block, device=device)
+        self.gradients = torch.zeros(size // block, block, dtype=torch.float32, device=device)
         pieces = self.gradients.view(-1)[: sum(sizes)].split(sizes)
         self.views = [_like(tensor, piece) for tensor, piece in zip(tensors, pieces, strict=True)]
         self._sent = torch.zeros(size + 1 + more, dtype=digits.type, device=device)
         self._sum, self._misfits, self.more = self._sent.split([size, 1, more])
         self._sum = self._sum.view_as(self.gradients)
-        self._scales = torch.ones(size // block, 1, device=device)
+        self._scales = torch.ones(size // block, 1, dtype=torch.float32, device=device)
         self._peak: Tensor | None = None  # of the addends, as whole numbers; None before the first
-        self.largest = torch.zeros(size // block, 1, device=device)
+        self.largest = torch.zeros(size // block, 1, dtype=torch.float32, device=device)
         self._work: distributed.Work | None = None
         self.exponents = torch.zeros(size // block, 1, dtype=torch.int32, device=device)
 
