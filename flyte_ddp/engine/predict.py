@@ -37,13 +37,14 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         first, last = rank_slice(0, len(source), number, count)
         size = settings.test_batch_size
         parts: list[Tensor] = []
-        for tree in source.fetch(torch.arange(first, last).split(size)):
+        # Where there are more shards than samples, one that has none takes a neighbour's, for the shape of its rows
+        for tree in source.fetch(torch.arange(first, max(last, first + 1)).split(size)):
             predictions = recipe.predictions(recipe.forward(model, tree), tree)
             if predictions is None:
                 raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")
             parts.append(predictions.cpu())
             link.heartbeat()
-    rows = torch.cat(parts).numpy() if parts else np.empty(0, np.float32)
+    rows = torch.cat(parts)[: last - first].numpy()
     with writing_to(job.logs, "DDP_RUNS_DIR"), whole_file(Path(job.logs, f"predictions-{number}.npy")) as file:
         np.save(file, rows)
     return len(rows)
