@@ -27,7 +27,7 @@ HARDWARE_MESSAGE = re.compile(
 MEMORY_MESSAGE = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED")
 # Mistakes that the next attempt would repeat, although NCCL reports them like the loss of a peer
 SETUP_MESSAGE = re.compile(r"Duplicate GPU|no kernel image|invalid device ordinal")
-MORE_MEMORY = " (lower batch_size, or train on more GPUs; or the network is too large, as where model() makes it)"
+MORE_MEMORY = " (lower batch_size, or train on more GPUs; where model() fails, the network itself is too large)"
 LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
 # Of the semaphores that processes share, and of torch's tensors between them
 SHARED_MESSAGE = re.compile(r"shared memory (object|file)|</?torch_\d|bus error .*shared memory")

@@ -42,7 +42,7 @@ def nccl(what, last):
         (cuda("device-side assert triggered"), "error", False, "assert triggered"),
         (cuda("an illegal memory access was encountered"), "error", False, "illegal"),
         (cuda("no kernel image is available for execution on the device"), "error", False, "no kernel image"),
-        (cuda("out of memory"), "error", False, "lower batch_size, or train on more GPUs; or the network is too large"),
+        (cuda("out of memory"), "error", False, "lower batch_size, or train on more GPUs; where model() fails, the"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "error", False, "lower batch_size"),
         (nccl("unhandled cuda error", "Cuda failure 2 'out of memory'"), "error", False, "lower batch_size"),
         (

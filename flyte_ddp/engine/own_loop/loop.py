@@ -193,7 +193,7 @@ class Loop:
         names = names_on_all_ranks("loop.evaluated", measures)
         values = [measures[name] for name in names]
         pairs = [value if isinstance(value, tuple) else (value, _count(value)) for value in values]
-        rows = [[float(torch.as_tensor(one).sum()) for one in pair] for pair in pairs]
+        rows = [[float(torch.as_tensor(one).detach().sum()) for one in pair] for pair in pairs]
         sums = torch.tensor(rows, dtype=torch.float64).to(self.device)
         distributed.all_reduce(sums)
         totals, self._progress.evaluated = zip(names, sums.tolist(), strict=True), {}
