@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, ModelPruning, SpikeDetection
 
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.hosts.machine import machine, moved
@@ -49,6 +49,7 @@ REFUSED: dict[type[Callback], str] = {
     "been trained",
     LearningRateFinder: ANEW,
     BatchSizeFinder: ANEW,
+    SpikeDetection: "Lightning cannot load its state from a checkpoint; a loss that is not finite ends a training here",
 }
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 

@@ -54,6 +54,7 @@ def test_what_is_not_finite_ends_the_run_wherever_it_shows(tmp_path, module, wor
         ("variants:Pruned", "model:Numerals", {}, "must not return a ModelPruning: its masks are not in Lightning's"),
         ("variants:Searching", "model:Numerals", {}, "must not return a LearningRateFinder: it searches anew when"),
         ("variants:SearchingSize", "model:Numerals", {}, "must not return a BatchSizeFinder: it searches anew when"),
+        ("variants:Spiking", "model:Numerals", {}, "must not return a SpikeDetection: Lightning cannot load its state"),
         ("variants:Depth", "model:Numerals", {}, "Depth.__init__ needs depth, and Settings has no such field: add one"),
         (
             "variants:Scaled",

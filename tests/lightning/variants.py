@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    SpikeDetection,
     StochasticWeightAveraging,
 )
 from numerals.model import LitNumerals
@@ -122,6 +123,11 @@ class Searching(LitNumerals):
 class SearchingSize(LitNumerals):
     def configure_callbacks(self):
         return [BatchSizeFinder()]
+
+
+class Spiking(LitNumerals):
+    def configure_callbacks(self):
+        return [SpikeDetection()]
 
 
 class FineTuned(Averaging):
