@@ -58,6 +58,11 @@ class Bytes(Sound):
         return super().data(split).byte()
 
 
+class Halved(Sound):
+    def data(self, split):
+        return super().data(split).half()
+
+
 # --- weights ---
 
 

@@ -27,6 +27,7 @@ REFUSED = {
     "TwoOptimizers": ["TwoOptimizers.optimizer", "must return one optimizer of torch.optim, got list", "groups"],
     "LearnedWeights": ["LearnedWeights.measure", "the weights of 'loss' must not need a gradient", "detach()"],
     "OfNumPy": ["OfNumPy.data", "shape (8, 8) in a batch is float64", "Double", '.astype("float32")'],
+    "Halved": ["Halved.data", "shape (8, 8) in a batch is float16", "Half", '.astype("float32")'],
     "Bytes": ["Bytes.data", "shape (8, 8) in a batch is uint8", "Byte", ".float()"],
     "Lazy": ["Lazy.model", "0.weight has no shape yet", "call the network once in model()"],
     "Scripted": ["Scripted.model", "the network must not come from torch.jit, or must be frozen", "return the module"],

@@ -25,7 +25,7 @@ from flyte_ddp.recipe import Recipe, Tree
 from flyte_ddp.text import reason_of
 
 # Types that no layer of float32 takes, by what torch calls them then
-UNFIT = {torch.float64: r"\bdouble\b", torch.uint8: r"\b(byte|unsigned char)\b"}
+UNFIT = {torch.float64: r"\bdouble\b", torch.float16: r"\bhalf\b", torch.uint8: r"\b(byte|unsigned char)\b"}
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
-    """What numpy computes is float64, pictures are uint8, and layers take neither: the first thing that many meet."""
+    """What numpy computes is float64, embeddings are often float16, pictures uint8: layers take none of them."""
     try:
         yield
     except RuntimeError as error:
