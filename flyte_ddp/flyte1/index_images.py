@@ -56,8 +56,7 @@ def find_images(
         return FoundImages(stored, of_folder(stored))
     if folder and not is_local():
         raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
-    made = lfw_folder if images.source == "lfw" else digit_images
-    path = absolute(folder, "folder") if folder else made()
+    path = absolute(folder, "folder") if folder else lfw_folder() if images.source == "lfw" else digit_images()
     if not is_local():
         return FoundImages(FlyteDirectory(str(path)), "")
     forget_lost_results()
