@@ -1,12 +1,41 @@
 """What a checkpoint of Lightning's lacks, and a resume needs to end with the same bits."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    SpikeDetection,
+    StochasticWeightAveraging,
+)
+
+from flyte_ddp.errors import InputError
 
 # Which Lightning does not call at the start of an epoch that a resume goes on with, and which may be called again
 SETTING_UP_EPOCHS = GradientAccumulationScheduler, StochasticWeightAveraging
+ANEW = (
+    "it searches anew when a killed training goes on, and Lightning then forgets the epoch and the optimizer of the "
+    "checkpoint; search once, by Lightning's Tuner, and give what it finds as a setting"
+)
+# Why no training with such a callback could go on from its checkpoint, and what to do instead
+REFUSED: dict[type[Callback], str] = {
+    ModelPruning: "its masks are not in Lightning's checkpoints, and no training could go on from them; prune what has "
+    "been trained",
+    LearningRateFinder: ANEW,
+    BatchSizeFinder: ANEW,
+    SpikeDetection: "Lightning cannot load its state from a checkpoint; a loss that is not finite ends a training here",
+}
+
+
+def check_callbacks(recipe: str, callbacks: Sequence[Callback]) -> None:
+    """Raises InputError for one with which no training could go on. recipe: as it is named in messages."""
+    for kind, reason in REFUSED.items():
+        if any(isinstance(one, kind) for one in callbacks):
+            raise InputError(f"{recipe}.configure_callbacks must not return a {kind.__name__}: {reason}")
 
 
 def forgotten(trainer: Trainer) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, ModelPruning, SpikeDetection
+from lightning.pytorch.callbacks import Checkpoint
 
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.hosts.machine import machine, moved
@@ -27,7 +27,7 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken, check_finite
-from flyte_ddp.lightning.forgotten import forgotten, remember
+from flyte_ddp.lightning.forgotten import check_callbacks, forgotten, remember
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.loaders import problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
@@ -39,18 +39,6 @@ DRIFTED = (
     "out what is unfrozen later, as by BackboneFinetuning: train it from the start, with a learning rate of 0, or on "
     "one rank; change weights by hand alike on all ranks"
 )
-ANEW = (
-    "it searches anew when a killed training goes on, and Lightning then forgets the epoch and the optimizer of the "
-    "checkpoint; search once, by Lightning's Tuner, and give what it finds as a setting"
-)
-# why no training with such a callback could go on from its checkpoint, and what to do instead
-REFUSED: dict[type[Callback], str] = {
-    ModelPruning: "its masks are not in Lightning's checkpoints, and no training could go on from them; prune what has "
-    "been trained",
-    LearningRateFinder: ANEW,
-    BatchSizeFinder: ANEW,
-    SpikeDetection: "Lightning cannot load its state from a checkpoint; a loss that is not finite ends a training here",
-}
 NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
 
@@ -106,9 +94,7 @@ class RankObserver(Checkpoint):
         self._trainer = trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
-        for kind, reason in REFUSED.items():
-            if any(isinstance(one, kind) for one in callbacks):
-                raise InputError(f"{self._job.recipe}.configure_callbacks must not return a {kind.__name__}: {reason}")
+        check_callbacks(self._job.recipe, callbacks)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._clock = StepClock(trainer.strategy.root_device)
