@@ -97,13 +97,13 @@ def test_logs_of_a_killed_pod_are_in_storage_and_the_next_attempt_says_where(pla
     first = training_pod(small, place / "lost", RunOptions(), hp=Hyperparameters(epochs=10**6, batch_size=50))
     names = "logs/console.log", "logs/progress.jsonl", "report.html"
     stored, progress, report = (place / "lost" / "raw" / name for name in names)
-    written = (report.exists, stored.exists, lambda: any(one.seconds["training"] for one in attempts_in(progress)))
+    written = (report.exists, stored.exists, lambda: any(one.seconds["steps"] for one in attempts_in(progress)))
     first.kill_when(lambda: all(is_there() for is_there in written))
     second = training_pod(small, place / "after", RunOptions(), previous=first)
     second.run()
     assert f"; those of the previous attempt: {stored.parent}\n" in second.log
     before, now = attempts_in(place / "after" / "raw" / "logs" / "progress.jsonl")
-    assert before.seconds["training"] + before.seconds["lost"] > 0
+    assert before.seconds["steps"] + before.seconds["lost"] > 0
     assert now.seconds["between"] == pytest.approx(now.began - before.ended)
 
 

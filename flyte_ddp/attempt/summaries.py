@@ -16,10 +16,10 @@ class RunSummary:
     Attributes:
         train_samples: number of training samples; 0 where data do not say, as under an IterableDataset.
         test_samples: number of test samples.
-        train_seconds: in the training loops alone.
+        train_seconds: in the training loops alone: the report's and the terminal's seconds of training.
         total_seconds: of the whole task.
         seconds: of all attempts, by cause, see flyte_ddp.report.goodput.
-        goodput: the share of training and evaluating in them, from 0 to 1.
+        goodput: the share of steps and evaluations in them, from 0 to 1.
         samples_per_second: training samples, all ranks together, per second of train_seconds.
         world_size: number of ranks.
         backend: nccl or gloo.

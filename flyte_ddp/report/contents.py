@@ -58,7 +58,7 @@ def epoch_heads(record: Record) -> list[str]:
     names = [in_words(name) for name in record.measures[:MOST_MEASURES]]
     split = capitalised(record.split)
     measured = (f"{of} {name}" for of in (split, "Training") for name in names)
-    return ["Epoch", *measured, "Seconds", "Weights"]
+    return ["Epoch", *measured, "Seconds of training", "Weights"]
 
 
 def epoch_lines(record: Record) -> list[list[str]]:
@@ -68,7 +68,7 @@ def epoch_lines(record: Record) -> list[list[str]]:
         [
             counted(epoch.position),
             *(record.written(name, measures) for measures in (epoch.evaluated, epoch.train) for name in names),
-            f"{epoch.train_seconds + epoch.evaluate_seconds:.1f}",
+            f"{epoch.train_seconds:.1f}",
             epoch.digest or "-",
         ]
         for epoch in record.epochs[-MOST_EPOCHS:]

@@ -13,9 +13,9 @@ from typing import Any
 
 from flyte_ddp import events
 
-WORK = ("training", "data", "stragglers", "evaluating")  # lost, if no checkpoint has what came of it
+WORK = ("steps", "data", "stragglers", "evaluating")  # lost, if no checkpoint has what came of it
 LABELS = {
-    "training": "Training",
+    "steps": "Steps",
     "evaluating": "Evaluating",
     "data": "Waiting for data",
     "stragglers": "Waiting for a slow rank",
@@ -65,7 +65,7 @@ class Attempt:
 
     def mark(self, epoch: int, step: int, written_since: float = 0.0) -> None:
         """written_since: seconds of work that the checkpoint of this position does not have."""
-        done = self.work - min(written_since, self.seconds["training"])
+        done = self.work - min(written_since, self.seconds["steps"])
         self.marks = [*self.marks[:1], *self.marks[1:][1 - MOST_MARKS :], (epoch, step, done)]
 
     def lose(self, epoch: int, step: int) -> bool:
@@ -127,11 +127,11 @@ class Goodput:
             position = event.first_epoch, event.first_step
             any(attempt.lose(*position) for attempt in reversed(self.attempts))  # up to the one that it goes on from
             now.mark(*position)
-            self._cause = "training" if event.first_epoch < event.epochs else "finishing"
+            self._cause = "steps" if event.first_epoch < event.epochs else "finishing"
             self._epochs, self._data, self._stragglers = event.epochs, 0.0, 0.0
         elif isinstance(event, events.EpochFinished):
-            now.move("training", "evaluating", event.evaluate_seconds)
-            self._cause = "finishing" if event.position >= self._epochs else "training"
+            now.move("steps", "evaluating", event.evaluate_seconds)
+            self._cause = "finishing" if event.position >= self._epochs else "steps"
         elif isinstance(event, events.EpochChosen):
             now.move(self._cause, "evaluating", event.seconds)
             self._cause = "finishing"
@@ -140,8 +140,8 @@ class Goodput:
             now.mark(event.epoch, event.step, event.write_seconds)
         elif isinstance(event, events.RanksTimed):
             data, stragglers = statistics.median(event.data), max(event.waited_for)
-            now.move("training", "data", data - self._data)
-            now.move("training", "stragglers", stragglers - self._stragglers)
+            now.move("steps", "data", data - self._data)
+            now.move("steps", "stragglers", stragglers - self._stragglers)
             self._data, self._stragglers = data, stragglers
         elif isinstance(event, events.RanksRestarted):
             self._cause = "recovering"
@@ -160,8 +160,8 @@ class Goodput:
 
 
 def share_of(seconds: Mapping[str, float]) -> float:
-    """Goodput: the share of training and evaluating in all seconds, from 0 to 1."""
-    return sum(seconds.get(cause, 0.0) for cause in ("training", "evaluating")) / (sum(seconds.values()) or 1.0)
+    """Goodput: the share of steps and evaluations in all seconds, from 0 to 1."""
+    return sum(seconds.get(cause, 0.0) for cause in ("steps", "evaluating")) / (sum(seconds.values()) or 1.0)
 
 
 def spent(seconds: Mapping[str, float]) -> str:

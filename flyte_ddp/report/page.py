@@ -61,7 +61,7 @@ STYLE = """
 .ddp .stack div { display: flex; height: 1.1rem; border-radius: .25rem; overflow: hidden; }
 .ddp .key { white-space: nowrap; margin-right: 1rem; }
 .ddp .key i { display: inline-block; width: .8em; height: .8em; border-radius: .15em; margin-right: .35em; }
-.ddp .of-training { background: var(--c1); } .ddp .of-evaluating { background: var(--c3); }
+.ddp .of-steps { background: var(--c1); } .ddp .of-evaluating { background: var(--c3); }
 .ddp .of-data { background: var(--c7); } .ddp .of-stragglers { background: var(--c2); }
 .ddp .of-checkpoints { background: var(--c4); } .ddp .of-fetching { background: var(--c6); }
 .ddp .of-starting { background: var(--c8); } .ddp .of-recovering { background: #8d96a3; }

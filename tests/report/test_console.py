@@ -192,7 +192,7 @@ def test_last_words(recorded, capsys):
     assert "640 training and 96 test images" in said
     assert "Model:    /runs/model.pt" in said
     assert "Next:     python -m webbrowser file:///runs/report.html" in said
-    assert "training " in said
+    assert "Seconds:  " in said
     assert f"Weights:  {recorded.events[-1].results[0].digest}" in said
     assert len(said.strip().splitlines()) == 7
 

@@ -72,12 +72,12 @@ def followed(goodput, events):
 def test_seconds_of_two_attempts_by_cause():
     first = followed(Goodput(0.0, fetched=1.0), FIRST)
     assert first.seconds == {
-        "training": 26.5, "data": 1.0, "stragglers": 2.0, "checkpoints": 0.5, "fetching": 1.0, "starting": 9.0
+        "steps": 26.5, "data": 1.0, "stragglers": 2.0, "checkpoints": 0.5, "fetching": 1.0, "starting": 9.0
     }  # fmt: skip
     second = followed(Goodput(50.0, fetched=0.5, earlier=first.attempts), SECOND)
     assert second.seconds == {
         # 9.5 + 7.5 until each checkpoint that was gone on from, and 6 to the end; 3 of these were waited
-        "training": 20.0,
+        "steps": 20.0,
         "evaluating": 5.0,
         "data": 1.0,
         "stragglers": 2.0,
@@ -99,7 +99,7 @@ def test_work_without_a_checkpoint_is_lost_and_an_attempt_that_never_trained_los
     first = followed(Goodput(0.0), [(10.0, started()), (30.0, step(0, 5))])
     second = followed(Goodput(31.0, earlier=first.attempts), [(35.0, StartUp("importing torch"))])
     third = followed(Goodput(40.0, earlier=second.attempts), [(45.0, started()), (50.0, finished(1, 1.0))])
-    expected = {"training": 4, "evaluating": 1, "starting": 10, "recovering": 9, "lost": 20, "between": 6}
+    expected = {"steps": 4, "evaluating": 1, "starting": 10, "recovering": 9, "lost": 20, "between": 6}
     assert third.seconds == expected
 
 
@@ -113,7 +113,7 @@ def test_an_attempt_that_starts_afresh_has_lost_all_attempts_before():
     first = followed(Goodput(0.0), FIRST)
     second = followed(Goodput(40.0, earlier=first.attempts), [(50.0, started(0, 5)), (60.0, step(0, 9))])
     third = followed(Goodput(60.0, earlier=second.attempts), [(70.0, started()), (80.0, step(0, 5))])
-    assert third.seconds == {"training": 10, "checkpoints": 0.5, "starting": 10, "recovering": 20, "lost": 39.5}
+    assert third.seconds == {"steps": 10, "checkpoints": 0.5, "starting": 10, "recovering": 20, "lost": 39.5}
 
 
 def test_attempts_that_overlap_count_each_second_once():
@@ -126,7 +126,7 @@ def test_what_another_version_has_written_is_read():
     written = {
         "began": 1,
         "ended": 5,
-        "seconds": {"training": 4, "daydreaming": 1.0},
+        "seconds": {"steps": 4, "daydreaming": 1.0},
         "marks": [[0, 0, 0]],
         "mood": "good",
     }
@@ -206,7 +206,7 @@ def test_a_training_that_is_cut_off_twice_accounts_for_its_wall_clock(tmp_path, 
     # Or a busy machine's time between counting and writing, which a longer training's hundredth has room for
     assert sum(last["seconds"].values()) == pytest.approx(ended - attempts[0].began, rel=0.01, abs=0.5)
     assert began < attempts[0].began < ended < time.time()
-    assert {"training", "evaluating", "starting", "recovering", "lost", "between"} <= set(last["seconds"])
+    assert {"steps", "evaluating", "starting", "recovering", "lost", "between"} <= set(last["seconds"])
     assert last["seconds"]["between"] >= 1.0
 
 
@@ -225,7 +225,7 @@ def test_a_call_that_is_refused_leaves_what_is_known_of_earlier_attempts(tmp_pat
 def test_a_page_has_a_bar_for_each_attempt_and_none_of_a_single_one(recorded):
     attempts = [Attempt(100.0 * number, 100.0 * number + 90) for number in range(11)]
     for number, attempt in enumerate(attempts):
-        attempt.seconds["training"], attempt.seconds["lost"] = 30.0 + number, 50.0
+        attempt.seconds["steps"], attempt.seconds["lost"] = 30.0 + number, 50.0
     record = recorded.record
     record.goodput = Goodput(2000.0, earlier=attempts)
     page = page_of(record)

@@ -162,9 +162,9 @@ def test_table_and_curves_begin_with_the_headline(told):
     record = told.record
     assert epoch_heads(record) == [
         "Epoch", "Test perplexity", "Test loss", "Test top5 share",
-        "Training perplexity", "Training loss", "Training top5 share", "Seconds", "Weights",
+        "Training perplexity", "Training loss", "Training top5 share", "Seconds of training", "Weights",
     ]  # fmt: skip
-    assert epoch_lines(record)[1] == ["2", "3.49", "1.2500", "nan", "4.482", "1.5000", "50.00%", "3.5", "-"]
+    assert epoch_lines(record)[1] == ["2", "3.49", "1.2500", "nan", "4.482", "1.5000", "50.00%", "3.1", "-"]
     curves = progress_curves(record)
     assert [(one.title, one.percent) for one in curves] == [
         ("Loss", False), ("Perplexity", False), ("Top5 share", True), ("Learning rate", False),
