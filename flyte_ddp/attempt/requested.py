@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -95,10 +96,15 @@ def addresses() -> dict[str, str]:
     return {name: value for name, value in variables.items() if value}
 
 
-def training_secrets() -> dict[str, tuple[str, str]]:
-    """The secrets of a training pod: variable -> group and key."""
+def training_secrets(own: Collection[str | None] = ()) -> dict[str, tuple[str, str]]:
+    """Return the registered secrets of a training pod: variable -> group and key.
+
+    own: the variables of the task's own secrets, which take the place of registered ones.
+    """
     named = {variable: getattr(registration(), field) for variable, field in SECRETS.items()}
-    return {variable: _group_and_key(name, variable) for variable, name in named.items() if name}
+    return {
+        variable: _group_and_key(name, variable) for variable, name in named.items() if name and variable not in own
+    }
 
 
 def _group_and_key(name: str, variable: str) -> tuple[str, str]:

@@ -73,7 +73,8 @@ class NamedTraining(FlytekitTraining[Outputs]):
         """Arguments of the @task that trains or predicts: cache, retries, live report, resources.
 
         own: your own arguments of @task, which Python refuses beside these: requests=, limits= (of the registered ones,
-        what you leave out), retries=, environment= and so on, as in arguments(requests=Resources(gpu="4")).
+        what you leave out), retries= and so on, as in arguments(requests=Resources(gpu="4")). environment=,
+        secret_requests=, labels= and annotations= are added to the registered ones.
         most_gpus: 1 for a task that predicts.
         """
         return training_arguments(self.version, f"{self.code.name} ", ignored_inputs, **own)

@@ -1,6 +1,6 @@
 """The resources that tasks request of a cluster, as arguments of @task, from the registration's settings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -55,26 +55,34 @@ def training_resources(
     requests: Resources | None = None,
     limits: Resources | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
+    secret_requests: Sequence[Secret] = (),
+    labels: Mapping[str, str] = MappingProxyType({}),
+    annotations: Mapping[str, str] = MappingProxyType({}),
     **own: Any,
 ) -> dict[str, Any]:
     """Arguments of @task for training; code is what determines the result, if that is cached.
 
     most_gpus: of a task that has no use for more. requests, limits: quantities in place of the registered ones; what
-    only one of them has is both. environment: more variables. own: other arguments of @task, in place of these.
+    only one of them has is both. environment, secret_requests, labels, annotations: beside the registered ones, which
+    they replace under the same name. own: other arguments of @task, in place of these.
     """
-    asked, secrets = registration(), requested.training_secrets()
+    asked = registration()
+    secrets = requested.training_secrets(own=[secret.env_var for secret in secret_requests])
     quantities = {**_as_dict(limits), **_as_dict(requests)}, {**_as_dict(requests), **_as_dict(limits)}
     gpus = int(quantities[1].get("gpu", requested.training_gpus(most_gpus)))
     needed = training_sizes(gpus)
     return {
-        **_every_pod(),
+        "container_image": IMAGE,
+        "labels": {**asked.labels, **labels} or None,
+        "annotations": {**asked.annotations, **annotations} or None,
         **needed,
         **{name: replace(needed[name], **one) for name, one in zip(("requests", "limits"), quantities, strict=True)},
         "pod_template_name": asked.pod_template or None,
         "accelerator": getattr(accelerators, asked.accelerator, None),  # None for none, too
         "interruptible": asked.interruptible or None,  # None leaves it to the cluster
         "timeout": timedelta(seconds=asked.attempt_seconds),
-        "secret_requests": [_secret(variable, *name) for variable, name in secrets.items()] or None,
+        "secret_requests": [*secret_requests, *(_secret(variable, *name) for variable, name in secrets.items())]
+        or None,
         "environment": {
             **training_environment(gpus, code.code if code else ""),
             **requested.addresses(),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import flyte
 
@@ -26,6 +26,8 @@ from flyte_ddp.flyte2.inputs import set_up_flyte
 # Those that flytekit, whose names the registration has, calls otherwise
 ACCELERATORS: dict[str, Any] = {"L40S": "L40s", "A100_80GB": "A100_80G", "L4_VWS": "L4"}
 Kind = type[flyte.TaskEnvironment]
+PodTemplate: TypeAlias = str | flyte.PodTemplate | None
+OwnSecrets: TypeAlias = str | flyte.Secret | Sequence[str | flyte.Secret]  # as the SDK takes them
 IMAGE = flyte.Image.from_ref_name("trainer")  # named by --image trainer=NAME, or in Flyte's config file
 # What comes again after a fault of the cluster should find it mended
 PAUSES = flyte.Backoff(base=timedelta(seconds=10), factor=6.0, cap=timedelta(minutes=10))
@@ -42,9 +44,13 @@ def workflow_environment(
     )
 
 
-def _secrets(variables: Collection[str]) -> list[flyte.Secret] | None:
-    named = requested.training_secrets().items()
-    return [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in named if name in variables] or None
+def _secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Secret] | None:
+    """Return a task's own secrets, and after them the registered ones of these variables."""
+    named = [own] if isinstance(own, (str, flyte.Secret)) else own
+    mine = [flyte.Secret(one) if isinstance(one, str) else one for one in named]
+    registered = requested.training_secrets(own=[one.as_env_var for one in mine]).items()
+    mine += [flyte.Secret(key, group, as_env_var=name) for name, (group, key) in registered if name in variables]
+    return mine or None
 
 
 def preparation_environment(name: str) -> flyte.TaskEnvironment:
@@ -60,19 +66,24 @@ def training_environment(
     variables: Mapping[str, str] = MappingProxyType({}),
     most_gpus: int | None = None,
     own: flyte.Resources | None = None,
+    secrets: OwnSecrets = (),
+    env_vars: Mapping[str, str] = MappingProxyType({}),
+    include: Sequence[str] = (),
     **more: Any,
 ) -> flyte.TaskEnvironment:
     """For tasks that train.
 
     code: the version of what determines the result. files: shipped besides the library's own. most_gpus: of a task that
-    has no use for more. own: resources in place of those that are registered. kind, variables, more: those of
-    clustered.
+    has no use for more. own: resources in place of those that are registered. secrets, env_vars, include: beside the
+    registered and shipped ones. kind, variables: those of clustered. more: other arguments of the environment.
     """
+    asked = registration()
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _gpus_of(own)
-    variables = {**requested.training_environment(gpus, code), **requested.addresses(), **variables}
+    variables = {**requested.training_environment(gpus, code), **requested.addresses(), **variables, **env_vars}
+    usual = {"interruptible": asked.interruptible, "pod_template": asked.pod_template}
     return _environment(
-        name, requested.training_size(gpus), variables, files, kind, own=own, secrets=_secrets(requested.SECRETS),
-        interruptible=registration().interruptible, template=registration().pod_template, **more,
+        name, requested.training_size(gpus), variables, [*files, *include], kind, own,
+        secrets=_secrets(requested.SECRETS, secrets), **{**usual, **more},
     )  # fmt: skip
 
 
@@ -107,27 +118,30 @@ def _environment(
     variables: Mapping[str, str],
     files: Sequence[str] = (),
     kind: Kind = flyte.TaskEnvironment,
-    template: str = "",
     own: flyte.Resources | None = None,
+    image: str | flyte.Image = IMAGE,
+    pod_template: PodTemplate = None,
     **more: Any,
 ) -> flyte.TaskEnvironment:
-    include = (*shipped(), *files)
     return kind(
-        name=name, image=IMAGE, resources=resources(size, own), env_vars={**variables}, include=include,
-        pod_template=_pod_template(template), **more,
+        name=name, image=image, resources=resources(size, own), env_vars={**variables}, include=(*shipped(), *files),
+        pod_template=_labelled(pod_template), **more,
     )  # fmt: skip
 
 
-def _pod_template(name: str) -> str | flyte.PodTemplate | None:
+def _labelled(template: PodTemplate) -> PodTemplate:
+    """Add the registered labels and annotations to those of a pod template."""
     asked = registration()
     if not (asked.labels or asked.annotations):
-        return name or None
-    if name:
+        return template or None
+    if template and isinstance(template, str):
         raise InputError(
-            "environment variable DDP_POD_TEMPLATE must not be set beside DDP_LABELS or DDP_ANNOTATIONS under Flyte 2, "
-            f"got {name}: put them into that template"
+            "DDP_POD_TEMPLATE, or pod_template, must not be a name beside DDP_LABELS or DDP_ANNOTATIONS under Flyte 2, "
+            f"got {template}: put them into that template"
         )
-    return flyte.PodTemplate(labels=asked.labels, annotations=asked.annotations)
+    mine = template if isinstance(template, flyte.PodTemplate) else flyte.PodTemplate()
+    labels, annotations = {**asked.labels, **(mine.labels or {})}, {**asked.annotations, **(mine.annotations or {})}
+    return replace(mine, labels=labels, annotations=annotations)
 
 
 def _gpus_of(own: flyte.Resources) -> int:
@@ -167,6 +181,8 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
 
 def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
     """Arguments of a task that trains: cache, retries with pauses, live report and time limit, and the user's own."""
+    if "pod_template" in own:
+        own["pod_template"] = _labelled(own["pod_template"])
     return {
         "cache": cached(code, ignored, ["torch"]),
         "retries": flyte.RetryStrategy(registration().retries, PAUSES),

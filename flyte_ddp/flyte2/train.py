@@ -41,7 +41,9 @@ class Flyte2Training(Training[Data, Outputs]):
         """The environment of the task.
 
         most_gpus: of a task that has no use for more: 1 for one that predicts. resources: your own, in place of those
-        that are registered, each that is given. more: the arguments of clustered, for many nodes.
+        that are registered, each that is given. more: the arguments of clustered, for many nodes, and your own of
+        flyte.TaskEnvironment: secrets=, env_vars=, include= and a pod_template's labels and annotations are added to
+        the registered ones, others such as interruptible= replace them.
         """
         files = {file for code in (self.code, *self.observers) for file in code.files}
         return training_environment(name, self.code.version, sorted(files), most_gpus=most_gpus, own=resources, **more)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from flytekit import Resources, task
+from flytekit import Resources, Secret, task
 from flytekit.extras import accelerators
 
 from flyte_ddp.attempt import registration, requested
@@ -199,6 +199,18 @@ def test_a_task_may_have_its_own_resources_and_other_arguments(monkeypatch):
     def accepted() -> None: ...
 
     assert accepted.resources.limits.gpu == "4"
+
+
+def test_a_tasks_own_secrets_and_labels_stand_beside_those_that_are_registered(monkeypatch):
+    for name in ("WANDB", "MLFLOW", "WEBHOOK"):
+        monkeypatch.setenv(f"DDP_{name}_SECRET", f"{name.lower()}/key")
+    monkeypatch.setenv("DDP_LABELS", '{"team": "vision", "queue": "research"}')
+    mine = [Secret(group="hub", key="token"), Secret(group="mine", key="key", env_var="WANDB_API_KEY")]
+    own = train.training_arguments(secret_requests=mine, labels={"team": "text"}, annotations={"cost": "7"})
+    assert [one.group for one in own["secret_requests"]] == ["hub", "mine", "mlflow", "webhook"]
+    assert own["labels"] == {"team": "text", "queue": "research"}
+    assert own["annotations"] == {"cost": "7"}
+    assert [one.group for one in train.training_arguments()["secret_requests"]] == ["wandb", "mlflow", "webhook"]
 
 
 def test_every_size_has_a_variable(monkeypatch):

@@ -15,7 +15,7 @@ from flyte.models import SerializationContext
 from flyte.syncify import syncify
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.flyte2.environment import preparation_environment, training_environment
+from flyte_ddp.flyte2.environment import clustered, preparation_environment, training_environment
 from flyte_ddp.flyte2.train import image_training
 from tests.commands import ROOT
 
@@ -78,6 +78,37 @@ def test_a_training_may_have_its_own_resources(gpu, count):
     assert (mine.resources.gpu, mine.resources.memory, mine.env_vars["DDP_POD_GPUS"]) == (gpu, "64Gi", str(count))
     assert mine.resources.disk
     assert image_training.arguments(retries=7, report=False).items() >= {"retries": 7, "report": False}.items()
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Secrets, labels and preemptible machines."""
+    monkeypatch.setenv("DDP_WANDB_SECRET", "wandb/key")
+    monkeypatch.setenv("DDP_WEBHOOK_SECRET", "hooks/url")
+    monkeypatch.setenv("DDP_LABELS", '{"team": "vision", "queue": "research"}')
+    monkeypatch.setenv("DDP_INTERRUPTIBLE", "true")
+
+
+@pytest.mark.parametrize("nodes", [{}, clustered()])
+def test_a_training_may_have_its_own_pod_beside_what_is_registered(registered, nodes):
+    grace = flyte.PodTemplate(labels={"team": "text"}).with_termination_grace_period(120)
+    secrets = ["hub-token", flyte.Secret("key", "mine", as_env_var="WANDB_API_KEY")]
+    mine: Any = image_training.environment(
+        "training", secrets=secrets, interruptible=False, pod_template=grace, env_vars={"MINE": "1"},
+        image="mine:1", include=("more.txt",), service_account="trainer", **nodes,
+    )  # fmt: skip
+    assert {one.as_env_var: one.group for one in mine.secrets} == {
+        "HUB_TOKEN": None, "WANDB_API_KEY": "mine", "DDP_POD_WEBHOOK": "hooks",
+    }  # fmt: skip
+    assert not mine.interruptible
+    assert mine.pod_template.labels == {"team": "text", "queue": "research"}
+    assert mine.pod_template.pod_spec.termination_grace_period_seconds == 120
+    assert mine.env_vars.items() >= {"MINE": "1", "DDP_POD_GPUS": "2"}.items()
+    assert (mine.image, mine.include[-1], mine.service_account) == ("mine:1", "more.txt", "trainer")
+    usual: Any = image_training.environment("training", secrets="hub-token")
+    assert [one.as_env_var for one in usual.secrets] == ["HUB_TOKEN", "WANDB_API_KEY", "DDP_POD_WEBHOOK"]
+    assert usual.interruptible
+    assert image_training.arguments(pod_template=grace)["pod_template"].labels == mine.pod_template.labels
 
 
 def test_a_promoted_model_sets_off_its_predictions():
