@@ -19,9 +19,11 @@ def test_without_network_it_trains_on_the_stand_in_with_its_own_recipe(name, tmp
     assert re.search(r"Data: +digits, .* \(stand-in\)\n", run.stderr), "of its own dataset, not of MNIST"
     (accuracy,) = re.findall(r"epoch_accuracies=\[([\d.]+)]", run.stdout)
     assert float(accuracy) > 0.4  # after 30 steps; by chance it would be 0.1
-    assert len(re.findall(r"'\d': [\d.]+", run.stdout.partition("class_accuracies={")[2].partition("}")[0])) == 10
+    assert len(run.stdout) < 1200, "what is long stands in the report"
     (report,) = (tmp_path / "runs").glob("*/report.html")
-    assert f"{WORKFLOWS[name]}, run" in report.read_text(), "partial --hp keeps the workflow's own defaults"
+    text = report.read_text()
+    assert f"{WORKFLOWS[name]}, run" in text, "partial --hp keeps the workflow's own defaults"
+    assert "Accuracy by class" in text
 
 
 def test_a_workflow_differs_from_mnist_in_what_differs():

@@ -1,6 +1,6 @@
 """The figures of a training: the typed summaries among a task's outputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flyte_ddp.engine.job import KeptModel, TrainingResult
 from flyte_ddp.launch.environment import World
@@ -11,7 +11,7 @@ from flyte_ddp.report.record import RunFinished
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The figures of any training.
+    """The figures of any training. What is long, and stands in the report, is left out where pyflyte prints them.
 
     Attributes:
         train_samples: number of training samples; 0 where data do not say, as under an IterableDataset.
@@ -43,23 +43,23 @@ class RunSummary:
     test_samples: int
     train_seconds: float
     total_seconds: float
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(repr=False)
     goodput: float
-    samples_per_second: float
+    samples_per_second: float = field(repr=False)
     world_size: int
     backend: str
     device: str
     precision: str
     tracking_url: str
     warnings: list[str]
-    validation_samples: int
+    validation_samples: int = field(repr=False)
     best_epoch: int
-    kept: list[KeptModel]
-    parameters: int
-    sample_flops: float
-    peak_memory: list[int]
+    kept: list[KeptModel] = field(repr=False)
+    parameters: int = field(repr=False)
+    sample_flops: float = field(repr=False)
+    peak_memory: list[int] = field(repr=False)
     digest: str
-    utilization: float | None
+    utilization: float | None = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TrainingSummary(RunSummary):
     dataset: str
     test_loss: float
     accuracy: float
-    class_accuracies: dict[str, float]
+    class_accuracies: dict[str, float] = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,10 @@ def train_by(
         info = info_of(platform, subject, options, run, job.launched - started)
         publish = platform.publisher("Training")
         goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run, options.resume))
-        with Observers(info, report, publish, run.store, run.logs, goodput=goodput, own=own_observers) as observers:
+        with Observers(
+            info, report, publish, run.store, run.logs,
+            goodput=goodput, own=own_observers, is_local=platform.is_local(),
+        ) as observers:  # fmt: skip
             leave_progress(platform, run)
             observers(StartUp("importing torch"))
             try:

@@ -115,9 +115,10 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
         with profiling(profile, environment.rank, state.optimizer), elsewhere_of(job, device) as elsewhere:
             split, per_epoch = setup.validation or setup.test, settings.evaluations_per_epoch
+            has_gpus = device.type == "cuda"
             tested = fit(
                 state, setup.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
-                Stragglers(hosts, setup.train.split.remedy, meet_within=is_sharded(state.model)), elsewhere,
+                Stragglers(hosts, setup.train.split.remedy, is_sharded(state.model), has_gpus), elsewhere,
             )  # fmt: skip
     except (NonFiniteError, UnevenShapesError, WrongBitsError):
         # Raised on all ranks at once; the first report of it ends them all

@@ -26,7 +26,7 @@ def say_cached(outputs: Mapping[str, Literal]) -> None:
         ("Tested", _measured(msgpack.loads(outputs["summary"].scalar.binary.value))),
         ("Model", model),
         ("Report", report),
-        ("Next", f"python -m webbrowser {Path(report).as_uri()}"),
+        ("Next", f"python3 -m webbrowser {Path(report).as_uri()}"),
     ]
     say_last("\n" + "\n".join(f"{label + ':':<9}{text}" for label, text in lines))
 

@@ -82,9 +82,12 @@ def on_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def open_console() -> "Console":
-    """One live line on a terminal of one's own, plain lines elsewhere, and where a launcher's ranks share one."""
-    return LiveConsole() if on_terminal() and "WORLD_SIZE" not in os.environ else Console()
+def open_console(report: str = "") -> "Console":
+    """One live line on a terminal of one's own, plain lines elsewhere, and where a launcher's ranks share one.
+
+    report: the address of the report that is written meanwhile, if it can be opened.
+    """
+    return LiveConsole(report) if on_terminal() and "WORLD_SIZE" not in os.environ else Console(report)
 
 
 class Remarks(events.Observer):
@@ -111,7 +114,8 @@ class Remarks(events.Observer):
 class Console(Remarks):
     """Prints a line per logged step and per epoch, in the tutorial's format."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: str = "") -> None:
+        self._report = report
         self._run: events.RunStarted
         self._ranks: list[Table] = []
         self._has_slow_rank = False
@@ -127,6 +131,8 @@ class Console(Remarks):
             f"{f'on {hosts} hosts ' * (hosts > 1)}"
             f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
         )
+        if self._report:
+            say(f"Live report: {self._report}")
         for remark in event.remarks:
             say(remark)
         if event.first_epoch or event.first_step:
@@ -179,8 +185,8 @@ class Console(Remarks):
 class LiveConsole(Console):
     """Updates one line instead of printing one per logged step; everything else scrolls above it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, report: str = "") -> None:
+        super().__init__(report)
         from rich.progress import BarColumn
 
         self._progress = _progress(BarColumn(bar_width=None), "{task.fields[left]}")

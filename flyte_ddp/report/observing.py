@@ -34,11 +34,13 @@ class Observers:
         *others: Observer,
         goodput: Goodput,
         own: Sequence[UserCode] = (),
+        is_local: bool = True,
     ):
-        """publish: shows the page, as HTML, where people see it live. own: the user's."""
+        """publish: shows the page, as HTML, where people see it live. own: the user's. is_local: whether the file at
+        report_path can be opened meanwhile."""
         self.record, self._report_path, self._publish = Record(info, goodput), report_path, publish
         self._tracker = open_tracker(info, report_path.parent, self._on_url)
-        self._console = open_console()
+        self._console = open_console(report_path.as_uri() if is_local else "")
         self._own = OwnObservers(own)
         self._report = Background("the report", self._open_report, REPORT_SECONDS)
         self._progress = ProgressFile(info.logs, info.name, info.attempt, goodput)

@@ -1,7 +1,7 @@
 """The report's page, as a Jinja template. A Python string, because Flyte ships only modules."""
 
 STYLE = """
-.ddp { --ground: #fff; --card: #f6f7f9; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4;
+.ddp { --ground: #fff; --card: #f6f7f9; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4; --shade: #9aa4ae;
   --accent: #0b57d0; --good: #1a7f37; --bad: #b42318; --warn: #fff4d6; --right: 11, 87, 208; --wrong: 180, 35, 24;
   --hot: #fff;
   --c1: #0b57d0; --c2: #c2410c; --c3: #15803d; --c4: #9333ea; --c5: #be123c;
@@ -9,10 +9,9 @@ STYLE = """
   background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto,
   "DejaVu Sans", sans-serif; box-sizing: border-box; max-width: 76rem; margin: 0 auto; padding: 1rem; }
 @media (prefers-color-scheme: dark) { .ddp { --ground: #0f1318; --card: #191f27; --ink: #e8edf2; --soft: #a5b0bb;
-  --line: #37404b; --accent: #8ab4f8; --good: #5bd17b; --bad: #ff8a80; --warn: #3d3116; --right: 138, 180, 248;
-  --wrong: 255, 138, 128; --hot: #0f1318; --c1: #8ab4f8; --c2: #ffa657; --c3: #5bd17b; --c4: #d2a8ff; --c5: #ff8fa3;
-  --c6: #67d4e8;
-  --c7: #e3c16f; --c8: #b6c0ca; } }
+  --line: #37404b; --shade: #6b7683; --accent: #8ab4f8; --good: #5bd17b; --bad: #ff8a80; --warn: #3d3116;
+  --right: 138, 180, 248; --wrong: 255, 138, 128; --hot: #0f1318; --c1: #8ab4f8; --c2: #ffa657; --c3: #5bd17b;
+  --c4: #d2a8ff; --c5: #ff8fa3; --c6: #67d4e8; --c7: #e3c16f; --c8: #b6c0ca; } }
 .ddp *, .ddp *::before { box-sizing: border-box; }
 .ddp h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
 .ddp h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; padding-top: .75rem; border-top: 1px solid var(--line); }
@@ -43,15 +42,20 @@ STYLE = """
 .ddp .columns > * { break-inside: avoid; margin-bottom: 1.25rem; }
 .ddp figure > svg { display: block; width: 100%; height: auto; }
 .ddp svg text { font-family: inherit !important; }
-.ddp .scroll { overflow-x: auto; }
+.ddp .scroll { overflow-x: auto; background: /* the shadow at an edge behind which there is more */
+  linear-gradient(90deg, var(--card) 1.5rem, transparent 3rem) local no-repeat,
+  linear-gradient(270deg, var(--card) 1.5rem, transparent 3rem) local no-repeat,
+  linear-gradient(90deg, var(--shade), transparent 1.25rem) no-repeat,
+  linear-gradient(270deg, var(--shade), transparent 1.25rem) no-repeat; }
 .ddp table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 .ddp th, .ddp td { text-align: left; font-weight: 400; padding: .3rem .6rem .3rem 0; vertical-align: top;
   border-bottom: 1px solid var(--line); }
 .ddp td { overflow-wrap: anywhere; }
 .ddp .wide > table th { width: 12rem; }
 .ddp tr:last-child > * { border-bottom: 0; }
-.ddp thead th { color: var(--soft); font-weight: 600; overflow-wrap: normal; }
+.ddp thead th { color: var(--soft); font-weight: 600; overflow-wrap: normal; vertical-align: bottom; }
 .ddp .number { text-align: right; white-space: nowrap; }
+.ddp thead .number { white-space: normal; padding-left: .6rem; }
 .ddp .apart { margin-top: 1.25rem; }
 .ddp .bar { display: block; height: .5rem; border-radius: .25rem; background: var(--line); min-width: 2rem;
   margin-top: .45rem; }
@@ -177,7 +181,7 @@ REPORT = """
 <span class="status {{ record.status.split(",")[0] }}" role="status">{{ record.status }}</span></div>
 <p class="soft">{{ info.settings.model | default(info.recipe_name) }}, run {{ info.name }}</p>
 {% if record.failure %}<p class="notice"><b>Failed:</b> {{ record.failure }}</p>{% endif %}
-{% for warning in record.warnings %}<p class="notice"><b>Warning:</b> {{ warning.reason }}</p>{% endfor %}
+{% for warning in record.problems %}<p class="notice"><b>Warning:</b> {{ warning.reason }}</p>{% endfor %}
 {% if info.is_stand_in %}
 <p class="notice"><b>Stand-in data.</b> The workflow's own data could not be downloaded, so this model was trained on
 {{ info.description.name }}. Its accuracy says nothing about that on the workflow's own data.</p>
@@ -232,7 +236,9 @@ REPORT = """
 </div>
 {% endif %}
 
-<h2>Speed</h2><div class="columns">{{ bars("Where the seconds have gone", ("Cause", "Seconds"), causes) }}
+<h2>Speed</h2>
+{% for warning in record.slow_ranks %}<p class="notice"><b>Warning:</b> {{ warning.reason }}</p>{% endfor %}
+<div class="columns">{{ bars("Where the seconds have gone", ("Cause", "Seconds"), causes) }}
 {% for shown in speed %}{{ figure(shown) }}{% endfor %}
 </div>
 {% if attempts %}<div class="apart">{{ stacks(attempts.title, attempts.bars, attempts.legend) }}</div>

@@ -233,6 +233,15 @@ class Record(events.Observer):
         return self.started.headline if self.started else "loss"
 
     @property
+    def slow_ranks(self) -> list[events.SlowRank]:
+        return [warning for warning in self.warnings if isinstance(warning, events.SlowRank)]
+
+    @property
+    def problems(self) -> list[events.NotLearning]:
+        """The other warnings: they doubt the result, and a slow rank only takes time."""
+        return [warning for warning in self.warnings if isinstance(warning, events.NotLearning)]
+
+    @property
     def kept(self) -> list[KeptModel]:
         """The best evaluations, whose weights are in the logs; known once training has finished."""
         return self.finished.results[0].kept if self.finished else []

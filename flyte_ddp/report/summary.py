@@ -41,7 +41,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         lines.append(("Kept", f"{file}, {value} on the validation {record.samples}"))
     if record.digest:
         lines.append(("Weights", record.digest))
-    lines += [("Warning", warning.reason) for warning in record.warnings]
+    lines += [("Warning", warning.reason) for warning in record.problems]
     if show_paths:
         lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]
     width = max(len(label) for label, _ in lines) + 2
@@ -54,4 +54,4 @@ def next_step(info: RunInfo, report: Path) -> str:
         return f"tensorboard --logdir {info.logs}"
     if info.options.tracking == "offline":
         return f"wandb sync {info.logs}/wandb/offline-run-*"
-    return f"python -m webbrowser {report.as_uri()}"
+    return f"python3 -m webbrowser {report.as_uri()}"

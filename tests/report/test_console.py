@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
-    console = Console()
+    console = Console("file:///runs/report.html")
     for event in recorded.events:
         console(event)
     console(NotLearning(0, 10, "no better than guessing"))
@@ -44,6 +44,7 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     said = capsys.readouterr().err.splitlines()
     loss = recorded.of(StepLogged)[0].measures["loss"]
     assert "640 training and 96 test images; 2 ranks" in said[0]
+    assert said.pop(1) == "Live report: file:///runs/report.html"
     assert said[1] == f"Train Epoch: 1 [320/640 (50%)]\tLoss: {loss:.6f}"
     epoch = recorded.of(EpochFinished)[0]
     assert said[3] == (
@@ -191,10 +192,16 @@ def test_last_words(recorded, capsys):
         assert f"{epoch.test['accuracy']:.2%}" in said
     assert "640 training and 96 test images" in said
     assert "Model:    /runs/model.pt" in said
-    assert "Next:     python -m webbrowser file:///runs/report.html" in said
+    assert "Next:     python3 -m webbrowser file:///runs/report.html" in said
     assert "Seconds:  " in said
     assert f"Weights:  {recorded.events[-1].results[0].digest}" in said
     assert len(said.strip().splitlines()) == 7
+
+    record.warnings = [NotLearning(0, 10, "it leapt"), SlowRank(0, 10, "rank 1 on host is slow", 1, "host", "data")]
+    say_summary(record, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=False)
+    said = capsys.readouterr().err
+    assert "Warning:  it leapt" in said
+    assert "is slow" not in said, "the seconds have it"
 
     many = dataclasses.replace(record, epochs=record.epochs * 50)
     say_summary(many, Path("/runs/model.pt"), Path("/runs/report.html"), show_paths=False)

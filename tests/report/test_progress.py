@@ -39,7 +39,7 @@ OTHERS = (
     EpochChosen(0, 2, {"loss": 0.5}, stopped_early=True, seconds=0.25),
     CheckpointFailed("full"),
     CheckpointRefused("of another training"),
-    SlowRank(0, 30, "the others wait for rank 1 on host", 1, "host", "data"),
+    SlowRank(0, 30, "rank 1 on host is slow", 1, "host", "data"),
     RanksRestarted("rank 1 on host: SIGKILL", 1),
     Printed(1, "line\nbreak \udce4"),
     RunFailed("rank 1 on host: Boom"),

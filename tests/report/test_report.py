@@ -116,13 +116,14 @@ def test_a_live_page_shows_a_warning_at_once(recorded, tmp_path):
     record = Record(recorded.info)
     report = Report(record, tmp_path / "report.html", lambda body: None)
     begun = *recorded.of(RunStarted), *recorded.of(StepLogged)[:2]
-    slow = SlowRank(0, 10, "the others wait for rank 1 on <host>", 1, "<host>", "data")
+    slow = SlowRank(0, 10, "rank 1 on <host> is slow", 1, "<host>", "data")
     for event in (*begun, NotLearning(0, 10, "the loss leapt"), slow):
         record(event)
         report(event)
     text = (tmp_path / "report.html").read_text()
     assert "<b>Warning:</b> the loss leapt" in text
-    assert "<b>Warning:</b> the others wait for rank 1 on &lt;host&gt;" in text
+    at = text.index("<b>Warning:</b> rank 1 on &lt;host&gt; is slow")
+    assert at > text.index("<h2>Speed</h2>"), "it has no say in the accuracy"
 
 
 def test_a_resumed_run_says_where_its_curves_begin(recorded):

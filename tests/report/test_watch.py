@@ -93,10 +93,10 @@ def test_ranks_and_hosts_are_told_in_the_end_and_as_soon_as_one_leaves(recorded,
     waited_for[300] = 80.0
     progress(dataclasses.replace(recorded.events[0], world_size=512, hosts=hosts))
     progress(RanksTimed(seconds, seconds, seconds, waited_for))
-    progress(SlowRank(0, 5, "the others wait for rank 300 on node-37, which computes", 300, "node-37", "compute"))
+    progress(SlowRank(0, 5, "rank 300 on node-37 is slow: it computes", 300, "node-37", "compute"))
     progress(RunFailed("enough"))
     lines = watch(tmp_path)[1].splitlines()
-    assert "Warning: the others wait for rank 300 on node-37, which computes" in lines
+    assert "Warning: rank 300 on node-37 is slow: it computes" in lines
     at = lines.index(next(line for line in lines if line.startswith("Seconds of the 4 slowest of 512 ranks:")))
     assert any(re.fullmatch("rank 300 on node-37( +1.00){3} +80.00", line) for line in lines[at : at + 5])
     assert lines[at + 5].startswith("Seconds of the 16 slowest of 64 hosts:")

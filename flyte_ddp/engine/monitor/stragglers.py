@@ -14,11 +14,9 @@ IN_A_ROW = 3  # so many windows in which it is late make a warning
 WINDOW_SECONDS = 1.0  # a window is a log, or as many as take so long: whatever runs beside would disturb shorter ones
 MOST_WARNINGS = 16  # so that a large world that is slow does not fill its page
 SAMPLES = 3  # the column of a table of times after those of StepPart
-WORDS = {
-    "data": "waits for its data {} in each step, a fast rank {} ({}): ",
-    "compute": "computes {} in each step, a fast rank {} ({}): look for other programs on its host, and for a GPU that "
-    "is hot or shared",
-}
+WORDS = {"data": "waits for its data", "compute": "computes"}
+ON_CPUS = "look for other programs on its host"
+ON_GPUS = f"{ON_CPUS}, and for a GPU that is hot or shared"
 
 
 class Stragglers:
@@ -28,15 +26,16 @@ class Stragglers:
     least for the others, and it is the one that these wait for.
     """
 
-    def __init__(self, hosts: Sequence[str], remedy: str, meet_within: bool = False):
+    def __init__(self, hosts: Sequence[str], remedy: str, meet_within: bool = False, has_gpus: bool = False):
         """hosts: by rank. remedy: for a rank that is slow in its data. meet_within: whether the ranks wait for each
         other while they compute, as those of a sharded network do: all seem to compute equally long, so only their data
-        tell them apart."""
-        self._hosts, self._meet_within, self._words = hosts, meet_within, {**WORDS, "data": WORDS["data"] + remedy}
+        tell them apart. has_gpus: whether each rank computes on a GPU of its own."""
+        self._hosts, self._meet_within, self._has_gpus = hosts, meet_within, has_gpus
+        self._remedies = {"data": remedy, "compute": ON_GPUS if has_gpus else ON_CPUS}
         self._totals = np.zeros((len(hosts), 4))  # the last column: for how long the others have waited for it
         self._window, self._steps = np.zeros((len(hosts), 4)), 0
         self._last: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=IN_A_ROW)  # times, who was late, steps
-        self._warned: set[tuple[int, str]] = set()
+        self._warned: set[tuple[int | str, str]] = set()
 
     def after_steps(self, epoch: int, step: int, steps: int, times: np.ndarray) -> list[SlowRank]:
         """Records the latest steps; returns warnings of ranks that keep being late.
@@ -55,9 +54,13 @@ class Stragglers:
             return []
         self._last.append((self._window, late(self._window, self._steps), self._steps))
         self._window, self._steps = np.zeros_like(times), 0
-        slow_ranks = [slow for slow in self._judge(epoch, step) if (slow.rank, slow.cause) not in self._warned]
-        new = slow_ranks[: MOST_WARNINGS - len(self._warned)]
-        self._warned.update((slow.rank, slow.cause) for slow in new)
+        new = []
+        for slow in self._judge(epoch, step):
+            # What slows data, or a rank on CPUs, slows all ranks of the host: another warning would tell nothing new
+            key = slow.rank if self._has_gpus and slow.cause == "compute" else slow.host, slow.cause
+            if key not in self._warned and len(self._warned) < MOST_WARNINGS:
+                self._warned.add(key)
+                new.append(slow)
         return new
 
     def _judge(self, epoch: int, step: int) -> list[SlowRank]:
@@ -70,10 +73,13 @@ class Stragglers:
         for rank in np.flatnonzero(np.all(were_late, 0)).tolist():
             beyond = times[rank] - usual
             cause, part = in_data if beyond[StepPart.DATA] > beyond[StepPart.COMPUTING] else in_step
-            figures = [f"{of[part] / count * 1e3:,.1f} ms" for of in (times[rank], usual)]
-            what = self._words[cause].format(*figures, f"{count} steps until step {step} of epoch {epoch + 1}")
-            reason = f"the others wait for rank {rank} on {self._hosts[rank]}, which {what}"
-            slow_ranks.append(SlowRank(epoch, step, reason, rank, self._hosts[rank], cause))
+            its, of_fast = (f"{of[part] / count * 1e3:,.1f} ms" for of in (times[rank], usual))
+            host = self._hosts[rank]
+            reason = (
+                f"rank {rank} on {host} is slow: it {WORDS[cause]} {its} in each step, a fast rank {of_fast} "
+                f"({count} steps until step {step} of epoch {epoch + 1}): {self._remedies[cause]}"
+            )
+            slow_ranks.append(SlowRank(epoch, step, reason, rank, host, cause))
         return slow_ranks
 
     def so_far(self) -> RanksTimed:

@@ -76,9 +76,18 @@ def test_one_of_512_ranks_by_its_host_with_figures_and_a_remedy():
     (slow,) = stragglers.after_steps(1, 30, STEPS, log)
     assert (slow.epoch, slow.step, slow.rank, slow.host, slow.cause) == (1, 30, 300, "node-37", "compute")
     assert slow.reason.startswith(
-        "the others wait for rank 300 on node-37, which computes 130.0 ms in each step, a fast rank 100.0 ms "
+        "rank 300 on node-37 is slow: it computes 130.0 ms in each step, a fast rank 100.0 ms "
         "(30 steps until step 30 of epoch 2): look for"
     )
+
+
+@pytest.mark.parametrize(("has_gpus", "named"), [(False, [0]), (True, [0, 1])])
+def test_on_cpus_the_ranks_of_a_host_are_slow_for_one_reason_and_no_gpu_is_suspected(has_gpus, named):
+    stragglers = Stragglers(["laptop"] * 2, "look at it", has_gpus=has_gpus)
+    logs = [times(IN_STEP, FINE)] * 3 + [times(FINE, IN_STEP)] * 3
+    said = [slow for step, log in enumerate(logs) for slow in stragglers.after_steps(0, step, STEPS, log)]
+    assert [slow.rank for slow in said] == named
+    assert {"GPU" in slow.reason for slow in said} == {has_gpus}
 
 
 def test_a_rank_within_a_quarter_of_a_fast_one_is_not_slow():
