@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from flyte_ddp.engine.batches.inherited_files import reopen_in_forks
 from flyte_ddp.engine.checkpoints.same_training import check_same_training
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import TrainingResult
@@ -56,6 +57,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
     warnings.filterwarnings("ignore", ".*sync_dist=True")  # a lone rank is warned even where it is set
     warnings.filterwarnings("ignore", f"(?s){SAID_ELSEWHERE}")
     torch.set_num_threads(environment.threads)
+    reopen_in_forks()  # the loaders' workers
     os.environ.update(variables_of(environment))
     try:
         return _train(environment, device, link, job)

@@ -1,8 +1,14 @@
 """Recipes whose data are wrong, or only look it."""
 
+import io
 import multiprocessing
 import random
+import sqlite3
+import tarfile
+import tempfile
 import threading
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +99,77 @@ class SeededRows(Rows):
         return torch.from_numpy(table()[index]) + torch.randn(WIDTH)
 
 
+class KeptNoise(Rows):
+    """Draws once, as the first sample is read."""
+
+    noise: Any = None
+
+    def __getitem__(self, index):
+        self.noise = np.random.normal(size=WIDTH).astype(np.float32) if self.noise is None else self.noise
+        return table()[index] + self.noise
+
+
+class KeptSamples(NoisyRows):
+    def __init__(self):
+        self.kept = {}
+
+    def __getitem__(self, index):
+        if index not in self.kept:
+            self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
+class OpenFile(Rows):
+    """Reads from what it has opened at the start."""
+
+    mode = "rb"
+
+    def __init__(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "rows")
+            path.write_bytes(table().tobytes())
+            self.file = open(path, self.mode)  # noqa: SIM115
+            self.opened = [self.file, *self.open_others(Path(folder))]
+
+    def __del__(self):
+        for file in self.opened:
+            file.close()
+
+    def open_others(self, folder):
+        return []
+
+    def __getitem__(self, index):
+        self.file.seek(index * WIDTH * 4)
+        return np.frombuffer(self.file.read(WIDTH * 4), np.float32)
+
+
+class WritableFile(OpenFile):
+    mode = "r+b"
+
+
+class OpenFiles(OpenFile):
+    def open_others(self, folder):
+        with zipfile.ZipFile(folder / "zip", "w") as archive, tarfile.open(folder / "tar", "w") as tar:
+            for index, row in enumerate(table()):
+                archive.writestr(f"{index}", row.tobytes())
+                entry = tarfile.TarInfo(f"{index}")
+                entry.size = row.nbytes
+                tar.addfile(entry, io.BytesIO(row.tobytes()))
+        self.zip, self.tar = zipfile.ZipFile(folder / "zip"), tarfile.open(folder / "tar")  # noqa: SIM115
+        self.base = sqlite3.connect(folder / "base")
+        self.base.execute("create table rows (number integer primary key, row blob)")
+        self.base.executemany("insert into rows values (?, ?)", enumerate(row.tobytes() for row in table()))
+        self.base.commit()
+        return self.zip, self.tar, self.base
+
+    def __getitem__(self, index):
+        entry = self.tar.extractfile(f"{index}")
+        assert entry
+        (row,) = self.base.execute("select row from rows where number = ?", (index,)).fetchone()
+        copies = [np.frombuffer(read, np.float32) for read in (self.zip.read(f"{index}"), entry.read(), row)]
+        return (super().__getitem__(index) + sum(copies)) / 4
+
+
 class Empty(Rows):
     def __len__(self):
         return 0
@@ -135,6 +212,22 @@ class NoisyReaderDataset(OfDataset):
 
 class SeededDataset(OfDataset):
     dataset = SeededRows
+
+
+class KeptNoiseDataset(OfDataset):
+    dataset = KeptNoise
+
+
+class KeptSamplesDataset(OfDataset):
+    dataset = KeptSamples
+
+
+class WritableFileDataset(OfDataset):
+    dataset = WritableFile
+
+
+class OpenFilesDataset(OfDataset):
+    dataset = OpenFiles
 
 
 class EmptyDataset(OfDataset):

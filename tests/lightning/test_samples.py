@@ -28,6 +28,7 @@ def test_ranks_draw_the_same_orders_and_splits_and_their_own_numbers_in_steps(tm
     drawn = [number for of_rank in seen for *_, number in of_rank]
     assert len({*drawn}) == len(drawn)
     assert trained.result.epochs[0].train["forked"] == 1, "a worker that imports torch anew costs seconds"
+    assert trained.result.epochs[0].train["apart"] == 1, "workers share the offset of a file that was open before"
     times = of(RanksTimed, trained)[-1]
     assert len(times.data) == 2
     assert min(times.data) > 0

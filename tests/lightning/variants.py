@@ -225,6 +225,7 @@ class Seen(LightningModule):
     def training_step(self, batch, batch_idx):
         self.note("train", batch)
         self.log("forked", batch[2].float().mean())
+        self.log("apart", batch[3].float().mean())
         return self.layer(batch[1]).square().mean()
 
     def validation_step(self, batch, batch_idx, dataloader_idx):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flyte_ddp.engine.batches.arrays import KINDS, tensor_of, with_dicts
+from flyte_ddp.engine.batches.inherited_files import reopen_in_forks
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.sample_seeds import (
     NOWHERE,
@@ -35,6 +36,7 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 # A fork leaves alone what is garbage in its parent, such as the store of a process group that has failed: its end waits
 # for a thread, which a fork has not, and is a segmentation fault
 os.register_at_fork(after_in_child=gc.freeze)
+reopen_in_forks()
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.draws import DRAWN, host_state
 from flyte_ddp.engine.checks.held_generators import SEED, generator_states
+from flyte_ddp.engine.checks.worker_probe import Fault, fault_of_workers, sample_digests
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.torch_compat import pytree
 
@@ -22,27 +23,33 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time; a collective, which
     returns the same on all ranks. owner: the code that they are from."""
     device = next(iter(splits.values())).device
-    digests, unsteady = {}, {}
+    digests, unsteady, faults = {}, {}, dict[str, Fault]()
     for name, split in splits.items():
         chosen = spread(split, min(COMPARED, len(split)))
         if isinstance(split, Streamed):
             # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
             twice = Streamed(_Twice(split.dataset, split.is_padded), torch.device("cpu"), min(1, split.workers))
-            differs, call = next(iter(twice.fetch([chosen[:SAMPLES]])))
+            differs, call, expected = next(iter(twice.fetch([chosen[:SAMPLES]])))
             if differs:
                 unsteady[name] = _remedy(split.dataset, bytes(call.numpy()).decode())
+            elif split.workers and (fault := fault_of_workers(split, chosen[:SAMPLES], expected.numpy())):
+                faults[name] = fault
         (tree,) = split.fetch([chosen])
         digests[name] = len(split), [sum_of(leaf).item() for leaf in pytree.tree_leaves(tree)]
     first, remedies = of_first_rank((digests, unsteady))
     changing = on_any_rank([name in unsteady for name in splits], device)
     others = on_any_rank([digests[name] != first[name] for name in splits], device)
+    found = {fault: on_any_rank([faults.get(name) is fault for name in splits], device) for fault in Fault}
     reasons: dict[str, list[str]] = {}  # the splits that each is true of
-    for (name, split), is_unsteady, is_other in zip(splits.items(), changing, others, strict=True):
-        if is_unsteady:
-            dataset = split.dataset  # type: ignore[attr-defined]
+    for number, (name, split) in enumerate(splits.items()):
+        dataset = getattr(split, "dataset", None)
+        fault = next((fault for fault in Fault if found[fault][number]), None)
+        if changing[number]:
             remedy = remedies.get(name) or _remedy(dataset, "")
             reason = f"its {type(dataset).__name__} gives another sample each time: {remedy}"
-        elif is_other:
+        elif fault:
+            reason = f"its {type(dataset).__name__} {fault.value}"
+        elif others[number]:
             reason = (
                 "gives each rank other samples: sort what it lists, and to shuffle or split, draw from a generator "
                 "with a seed, such as numpy.random.default_rng(0)"
@@ -86,8 +93,8 @@ def _remedy(dataset: Any, call: str) -> str:
 
 
 class _Twice:
-    """A Dataset that reads another one twice and returns whether the samples differ, and in UTF-8 what seeds the
-    generator of its own that it draws from, if any is found.
+    """A Dataset that reads another one twice and returns whether the samples differ, in UTF-8 what seeds the generator
+    of its own that it draws from, if any is found, and what `sample_digests` returns after that.
 
     It compares the states of the random number generators, too: flipping half of the images may leave these few as they
     are. A Dataset that sets a seed for each sample ends up in the same state both times.
@@ -99,7 +106,7 @@ class _Twice:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, ...]:
         readings, held = [], []
         for _ in range(2):
             leaves = [
@@ -110,4 +117,5 @@ class _Twice:
             held.append(generator_states(self.dataset))
         drawn = [call for call, state in held[1].items() if held[0].get(call) != state]
         call = "".join(drawn[:1]).encode()
-        return np.array([readings[0] != readings[1] or bool(drawn)]), np.array([*call], np.uint8)
+        differs = readings[0] != readings[1] or bool(drawn)
+        return np.array([differs]), np.array([*call], np.uint8), sample_digests(self.dataset, indices)

@@ -1,0 +1,39 @@
+"""Files that a forked process has inherited: it gets offsets of its own in them."""
+
+import fcntl
+import os
+import stat
+import sys
+from contextlib import suppress
+from functools import cache
+
+
+@cache
+def reopen_in_forks() -> None:
+    """Have every process that this one forks reopen its files, as a Dataset may have opened some before."""
+    if sys.platform == "linux":
+        os.register_at_fork(after_in_child=reopen_files)
+
+
+def reopen_files() -> None:
+    """Open each regular file that is open for reading only once more, at the same offset, under the same number.
+
+    A fork shares the offset with its parent and its siblings: one moves it between another's seek and read. Files that
+    are open for writing stay shared, since processes append to them in turn.
+    """
+    with suppress(OSError):  # /proc may not be mounted
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # the listing itself is closed by now, and other users' files may be refused
+                _reopen(number)
+
+
+def _reopen(number: int) -> None:
+    flags = fcntl.fcntl(number, fcntl.F_GETFL)
+    if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
+        return
+    own = os.open(f"/proc/self/fd/{number}", flags)
+    try:
+        os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(own, number, inheritable=os.get_inheritable(number))
+    finally:
+        os.close(own)
