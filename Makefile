@@ -122,12 +122,17 @@ find_uv = uv=uv; if ! uv --version >/dev/null 2>&1; then \
 
 sync = $(find_uv); echo "+ uv pip sync $(1)"; "$$uv" pip sync --quiet $(compiled) --python $(@D)/bin/python --require-hashes $(1)
 
+# Measured on Linux; on macOS there are no CUDA libraries, which are most of it.
+installing = Installing PyTorch, Flyte and what they need into .venv, once: it downloads 3.3 GB and takes 6.4 GB of disk, \
+	most of it for GPUs, and about three minutes, in which nothing more is printed.
+
 # Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each start of Python would compile torch and flytekit anew.
 # Compiling everything takes half a minute, though, which the tests with an old torch do not make up for.
 compiled = --compile-bytecode
 .venv-oldest-torch/stamp: compiled =
 
 .venv/run.stamp: requirements.txt .venv/pyvenv.cfg
+	@ls -d .venv/lib/*/site-packages/torch >/dev/null 2>&1 || echo "$(installing)"
 	@$(call sync,requirements.txt)
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""The library's own commands, besides those of pyflyte: flyte-ddp COMMAND, or python -m flyte_ddp COMMAND."""
+"""The library's own commands, besides those of pyflyte: python -m flyte_ddp COMMAND."""
 
 import pkgutil
 

@@ -203,6 +203,12 @@ def test_run_passes_quotes_on_and_installs_nothing_twice(tmp_path):
     assert f"NAME must be one of {' '.join(examples)}, got 'tabula'" in make("example", "NAME=tabula").stderr
     assert f"Train one of {', '.join(examples)}: " in make("help").stdout
 
+    (tmp_path / ".venv" / "run.stamp").unlink()
+    _write_program(tools / "uv", "exit 0")
+    said = make("run").stdout.splitlines()
+    assert "it downloads 3.3 GB" in said[0], "before it installs"
+    assert said[1] == "+ uv pip sync requirements.txt"
+
 
 @needs_make
 def test_unfit_python_is_refused_with_the_remedy(tmp_path):

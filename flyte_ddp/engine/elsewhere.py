@@ -90,8 +90,8 @@ class Elsewhere:
                 found = mailbox.read_answer(name)
             elif silent > SILENT_SECONDS:
                 problem = (
-                    f"no evaluator has given a sign of life for {silent:.0f} s: start `flyte-ddp evaluate` with the "
-                    "same recipe, settings, data and evaluate_elsewhere"
+                    f"no evaluator has given a sign of life for {silent:.0f} s: start "
+                    "`python -m flyte_ddp evaluate` with the same recipe, settings, data and evaluate_elsewhere"
                 )
             elif not problem and f"{name}.pt" not in files:  # somebody has removed it
                 mailbox.hand_over(name, awaited.weights)

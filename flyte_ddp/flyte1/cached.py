@@ -10,6 +10,8 @@ from flytekit.models.literals import Literal
 from flyte_ddp.flyte1.flytekit_compat import on_cache_hit
 from flyte_ddp.report.console import say_last
 
+TRAIN_AGAIN = "To train again, put --overwrite-cache before the file: pyflyte run --overwrite-cache FILE WORKFLOW …"
+
 
 def explain_cached_trainings() -> None:
     """Calling it again does no harm."""
@@ -22,7 +24,7 @@ def say_cached(outputs: Mapping[str, Literal]) -> None:
         return
     model, report = (outputs[name].scalar.blob.uri for name in ("model_state", "report"))
     lines = [
-        ("Cached", "trained before with the same inputs, so nothing was trained now: --overwrite-cache trains again"),
+        ("Cached", f"trained before with the same inputs, so nothing was trained now. {TRAIN_AGAIN}"),
         ("Tested", _measured(msgpack.loads(outputs["summary"].scalar.binary.value))),
         ("Model", model),
         ("Report", report),

@@ -1,6 +1,7 @@
-"""flyte-ddp run RECIPE --epochs 1: trains on this machine, with an option for each field of settings and RunOptions.
+"""python -m flyte_ddp run RECIPE --epochs 1: trains on this machine, with an option for each field of settings and of
+RunOptions.
 
-flyte-ddp evaluate, with the same options, evaluates what such a training hands over.
+python -m flyte_ddp evaluate, with the same options, evaluates what such a training hands over.
 """
 
 import dataclasses
@@ -40,18 +41,18 @@ class Recipes(click.Group):
 def run(settings_class: str | None) -> None:
     """Train a recipe, or a loop of your own, on this machine.
 
-    RECIPE is its name, package.module:Name. `flyte-ddp run RECIPE --help` lists its settings. Flyte is not asked: as a
-    task, the same runs by `pyflyte run`. Under torchrun it is one of the ranks.
+    RECIPE is its name, package.module:Name. `python -m flyte_ddp run RECIPE --help` lists its settings. Flyte is not
+    asked: as a task, the same runs by `pyflyte run`. Under torchrun it is one of the ranks.
     """
 
 
 @click.group(cls=Recipes, subcommand_metavar="RECIPE [OPTIONS]...")
-@click.option("--settings-class", metavar="MODULE:NAME", help="As that of flyte-ddp run.")
+@click.option("--settings-class", metavar="MODULE:NAME", help="As that of python -m flyte_ddp run.")
 def evaluate(settings_class: str | None) -> None:
     """Evaluate on other processors while a training goes on.
 
-    Give it RECIPE, settings and data of `flyte-ddp run`, and both the same --evaluate-elsewhere, a folder or URL that
-    both see. It ends when the training does.
+    Give it RECIPE, settings and data of `python -m flyte_ddp run`, and both the same --evaluate-elsewhere, a folder
+    or URL that both see. It ends when the training does.
     """
 
 

@@ -42,7 +42,7 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     assert server.url in (folder / "report.html").read_text()
     assert not re.search(r"warning|USDT|deprecat", said[1], re.IGNORECASE)
     assert "Report:   " in said[1]
-    assert "nothing was trained now: --overwrite-cache" in said[3]
+    assert "nothing was trained now. To train again, put --overwrite-cache before the file" in said[3]
     assert KEY not in "".join(said)
     assert not files_with(KEY, tmp_path), "not in the report, the logs, W&B's files, nor Flyte's cache"
 

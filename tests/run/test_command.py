@@ -1,4 +1,4 @@
-"""flyte-ddp run."""
+"""python -m flyte_ddp run."""
 
 import os
 import re
