@@ -16,6 +16,7 @@ from flyte_ddp.reading import read_settings
 from scripts.dry_run import ROOT
 
 REFUSED = re.compile(r"Requested (\w+) \w+ \[(.+?)\] is greater than (current limit set in the platform .*?\[.+?\]|.*)")
+ENDPOINT = re.compile(r"^Registering against (\S+)", re.MULTILINE)
 REGISTERED = re.compile(r"\[✔\] (Task|Workflow): (\S+)")
 
 
@@ -47,16 +48,22 @@ def register(config: str, arguments: Sequence[str]) -> Registered:
     command = ["pyflyte", "--config", config, "register", *arguments, "workflows"]
     print(f"+ {shlex.join(command)}", flush=True)
     lines: list[str] = []
+    held: list[str] = []  # a traceback, which is shown unless we can say the same in one sentence
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
     for line in process.stdout:
-        print(line, end="", flush=True)
         lines.append(line)
+        if held or "Traceback (most recent call last)" in line:
+            held.append(line)
+        else:
+            print(line, end="", flush=True)
     complete, shown = process.wait() == 0, "".join(lines)
     found = REGISTERED.findall(shown)
     tasks, workflows = ([name for kind, name in found if kind == wanted] for wanted in ("Task", "Workflow"))
     result = Registered(version, tasks, workflows, complete)
     if not complete:
+        if not is_unreachable(shown):
+            print(*held, sep="")
         print(explain(shown, result, asked), file=sys.stderr)
     return result
 
@@ -68,10 +75,17 @@ def explain(shown: str, result: Registered, asked: Registration) -> str:
         parts += [f"Refused because of its size: {refused[0]}.", sizes(asked, refused[1])]
     elif "different structure" in shown:
         parts += [f'Version {result.version} is taken: give another one (ARGS="--version NAME"), or none.']
+    elif is_unreachable(shown):
+        (endpoint,) = ENDPOINT.findall(shown)
+        parts += [f"No Flyte answers at {endpoint}: start that cluster, or correct the file's endpoint and insecure."]
     if result.tasks:
         left = f"{len(result.tasks)} tasks and {len(result.workflows)} workflows"
         parts += [f"Version {result.version} is left with {left} (marked ✔ above). Register again as another version."]
     return "\n" + "\n".join(parts)
+
+
+def is_unreachable(shown: str) -> bool:
+    return "StatusCode.UNAVAILABLE" in shown and bool(ENDPOINT.search(shown))
 
 
 def sizes(asked: Registration, resource: str) -> str:

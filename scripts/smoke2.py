@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import flyte
+from flyte.errors import InitializationError
 from flyte.models import ActionPhase
 from flyte.remote import Action, ActionDetails, Run, Trigger
 from flyteidl2.core.catalog_pb2 import CACHE_HIT
@@ -75,4 +76,8 @@ def is_cached(action: ActionDetails) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InitializationError as error:
+        needed = "CLUSTER_CONFIG must name a cluster that answers, its project and its domain"
+        sys.exit(f'{needed}: {error} Correct it, or add ARGS="--project NAME --domain NAME".')

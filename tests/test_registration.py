@@ -115,6 +115,28 @@ def test_a_config_file_that_names_no_cluster_is_refused(tmp_path, content):
         register.main(str(config))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (
+            "register",
+            "No Flyte answers at localhost:9: start that cluster, or correct the file's endpoint and insecure",
+        ),
+        ("smoke2", 'Correct it, or add ARGS="--project NAME --domain NAME"'),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_one_sentence(tmp_path, script, words):
+    config = tmp_path / "config.yaml"
+    config.write_text("admin: {endpoint: 'dns:///localhost:9', insecure: true}")
+    option = [str(config)] if script == "register" else ["--config", str(config)]
+    command = [sys.executable, "-m", f"scripts.{script}", *option, "--image", "trainer=x:1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
-from flyte_ddp.attempt.variables import check_names
+from flyte_ddp.attempt.variables import check_names, check_secrets
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
@@ -71,7 +71,7 @@ class Registration(Settings):
         promote_to: where workflows/promote.py, and then also the launch plan nightly, promotes models to: a URL of
             Flyte's storage, or the path of a folder that all pods can access.
         notify: whom Flyte notifies of how an execution of a launch plan ended, as slack:ADDRESS or email:ADDRESS, or
-            several addresses separated by commas.
+            several addresses separated by commas; one without a kind has that of the one before.
         notify_phases: the phases to notify of.
         webhook: URL to notify of failed trainings; everybody who can see the tasks in Flyte can see it.
         webhook_secret: GROUP/KEY of the Flyte secret with that URL, if it is secret.
@@ -130,6 +130,7 @@ class Registration(Settings):
         ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE, *registered}
         check_names(self.env, registered)
         check_strings("env", self.env, "[A-Za-z_][A-Za-z0-9_]*")
+        check_secrets(self.env)
         check_strings("labels", self.labels, KEY, f"({WORD})?")
         check_strings("annotations", self.annotations, KEY)
         if not re.fullmatch(f"({NAME})?", self.pod_template):
@@ -156,6 +157,17 @@ class Registration(Settings):
                 raise InputError(
                     f"{size} must be at least a megabyte, got {value}: write the unit, such as 400Mi or 4Gi"
                 )
+
+    @property
+    def recipients(self) -> dict[str, list[str]]:
+        """The addresses of notify, by kind."""
+        found: dict[str, list[str]] = {}
+        kind = ""
+        for one in filter(None, self.notify.split(",")):
+            named, _, address = one.rpartition(":")
+            kind = named or kind
+            found.setdefault(kind, []).append(address)
+        return found
 
     @property
     def training_gpus(self) -> int:
@@ -187,8 +199,8 @@ class Registration(Settings):
 
 
 def registration() -> Registration:
-    """Reads the environment; raises InputError naming the variable, also one that is only like those that there are."""
-    check_names(os.environ, map(variable_of, dataclasses.fields(Registration)))
+    """Read the environment. Raises InputError naming a variable that is wrong or unknown."""
+    check_variables()
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Registration):
         variable = variable_of(field)
@@ -201,6 +213,12 @@ def registration() -> Registration:
         except InputError as error:
             raise InputError(f"environment variable {variable}: {error.message}") from None
     return Registration(**values)
+
+
+def check_variables() -> None:
+    """Raise InputError for a variable with our prefix that nothing reads; in a pod, others may set such."""
+    if "FLYTE_INTERNAL_EXECUTION_ID" not in os.environ:
+        check_names(os.environ, map(variable_of, dataclasses.fields(Registration)))
 
 
 def variable_of(field: "dataclasses.Field[Any]") -> str:
@@ -231,7 +249,7 @@ def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "
 
 
 def check_notify(notify: str, phases: str) -> None:
-    if notify and not re.fullmatch(f"(slack|email):{ADDRESS}(,{ADDRESS})*", notify):
+    if notify and not re.fullmatch(f"(slack|email):{ADDRESS}(,((slack|email):)?{ADDRESS})*", notify):
         raise InputError(
             "notify must be slack:ADDRESS or email:ADDRESS, or several addresses separated by commas, got "
             f"{json.dumps(notify)}: an address is NAME@HOST, also for a Slack channel"

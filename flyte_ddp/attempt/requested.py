@@ -8,16 +8,10 @@ from urllib.parse import urlsplit
 
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
 from flyte_ddp.attempt.registration import registration, variable_of
-from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE, WEBHOOK_VARIABLE
+from flyte_ddp.attempt.variables import SECRETS
+from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError
-
-# The variable that has a secret in a pod, and the field of a Registration that names it
-SECRETS = {
-    "WANDB_API_KEY": "wandb_secret",
-    "MLFLOW_TRACKING_URI": "mlflow_secret",
-    WEBHOOK_SECRET_VARIABLE: "webhook_secret",
-}
 
 
 @dataclass(frozen=True)

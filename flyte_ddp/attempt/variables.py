@@ -1,42 +1,58 @@
-"""The names of this package's environment variables, and what is said of one that is only like them."""
+"""The names of this package's environment variables, and refusals of unknown ones and of secrets among them."""
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABLE, PREVIOUS_VARIABLE
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
+from flyte_ddp.text import masked
 
 PREFIX = "DDP_"
-# Besides those of a registration
-OTHERS = (
-    CODE_VARIABLE,
-    GPUS_VARIABLE,
-    HANDOVER_VARIABLE,
-    PREVIOUS_VARIABLE,
-    WEBHOOK_SECRET_VARIABLE,
-    MIRROR_VARIABLE,
-    "DDP_DATA_DIR",
-    "DDP_RUNS_DIR",
-    "DDP_CACHE_DIR",
-)
+# Besides those of a registration: what users set, and what is set in pods
+USERS = (MIRROR_VARIABLE, "DDP_DATA_DIR", "DDP_RUNS_DIR", "DDP_CACHE_DIR")
+PODS = (CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABLE, PREVIOUS_VARIABLE, WEBHOOK_SECRET_VARIABLE)
 # Of our tests, and what Kubernetes sets in all pods for a service whose name begins like ours
 NOT_OURS = re.compile(r"DDP_TEST_.*|.*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_.*)?)")
+# The variable that has a secret in a pod, and the field of a Registration that names it
+SECRETS = {
+    "WANDB_API_KEY": "wandb_secret",
+    "MLFLOW_TRACKING_URI": "mlflow_secret",
+    WEBHOOK_SECRET_VARIABLE: "webhook_secret",
+}
+SECRET_NAME = re.compile(r"(.*_)?(API_?KEY|ACCESS_?KEY|SECRET(_KEY)?|TOKEN|PASSWORD)", re.IGNORECASE)
 
 
 def check_names(names: Iterable[str], registered: Iterable[str]) -> None:
-    """Raises InputError for a name that is like one of ours, which would be ignored; others with our prefix may be the
-    user's own."""
-    known = {*OTHERS, *registered}
+    """Raise InputError for a name with our prefix that nothing reads."""
+    users = {*USERS, *registered}
     for name in sorted(names):
-        if name.startswith(PREFIX) and name not in known and not NOT_OURS.fullmatch(name):
-            nearest = _nearest(name, known)
+        if name.startswith(PREFIX) and name not in {*PODS, *users} and not NOT_OURS.fullmatch(name):
+            nearest = _nearest(name, users)
             if nearest:
                 raise InputError(
                     f"environment variable {name} is unknown (did you mean {nearest}?): rename or unset it"
                 )
+            known = ", ".join(sorted(users))
+            raise InputError(f"environment variable {name} is unknown: unset it, or rename it to one of {known}")
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable's name is that of a secret, or its value a URL with one."""
+    return bool(SECRET_NAME.fullmatch(name)) or masked(value) != value
+
+
+def check_secrets(variables: Mapping[str, str]) -> None:
+    """Raise InputError for a secret, which everybody who can see the tasks in Flyte could see."""
+    for name, value in variables.items():
+        if is_secret(name, value):
+            ours = f"DDP_{SECRETS[name].upper()}=GROUP/KEY names" if name in SECRETS else ""
+            others = "secret_requests of the task names that needs it, or secrets of its environment under Flyte 2"
+            raise InputError(
+                f"{name} must not be in DDP_ENV, which Flyte shows: put it into a Flyte secret, which {ours or others}"
+            )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

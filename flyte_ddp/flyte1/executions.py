@@ -13,10 +13,9 @@ KINDS: Any = {"slack": Slack, "email": Email}
 def execution_options() -> dict[str, Any]:
     """Arguments of a LaunchPlan: notifications from DDP_NOTIFY and DDP_NOTIFY_PHASES, labels and annotations."""
     asked = registration()
-    kind, _, recipients = asked.notify.partition(":")
     phases = [getattr(WorkflowExecutionPhase, name.upper()) for name in asked.notify_phases.split(",")]
     return {
-        "notifications": [KINDS[kind](phases=phases, recipients_email=recipients.split(","))] if kind else [],
+        "notifications": [KINDS[kind](phases=phases, recipients_email=to) for kind, to in asked.recipients.items()],
         "labels": Labels(asked.labels) if asked.labels else None,
         "annotations": Annotations(asked.annotations) if asked.annotations else None,
     }

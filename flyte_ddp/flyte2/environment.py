@@ -19,6 +19,7 @@ import flyte_ddp
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
+from flyte_ddp.attempt.variables import SECRETS
 from flyte_ddp.code.code_version import is_installed, with_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte
@@ -83,7 +84,7 @@ def training_environment(
     usual = {"interruptible": asked.interruptible, "pod_template": asked.pod_template}
     return _environment(
         name, requested.training_size(gpus), variables, [*files, *include], kind, own,
-        secrets=_secrets(requested.SECRETS, secrets), **{**usual, **more},
+        secrets=_secrets(SECRETS, secrets), **{**usual, **more},
     )  # fmt: skip
 
 

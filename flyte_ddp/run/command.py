@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from flyte_ddp.attempt.registration import check_variables
 from flyte_ddp.code.code_version import find_parts
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
@@ -29,6 +30,7 @@ class Recipes(click.Group):
         return []
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        check_variables()
         here = str(absolute("", "RECIPE"))
         if here not in sys.path:  # as `python -m` has it
             sys.path.insert(0, here)

@@ -14,6 +14,7 @@ from flyte_ddp.attempt.registration import Registration
 from flyte_ddp.attempt.variables import check_names
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1 import resources, train
+from flyte_ddp.flyte1.executions import execution_options
 from scripts.register import Registered, explain
 from tests.commands import ROOT
 from tests.packages import full_package
@@ -53,6 +54,15 @@ from tests.pod import package
         ("DDP_ENV", '{"A=B": "1"}', '"A=B"'),
         ("DDP_ENV", '{"A": "1", "A": "2"}', '"A" is given twice'),
         ("DDP_ENV", '{"DDP_GPUS": "8"}', "must not have DDP_GPUS"),
+        (
+            "DDP_ENV",
+            '{"WANDB_API_KEY": "PASSWORD"}',
+            "put it into a Flyte secret, which DDP_WANDB_SECRET=GROUP/KEY names",
+        ),
+        ("DDP_ENV", '{"HF_TOKEN": "PASSWORD"}', "put it into a Flyte secret, which secret_requests"),
+        ("DDP_ENV", '{"HTTPS_PROXY": "http://me:PASSWORD@host"}', "put it into a Flyte secret, which secret_requests"),
+        ("DDP_SERVICE_ACCOUNT", "trainer", "rename it to one of DDP_ACCELERATOR, "),
+        ("DDP_NODE_SELECTOR", "pool=h100", ", DDP_POD_TEMPLATE, "),
         ("DDP_LABELS", "team=vision", "an object"),
         ("DDP_LABELS", '{"team": "computer vision"}', '"computer vision"'),
         ("DDP_LABELS", '{"-team": "vision"}', '"-team"'),
@@ -62,6 +72,7 @@ from tests.pod import package
         ("DDP_PROMOTE_TO", "models", "an absolute path"),
         ("DDP_NOTIFY", "me@example.org", "slack:ADDRESS or email:ADDRESS"),
         ("DDP_NOTIFY", "slack:channel", "NAME@HOST"),
+        ("DDP_NOTIFY", "slack:me@example.org,mail:me@example.org", "slack:ADDRESS or email:ADDRESS"),
         ("DDP_NOTIFY_PHASES", "failed,running", "succeeded, failed, timed_out, aborted"),
         ("DDP_WEBHOOK", "hooks.example.org/1", "https://host/path"),
         ("DDP_WEBHOOK", "https://me:word@host/1", "Flyte secret"),
@@ -78,6 +89,14 @@ def test_wrong_settings_are_refused(monkeypatch, variable, value, names):
         resources.training_resources()
     assert variable in str(raised.value)
     assert names in str(raised.value)
+    assert "PASSWORD" not in str(raised.value)
+
+
+def test_one_registration_may_notify_both_by_slack_and_by_email(monkeypatch):
+    monkeypatch.setenv("DDP_NOTIFY", "slack:a@example.org,b@example.org,email:c@example.org,slack:d@example.org")
+    slack, email = execution_options()["notifications"]
+    assert slack.slack.recipients_email == ["a@example.org", "b@example.org", "d@example.org"]
+    assert email.email.recipients_email == ["c@example.org"]
 
 
 def test_wrong_setting_ends_a_command_without_a_traceback(tmp_path):
@@ -165,9 +184,14 @@ def test_a_variable_that_is_spelt_wrong_is_refused(monkeypatch, name, nearest):
 
 
 def test_other_peoples_variables_are_theirs(monkeypatch):
-    """Kubernetes names a service's host and port in every pod of its namespace."""
-    for name in ("DDP_TRAINING_SERVICE_HOST", "DDP_TRAINING_PORT_8080_TCP_ADDR", "DDP_TRAINING_PORT", "DDP_MY_OWN_KEY"):
+    """Kubernetes names a service's host and port in every pod of its namespace; in a pod, others may set variables."""
+    for name in ("DDP_TRAINING_SERVICE_HOST", "DDP_TRAINING_PORT_8080_TCP_ADDR", "DDP_TRAINING_PORT", "DDP_TEST_DATA"):
         monkeypatch.setenv(name, "1")
+    registration.registration()
+    monkeypatch.setenv("DDP_MY_OWN_KEY", "1")
+    with pytest.raises(InputError, match="DDP_MY_OWN_KEY is unknown: unset it, or rename it"):
+        registration.registration()
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "a1b2c3")
     registration.registration()
 
 

@@ -107,6 +107,13 @@ def test_a_mistake_is_one_sentence(arguments, words):
     assert re.search(words, said), said
 
 
+def test_a_variable_that_nothing_reads_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("DDP_RUN_DIR", "/elsewhere")
+    status, said = run("tabular.recipe:Tabular", "--epochs", "1")
+    assert status != 0
+    assert "environment variable DDP_RUN_DIR is unknown (did you mean DDP_RUNS_DIR?): rename or unset it" in said
+
+
 def test_a_current_folder_that_has_been_removed_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
