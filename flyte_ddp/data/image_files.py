@@ -13,6 +13,8 @@ MOST_PIXELS = 50_000_000  # each thread that decodes so many needs up to 0.5 GB;
 MODES = {1: "L", 3: "RGB"}  # Pillow's names, by channels
 ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 0x0112, 258, 262  # tags of EXIF and TIFF
 SIDEWAYS = range(5, 9)  # the orientations that swap width and height
+# Pillow would try every format, and start Ghostscript for an EPS file that is called .png
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 SCALED = ("PNG", "PPM")  # formats of which Pillow reads 16 bits as mode I, PNG before its version 11
 
 
@@ -55,7 +57,7 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarr
     from PIL import Image, ImageOps
 
     channels, height, width = shape
-    with Image.open(file) as image:
+    with Image.open(file, formats=FORMATS) as image:
         # Decodes a large JPEG at 1/2, 1/4 or 1/8 of its size, which is that of the image before it is turned
         on_its_side = image.getexif().get(ORIENTATION) in SIDEWAYS
         image.draft(MODES[channels], (height, width) if on_its_side else (width, height))

@@ -102,6 +102,20 @@ def test_train_and_test_folders_are_the_splits_where_both_are_there(folder, tmp_
         index(both)
 
 
+@pytest.mark.parametrize("names", [("train", "val"), ("Train", "Test"), ("train", "test", "Validation"), ("dev",)])
+def test_other_splits_are_refused_rather_than_left_out_or_taken_for_classes(folder, tmp_path, names):
+    data = tmp_path / "data"
+    for name in names:
+        shutil.copytree(folder, data / name)
+    with pytest.raises(InputError, match=rf"got {', '.join(sorted(names))}: name the splits train and test, and move"):
+        index(data)
+
+
+def test_a_class_may_be_called_train(folder):
+    (folder / "class 1").rename(folder / "train")
+    assert "train" in described(index(folder)).classes
+
+
 def test_an_image_is_resized_and_cut_around_its_centre(tmp_path):
     stripes = np.zeros((40, 120, 3), np.uint8)
     stripes[:, 40:80] = (10, 200, 30)  # the middle third
@@ -131,25 +145,27 @@ def test_unreadable_files_are_named_and_counted_up_to_the_share(folder):
     good = sorted((folder / "class 1").iterdir())
     (folder / "class 1" / "empty.png").touch()
     (folder / "class 2" / "text.jpg").write_text("not an image at all")
+    Image.new("RGB", (28, 28)).save(folder / "class 2" / "script.png", "eps")
     (folder / "class 3" / "cut.png").write_bytes(good[0].read_bytes()[:-60])
     (folder / "class 3" / "notes.txt").write_text("of no concern")
     os.symlink(folder / "nowhere", folder / "class 4" / "link.png")
     said: list = []
     description = described(index(folder, said=said))
-    assert (description.train_samples + description.test_samples, description.unreadable) == (50, 4)
+    assert (description.train_samples + description.test_samples, description.unreadable) == (50, 5)
     (line,) = said
-    assert "4 of 54 image files" in line
-    assert "(7.41%)" in line
+    assert "5 of 55 image files" in line
+    assert "(9.09%)" in line
     shown = description.remarks["Files that cannot be read"]
     for name in (
         "class 1/empty.png (not an image)",
         "class 2/text.jpg",
+        "class 2/script.png (not an image)",
         "class 3/cut.png",
         "class 4/link.png (No such",
     ):
         assert name in line
         assert name in shown
-    with pytest.raises(InputError, match=r"4 of 54 .* \(7.41%\), more than .*unreadable_share \(5.00%\).*empty\.png"):
+    with pytest.raises(InputError, match=r"5 of 55 .* \(9.09%\), more than .*unreadable_share \(5.00%\).*empty\.png"):
         index(folder, ImageSettings(unreadable_share=0.05))
 
 

@@ -24,6 +24,7 @@ from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.whole_files import files_below, reading, temporary_beside
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+SPLIT_NAMES = frozenset("train training val valid validation dev eval test testing".split())  # in any case
 TEST_EVERY = 5
 MOST_NAMED = 5  # how many of the unreadable files are listed
 BLOCK = 256  # how many decoded images are held in memory at once
@@ -64,10 +65,31 @@ def _all_images(folder: Path) -> Files:
     divided = all((folder / split).is_dir() for split in SPLITS)
     paths: Files = {}
     for split in SPLITS if divided else ("",):
-        below = sorted(entry.name for entry in os.scandir(folder / split) if entry.is_dir())
-        classes = {name: _image_names(folder, Path(split, name)) for name in below if not name.startswith(".")}
+        below = _sub_folders(folder / split)
+        classes = {name: _image_names(folder, Path(split, name)) for name in below}
         paths[split] = {name: files for name, files in classes.items() if files}
+    _refuse_splits(folder, _sub_folders(folder) if divided else [], paths.get("", {}))
     return paths
+
+
+def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
+    """Raise InputError for splits that would be left out, or taken for classes.
+
+    divided: the sub-folders beside train and test, and these. classes: the others' files. One class may be called train
+    or valid: its files lie in its folder itself, those of a split in folders of classes.
+    """
+    named = [name for name in (*divided, *classes) if name.lower() in SPLIT_NAMES]
+    files = classes[named[0]] if len(named) == 1 else []
+    is_split = len(named) > 1 or any(Path(file).parent != Path(named[0]) for file in files)
+    if is_split and set(named) != set(SPLITS):
+        raise InputError(
+            f"folder {folder} must have classes as sub-folders, or train and test with classes in them, got "
+            f"{', '.join(map(_printable, named))}: name the splits train and test, and move others out of the folder"
+        )
+
+
+def _sub_folders(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def lfw_folder() -> Path:
