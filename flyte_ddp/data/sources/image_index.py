@@ -24,7 +24,7 @@ from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.whole_files import files_below, reading, temporary_beside
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-SPLIT_NAMES = frozenset("train training val valid validation dev eval test testing".split())  # in any case
+SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")  # in any case
 TEST_EVERY = 5
 MOST_NAMED = 5  # how many of the unreadable files are listed
 BLOCK = 256  # how many decoded images are held in memory at once
