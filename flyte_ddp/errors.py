@@ -104,16 +104,11 @@ class UnevenShapesError(ReportedError):
 
 
 class WrongBitsError(RecoverableError):
-    """Some ranks have computed other bits than the others; an attempt elsewhere goes on from the last checkpoint."""
+    """Ranks have computed other bits than others, or than before; an attempt elsewhere goes on from the last
+    checkpoint."""
 
-    def __init__(self, ranks: str, is_known: bool, epoch: int, step: int, what: str = ""):
-        """Ranks: those that are wrong, or, where it is not known which, that differ. what: they have done."""
-        what = what or "computed other gradients of the same samples"
-        doubt = "" if is_known else ", and which of them is right cannot be told without a third"
-        super().__init__(
-            f"in epoch {epoch + 1}, step {step + 1}, {ranks} {what} than the others{doubt}: its processor or memory "
-            "has errors; take its host, or its GPU, out of service, and go on elsewhere from the last checkpoint"
-        )
+    def __init__(self, epoch: int, step: int, reason: str):
+        super().__init__(f"in epoch {epoch + 1}, step {step + 1}, {reason}")
 
 
 class CheckpointError(RuntimeError):

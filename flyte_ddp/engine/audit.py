@@ -1,12 +1,11 @@
-"""Whether ranks compute what they should: a part of a global batch, computed by two of them, must have the same bits.
+"""Whether ranks compute what they should: a part of a global batch must have the same bits each time, on any rank.
 
-That needs virtual ranks, whose parts have the same bits on any rank. What differs is a processor that computes wrongly
-now and then, which Meta's Llama 3 met six times in 54 days on 16,384 GPUs (arXiv 2407.21783, table 5), or, from the
-first step on, one of another kind.
+That needs virtual ranks. What differs is code that draws or counts by itself; a processor that computes wrongly now and
+then, which Meta's Llama 3 met six times in 54 days on 16,384 GPUs (arXiv 2407.21783, table 5); or, from the first step
+on, a processor of another kind.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,66 +14,120 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
+from flyte_ddp.engine.blame import Cause, Verdict, judge
 from flyte_ddp.engine.digest import sum_of_all
-from flyte_ddp.engine.hosts.places import Place
-from flyte_ddp.engine.hosts.unlike import named
+from flyte_ddp.engine.hosts.places import Place, tried
+from flyte_ddp.engine.hosts.unlike import all_named, minority, wrong_products
 from flyte_ddp.engine.step import SingleStep, Totals
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
 from flyte_ddp.errors import InputError, WrongBitsError
 from flyte_ddp.random_numbers import Use, key_of
-from flyte_ddp.text import listed
 
 Backward = Callable[[Sequence[Batch]], None]
 Warn = Callable[[int, int, Sequence[str]], None]  # of epoch, step and reasons
 
+REPEATS = 4  # more than a processor that errs now and then can get wrong
+GRADIENTS = "gradients of the same samples"
+CODE = (
+    f"{GRADIENTS} have other bits each time that a rank computes them: code draws from a random generator of its own, "
+    "or counts calls outside of a buffer; draw by torch.rand, randn, randint or bernoulli without a generator, and "
+    "count in a buffer of the network (register_buffer)"
+)
+PROCESSOR = (
+    f"computed {GRADIENTS} wrongly, if not each time: its processor or memory has errors, unless code draws or counts "
+    "now and then; take its host, or its GPU, out of service, and go on elsewhere from the last checkpoint"
+)
+RANKS = (
+    "code reads its rank or host, or one of these has errors in its processor or memory, or is of another kind; if no "
+    "code does, go on from the last checkpoint without one of these hosts, then without the other"
+)
+
 
 class Audit:
-    """Has parts of global batches computed by another rank, too, on another host if there is one.
+    """Has a part of a global batch computed twice by its rank, and by another one, on another host if there is one.
 
-    What is compared are the digests of the part's gradients, as they are before they are added up. The samples are sent
-    to the other rank, so what it finds is not about data.
+    The digests of the part's gradients are compared before these are added up. The samples are sent to the other rank,
+    so that no difference is about data.
     """
 
     def __init__(self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn):
-        """every: so many steps; with 0, only the first is. places: of each rank. warn is called on all ranks."""
+        """every: audit one step in this many, and the first; with 0, only the first. places: of each rank. warn is
+        called on all ranks."""
         self._step, self._train, self.every, self._places, self._warn = step, train, every, places, warn
         self._rank, self._device, self._is_first = distributed.get_rank(), step.module.carrier.device, True
 
     def added_up(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int) -> Totals:
-        """As ExactStep's, of a step whose part may be audited; a collective.
+        """Return what ExactStep.added_up does, in a step that may be audited; a collective.
 
-        Raises WrongBitsError, on all ranks and with the weights as before the step, if two differ.
+        Raises InputError for code that has other bits each time, and WrongBitsError for ranks that differ, on all ranks
+        and with the weights as before the step.
         """
-        if self._is_first:
-            self._is_first = False
-            self._compare_processors(backward, shares, epoch, step)
+        is_first, self._is_first = self._is_first, False
         add_up = partial(self._step.added_up, partial(backward, shares))
-        if not self.every or (epoch * len(self._train) + step + 1) % self.every:
+        if not is_first and (not self.every or (epoch * len(self._train) + step + 1) % self.every):
             return add_up()
         part, owner, other = chosen(self._train, [place.host for place in self._places], epoch, step)
-        batch = self._sent(shares, part, owner)
-        digests = torch.zeros(2, dtype=torch.int64, device=self._device)
-        if self._rank == other:
-            digests[1] = self._step.digest_of(part, partial(backward, [batch]))
+        ranks = {*range(len(self._places))} if is_first else {owner, other}
+        compute = partial(self._step.digest_of, part, partial(backward, [self._sent(shares, part, owner)]))
+        found = self._digests(compute, ranks)
+        if len({*found.values()}) > 1:
+            verdict = self._judge(compute, {rank: [digest] for rank, digest in found.items()})
+            if not is_first or verdict.cause is not Cause.RANKS:
+                raise self._error(verdict, epoch, step)
+            self._refuse_or_warn(verdict, epoch, step)
         with self._step.watching(part):
             totals = add_up()
-        if self._rank == owner:
-            digests[0] = self._step.seen.sum()
-        distributed.all_reduce(digests)
-        first, second = digests.tolist()
-        if first != second:
-            again = self._digests(backward, batch)
-            wrong, is_known = _who_is_wrong(again, [(owner, first), (other, second)])
-            raise WrongBitsError(self._named(wrong), is_known, epoch, step)
+        in_step = self._of_all(self._step.seen.sum())[owner]
+        if in_step != found[owner]:
+            raise self._error(self._judge(compute, {owner: [found[owner], in_step]}), epoch, step)
         return totals
 
     def compare_states(self, tensors: Iterable[Tensor], epoch: int, step: int) -> None:
         """Raises WrongBitsError, on all ranks, unless all of them have the same tensors; a collective."""
         digests = self._of_all(sum_of_all(tensors, self._device))
         if len({*digests}) > 1:
-            wrong, is_known = _who_is_wrong(digests, [])
-            raise WrongBitsError(self._named(wrong), is_known, epoch, step, "has other weights, or optimizer state")
+            verdict = Verdict(Cause.RANKS, *minority(dict(enumerate(digests))))
+            raise WrongBitsError(epoch, step, f"{self._difference(verdict, 'weights, or the optimizer,')}: {RANKS}")
+
+    def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
+        """Have all ranks compute the part some more times, and a product of matrices; a collective.
+
+        found: digests of the part by rank, so far. The gradients of a step are lost.
+        """
+        ranks = range(len(self._places))
+        again = [self._digests(compute, ranks) for _ in range(REPEATS)]
+        digests = {rank: [*found.get(rank, []), *(one[rank] for one in again)] for rank in ranks}
+        products = self._of_all(torch.tensor(tried(self._device)[1]))
+        wrong = {rank for odd, others in wrong_products(self._places, products) if others for rank in odd}
+        wrong |= {rank for rank in ranks if products[rank] != self._places[rank].product}  # as it was before
+        return judge(digests, wrong)
+
+    def _error(self, verdict: Verdict, epoch: int, step: int) -> Exception:
+        if verdict.cause is Cause.CODE:
+            return InputError(f"in epoch {epoch + 1}, step {step + 1}, {CODE}")
+        if verdict.cause is Cause.RANKS:
+            return WrongBitsError(epoch, step, f"{self._difference(verdict)}: {RANKS}")
+        return WrongBitsError(epoch, step, f"{all_named(verdict.odd, self._places)} {PROCESSOR}")
+
+    def _difference(self, verdict: Verdict, what: str = GRADIENTS) -> str:
+        odd = all_named(verdict.odd, self._places)
+        if verdict.others:
+            return f"{what} have other bits on {odd} than on {all_named(verdict.others[:1], self._places)}"
+        return f"{what} have other bits on each of {odd}"
+
+    def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
+        """Of ranks that differ from the first step on, maybe because their processors are of several kinds."""
+        kinds = {self._places[rank].hardware for rank in (*verdict.odd, *verdict.others)}
+        if self.every and len(kinds) == 1:
+            raise self._error(verdict, epoch, step)
+        reason = (
+            f"{self._difference(verdict)}: the result depends on which of them computes what; use processors of one "
+            "kind, as many threads on each, and code that reads neither rank nor host"
+        )
+        if self.every:
+            raise InputError(f"audit_every must be 0 where processors differ, got {self.every}: {reason}")
+        self._warn(epoch, step, [reason])
 
     def _sent(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
         """The part of the global batch, on all ranks, with the strides that it has, by which kernels go."""
@@ -100,9 +153,11 @@ class Audit:
         distributed.broadcast(in_memory.view(torch.uint8), owner)
         return sent.to("cpu") if device == "cpu" else sent
 
-    def _digests(self, backward: Backward, batch: Batch) -> list[int]:
-        """Of the gradients that each rank computes of this part."""
-        return self._of_all(self._step.digest_of(batch.share.part, partial(backward, [batch])))
+    def _digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
+        """What these ranks compute, by rank; a collective of all ranks."""
+        zero = torch.zeros((), dtype=torch.int64, device=self._device)
+        digests = self._of_all(compute() if self._rank in ranks else zero)
+        return {rank: digests[rank] for rank in sorted(ranks)}
 
     def _of_all(self, own: Tensor) -> list[int]:
         """Each rank's, by rank."""
@@ -112,41 +167,17 @@ class Audit:
         found: list[int] = digests.tolist()
         return found
 
-    def _compare_processors(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int) -> None:
-        part = self._train.parts_with_samples(step)[0]
-        owner = owner_of(part, self._train.virtual_ranks, len(self._places))
-        digests = self._digests(backward, self._sent(shares, part, owner))
-        most = Counter(digests).most_common(1)[0][0]
-        odd = [rank for rank, digest in enumerate(digests) if digest != most]
-        if not odd:
-            return
-        usual = digests.index(most)
-        if self.every and all(self._places[rank].hardware == self._places[usual].hardware for rank in odd):
-            wrong, is_known = _who_is_wrong(digests, [])
-            raise WrongBitsError(self._named(wrong), is_known, epoch, step)
-        reason = (
-            f"{self._named(odd)} computes other bits than {self._named([usual])}: the result depends on which of them "
-            "computes what; use processors of one kind, and as many threads on each"
-        )
-        if self.every:
-            raise InputError(f"audit_every must be 0 where processors differ, got {self.every}: {reason}")
-        self._warn(epoch, step, [reason])
-
-    def _named(self, ranks: Sequence[int]) -> str:
-        """With their hosts and devices."""
-        return listed([named(rank, self._places[rank]) for rank in ranks])
-
 
 def audit_of(
     step: SingleStep, train: TrainBatches, every: int, places: Sequence[Place], reasons: Sequence[str], warn: Warn
 ) -> Audit | None:
-    """None where no rank has the same bits as another, or none is to be compared. reasons: why the result depends on
-    the ranks, with which nothing can be audited. The other arguments are Audit's."""
+    """Return None where parts have not the same bits each time. reasons: why the result depends on the ranks, with
+    which nothing can be audited. The other arguments are Audit's."""
     if reasons and every:
         raise InputError(
             f"audit_every must be 0 for a recipe whose result depends on the number of ranks, got {every}: {reasons[0]}"
         )
-    if not isinstance(step, ExactStep) or reasons or (len(places) == 1 and not every):
+    if not isinstance(step, ExactStep) or reasons:
         return None
     return Audit(step, train, every, places, warn)
 
@@ -166,16 +197,3 @@ def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> 
 def owner_of(part: int, virtual_ranks: int, world_size: int) -> int:
     """The rank that computes this part."""
     return next(rank for rank in range(world_size) if part in parts_of_rank(virtual_ranks, rank, world_size))
-
-
-def _who_is_wrong(digests: Sequence[int], before: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
-    """The ranks with other digests than most, or than they have had before; else all, and that it is not known.
-
-    digests: of all ranks. before: of some, what they have had before.
-    """
-    truth, count = Counter(digests).most_common(1)[0]
-    if 2 * count > len(digests):
-        wrong = {rank for rank, digest in (*enumerate(digests), *before) if digest != truth}
-    else:
-        wrong = {rank for rank, digest in before if digest != digests[rank]}
-    return sorted(wrong) or [*range(len(digests))], bool(wrong)

@@ -114,6 +114,8 @@ def test_a_gpu_whose_product_has_other_bits_than_its_kind_s_is_named():
     (reason,) = unlike(places)
     assert "has other bits on rank 300 on node-37 (GPU) than on most GPUs of its kind" in reason
     assert unlike(many(hardware="another", product=7)) == []
+    (reason,) = unlike([Place("node-0", "GPU, 1", "GPU", product=7), Place("node-0", "GPU, 2", "GPU", product=8)])
+    assert re.search(r"differs between rank 0 on .*, rank 1 on .* cannot be told which of them is wrong: try", reason)
 
 
 def run_with_one_core(environment, link, job):

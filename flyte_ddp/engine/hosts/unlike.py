@@ -2,7 +2,8 @@
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from flyte_ddp.engine.hosts.links import GPU_LINK, between_hosts
 from flyte_ddp.engine.hosts.places import Place
@@ -83,14 +84,42 @@ def _other_clocks(places: Sequence[Place]) -> Iterator[str]:
         yield f"clocks are off: {listed(odd)}"
 
 
+def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """For each kind of GPU whose products of two matrices differ: the ranks to blame, and the others; see minority."""
+    of_kind: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, (place, product) in enumerate(zip(places, products, strict=True)):
+        of_kind[place.hardware][rank] = product
+    for by_rank in of_kind.values():
+        odd, others = minority(by_rank)
+        if odd:
+            yield odd, others
+
+
+def minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
+    """The ranks with another value than more than half of all have, and those that have it. Where no value is that
+    common, all ranks and none."""
+    value, count = Counter(values.values()).most_common(1)[0]
+    if 2 * count <= len(values):
+        return [*values], []
+    return [rank for rank in values if values[rank] != value], [rank for rank in values if values[rank] == value]
+
+
+def all_named(ranks: Sequence[int], places: Sequence[Place]) -> str:
+    return listed([named(rank, places[rank]) for rank in ranks])
+
+
 def _wrong_gpus(places: Sequence[Place]) -> Iterator[str]:
-    of_kind: dict[str, Counter[int]] = defaultdict(Counter)
-    for place in places:
-        of_kind[place.hardware][place.product] += 1
-    usual = {kind: products.most_common(1)[0][0] for kind, products in of_kind.items()}
-    wrong = [named(rank, place) for rank, place in enumerate(places) if place.product != usual[place.hardware]]
-    if wrong:
-        yield f"a product of matrices has other bits on {listed(wrong)} than on most GPUs of its kind: leave it out"
+    for odd, others in wrong_products(places, [place.product for place in places]):
+        if others:
+            yield (
+                f"a product of matrices has other bits on {all_named(odd, places)} than on most GPUs of its kind: "
+                "leave it out"
+            )
+        else:
+            yield (
+                f"a product of matrices differs between {all_named(odd, places)}, which are of one kind, and without "
+                "a majority it cannot be told which of them is wrong: try each beside another one of its kind"
+            )
 
 
 def _slow_gpus(places: Sequence[Place]) -> Iterator[str]:

@@ -1,0 +1,54 @@
+"""Why digests of one part of a batch differ: by the code that computes it, by a processor, or from rank to rank."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from flyte_ddp.engine.hosts.unlike import minority
+
+
+class Cause(Enum):
+    CODE = "a rank differs from itself each time, as code does that draws, or counts, outside of torch's reach"
+    PROCESSOR = "some ranks were wrong at times, or multiply wrongly, too"
+    RANKS = "ranks differ from one another, and agree with themselves"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What digests of one part say.
+
+    Attributes:
+        odd: the ranks that differ; with Cause.PROCESSOR, those whose processors are to blame.
+        others: the ranks that most agree with; empty where there is no majority.
+    """
+
+    cause: Cause
+    odd: Sequence[int]
+    others: Sequence[int] = ()
+
+
+def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] = ()) -> Verdict:
+    """Return why the digests differ.
+
+    The first question is whether a rank agrees with itself. Code that draws or counts has other bits most of the times,
+    or on several ranks. A processor that errs now and then has the others' bits most of the times. The second question
+    is whether ranks agree.
+
+    Args:
+        digests: several of each rank, of which some differ.
+        wrong_products: the ranks that multiply two matrices wrongly.
+    """
+    usual = {rank: _usual(own) for rank, own in digests.items()}
+    odd, others = minority(usual)
+    unsteady = [rank for rank, own in digests.items() if len({*own}) > 1]
+    wrong = [rank for rank in odd or unsteady if rank in wrong_products]
+    if wrong or (len(unsteady) == 1 and not odd and None not in usual.values()):
+        return Verdict(Cause.PROCESSOR, wrong or unsteady)
+    return Verdict(Cause.CODE, unsteady) if unsteady else Verdict(Cause.RANKS, odd, others)
+
+
+def _usual(digests: Sequence[int]) -> int | None:
+    """The digest that more than half of them are."""
+    digest, count = Counter(digests).most_common(1)[0]
+    return digest if 2 * count > len(digests) else None
