@@ -16,8 +16,11 @@ from tests.environment import make_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = "needs a cluster or a container engine; tests/test_registration.py and test_image.py go as far as they can"
+SAME_BITS = "tests/engine/virtual_ranks compares digests of less training"
+DIGITS = '{"dataset": "digits", "epochs": 3, "virtual_ranks": 12}'
 NOT_RUN = {
-    "make test": "it is what runs this",
+    f"""python -m workflows.without_flyte --hp '{DIGITS}' --options '{{"nproc": 3}}' --output trained""": SAME_BITS,
+    f"""python -m workflows.without_flyte --hp '{DIGITS}' --options '{{"nproc": 1}}' --output alone""": SAME_BITS,
     "make image IMAGE=registry.example.org/me/trainer:1": CLUSTER,
     "docker push registry.example.org/me/trainer:1": CLUSTER,
     "make register IMAGE=registry.example.org/me/trainer:1 CLUSTER_CONFIG=~/.flyte/config.yaml": CLUSTER,
@@ -52,13 +55,14 @@ BLOCKS = re.findall(r"^```(?:sh|console)\n(.*?)^```", TEXT, re.MULTILINE | re.DO
 
 
 def commands() -> list[str]:
-    """The lines of sh blocks, and those behind a prompt in console blocks; continued lines joined."""
+    """The lines of sh blocks, and those behind a prompt in console blocks, once each; continued lines joined."""
     found: list[str] = []
     for block in BLOCKS:
         lines = block.replace("\\\n", " ").splitlines()
         prompted = [line[2:] for line in lines if line.startswith("$ ")]
         found += prompted or ([] if block.startswith("+ ") else lines)
-    return [" ".join(line.split()) for line in found if line.strip() and not line.startswith("#")]
+    found = [" ".join(line.split()) for line in found if line.strip() and not line.startswith("#")]
+    return [*dict.fromkeys(found)]
 
 
 @pytest.fixture(scope="module")
