@@ -1,21 +1,25 @@
 """Training loops with the mistakes that people make: what is refused, or warned of."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from flyte_ddp import Loop
-from tests.engine.own_loops import Drawn, evaluate, few, linear, plain, step
+from tests.engine.optimizer_recipes import Slow, Whole
+from tests.engine.own_loops import Drawn, Outer, evaluate, few, linear, plain, step
 
 
 def never_steps_by_the_last_gradients(loop: Loop):
-    """An optimizer steps in the first epoch alone, by gradients that come on."""
+    """An optimizer steps in the first epoch alone; gradients come on, of each rank's own."""
     model, batches, tests, optimizer = linear(loop)
     for epoch in loop.epochs():
         for inputs, labels in batches:
-            loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()
+            with model.no_sync() if epoch else nullcontext():
+                loss = F.cross_entropy(model(inputs), labels)
+                loss.backward()
             if not epoch:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -23,11 +27,11 @@ def never_steps_by_the_last_gradients(loop: Loop):
         evaluate(loop, model, tests)
 
 
-def learns_a_weight_of_its_loss(loop: Loop):
+def learns_a_weight_of_its_loss(loop: Loop, is_kept=True):
     model, batches, tests, _ = linear(loop, is_kept=False)
     weight = nn.Parameter(torch.ones(3, device=loop.device))
     optimizer = torch.optim.SGD([*model.parameters(), weight], 0.1)
-    loop.keep(model=model, optimizer=optimizer)
+    loop.keep(model=model, optimizer=optimizer, **({"loss": nn.ParameterList([weight])} if is_kept else {}))
     for _ in loop.epochs():
         for inputs, labels in batches:
             loss = F.cross_entropy(model(inputs) * weight, labels)
@@ -36,6 +40,52 @@ def learns_a_weight_of_its_loss(loop: Loop):
             optimizer.step()
             loop.log(loss=loss)
         evaluate(loop, model, tests)
+
+
+def forgets_a_weight_of_its_loss(loop: Loop):
+    learns_a_weight_of_its_loss(loop, is_kept=False)
+
+
+def forgets_its_schedule(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 100)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            schedule.step()
+
+
+def forgets_a_schedule_by_measures(loop: Loop):
+    """Which does not mark its optimizer, as others do."""
+    model, batches, _, optimizer = linear(loop)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            schedule.step(1.0)
+
+
+def forgets_the_optimizer_within(loop: Loop):
+    model, batches, _, _ = linear(loop, is_kept=False)
+    optimizer = Outer(torch.optim.Adam(model.parameters()))
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+
+
+def counts_beside_the_state(loop: Loop, kind=Slow):
+    model, batches, tests, _ = linear(loop, is_kept=False)
+    optimizer = kind(model.parameters())
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+        evaluate(loop, model, tests)
+
+
+def counts_in_the_state(loop: Loop):
+    counts_beside_the_state(loop, Whole)
 
 
 def keeps_a_schedule_alone(loop: Loop):

@@ -190,6 +190,61 @@ def trains_layers_at_their_own_pace(loop: Loop):
         evaluate(loop, model, tests)
 
 
+def changes_what_it_trains(loop: Loop):
+    """Unfreezes a layer in the second epoch, for which its optimizer gets a group, and lowers the rates of each epoch.
+
+    Each step begins with the gradients of the one before, and an epoch is evaluated in its middle.
+    """
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    layers[0].requires_grad_(False)
+    model = loop.wrap(layers)
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    optimizer = torch.optim.SGD(layers[1].parameters(), 0.1, momentum=0.9)
+    loop.keep(model=model, optimizer=optimizer)
+    for epoch in loop.epochs():
+        if epoch == 1:
+            layers[0].requires_grad_(True)
+            optimizer.add_param_group({"params": layers[0].parameters(), "lr": 0.01})
+        groups = optimizer.param_groups
+        for group in groups:
+            group["lr"] *= 0.9
+        for inputs, labels in batches:
+            groups[0]["lr"] *= 0.99
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            loop.log(loss=loss)
+            if loop.step == 2:
+                evaluate(loop, model, tests)
+
+
+def holds_an_optimizer_that_is_kept(loop: Loop):
+    """Killed and resumed, it shares its rates with the one that it holds."""
+    model, batches, tests, _ = linear(loop, is_kept=False)
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    outer = Outer(inner)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(outer, 0.9)
+    loop.keep(model=model, outer=outer, inner=inner, schedule=schedule)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, outer, inputs, labels)
+            schedule.step()
+        evaluate(loop, model, tests)
+
+
+class Outer(torch.optim.Optimizer):
+    """An optimizer that holds another one, as those do that look ahead."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
 def leaves_the_steps_and_evaluates(loop: Loop):
     """With gradients, and batch norm; one rank has nothing to evaluate."""
     model = loop.wrap(network(0.0))

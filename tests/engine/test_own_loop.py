@@ -25,7 +25,7 @@ def mistaken(train):
 
 @pytest.fixture(scope="module")
 def undisturbed(whole):
-    return lambda nproc=2, loop="train": whole(nproc, recipe=LOOPS + loop, **SMALL)
+    return lambda nproc=2, loop="train", **more: whole(nproc, recipe=LOOPS + loop, **{**SMALL, **more})
 
 
 @pytest.mark.parametrize(("step", "nproc"), [(1, 2), (4, 3), (7, 2)])
@@ -59,11 +59,35 @@ def test_it_waits_for_each_optimizer_and_draws_the_same_before_the_steps_of_an_e
 
 def test_it_does_not_wait_without_end(mistaken):
     epochs, loop = 40, "never_steps_by_the_last_gradients"
-    trained = mistaken(loop, 1, checkpoint_seconds=0, epochs=epochs, log_interval=100)
+    trained = mistaken(loop, 2, checkpoint_seconds=0, epochs=epochs, log_interval=100)
     written = [event.epoch for event in trained.events if isinstance(event, CheckpointWritten)]
     assert any(1 < epoch < epochs for epoch in written)
     (warning,) = trained.result.warnings
     assert "an optimizer has some that it has not stepped by in 256 steps" in warning.reason
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(4, 1), (1, 2), (3, 2)])
+def test_what_has_changed_since_the_start_is_as_it_was_in_a_resume(own, undisturbed, step, epoch):
+    loop = "changes_what_it_trains"
+    with pytest.raises(Unplugged):
+        own(1, loop, on_event=unplug_at(step, epoch), checkpoint_seconds=0, name="cut", epochs=3)
+    resumed = own(1, loop, name="cut", epochs=3)
+    assert 7 * resumed.events[0].first_epoch + resumed.events[0].first_step >= 7 * epoch + step - 2
+    assert resumed.result.digest == undisturbed(1, loop, epochs=3).result.digest
+    assert [epoch.test for epoch in resumed.result.epochs] == [
+        epoch.test for epoch in undisturbed(1, loop, epochs=3).result.epochs
+    ]
+
+
+def test_an_optimizer_that_holds_another_one_is_resumed_if_both_are_kept(own, undisturbed):
+    loop = "holds_an_optimizer_that_is_kept"
+    with pytest.raises(Unplugged):
+        own(1, loop, on_event=unplug_at(4), checkpoint_seconds=0, name="cut")
+    assert own(1, loop, name="cut").result.digest == undisturbed(1, loop).result.digest
+
+
+def test_an_optimizer_that_saves_what_it_counts_is_trained(mistaken):
+    assert len(mistaken("counts_in_the_state", 1).result.epochs) == 2
 
 
 def test_ranks_do_not_wait_for_one_another_once_the_steps_are_left(own):
@@ -239,6 +263,17 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
         ),
         ("keeps_another_optimizer", r"loop.keep must have the SGD that steps: a resume would begin with a new one"),
         ("keeps_a_schedule_alone", r"loop.keep must have the SGD that steps: a resume would begin with a new one"),
+        (
+            "forgets_its_schedule",
+            r"loop.keep must have the OneCycleLR of the SGD: .*keep\(model=.*, schedule=schedule\)",
+        ),
+        ("forgets_a_schedule_by_measures", r"loop.keep must have the ReduceLROnPlateau of the SGD"),
+        ("forgets_the_optimizer_within", r"Outer holds the Adam, whose state is not in .* of Outer.*give both to"),
+        (
+            "counts_beside_the_state",
+            r"loop.keep: Slow keeps (before, )?steps outside of its state_dict.*state_dict\(\)$",
+        ),
+        ("forgets_a_weight_of_its_loss", r"loop.keep must have all that the SGD changes: a weight of shape \(3,\) is"),
         ("keeps_twice", r"loop.keep must be called once, with all that changes"),
         ("wraps_what_is_not_trained", r"loop.wrap: the network must have a weight that is trained"),
         ("steps_outside_of_a_step", r"an optimizer must step within `for … in loop.batches`"),

@@ -15,12 +15,12 @@ from flyte_ddp.text import listed
 
 def lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """A warning if a new optimizer that gets the state_dict of this one, which has made a step, lacks some of it."""
-    kept = _kept(optimizer)
+    kept = beside_state(optimizer)
     if not kept:  # as by torch's own, whose state need not be copied for this
         return []
     restored = optimizer_of(recipe, model)
     restored.load_state_dict(optimizer.state_dict())
-    found = _kept(restored)
+    found = beside_state(restored)
     lost = sorted(name for name, values in kept.items() if values != found.get(name))
     if not lost:
         return []
@@ -29,8 +29,11 @@ def lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Opti
     return [f"{keeps} outside of its state_dict, so that a training that is resumed goes on without: {remedy}"]
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """What it has besides its state, by name: numbers, and sums of tensors; no flags, as whether there was a step."""
+def beside_state(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """Return the numbers, and the sums of the tensors, in each attribute other than its state.
+
+    Flags are left out, such as whether there was a step.
+    """
     names = [name for name in vars(optimizer) if not name.startswith("_")]
     counted = {
         name: [

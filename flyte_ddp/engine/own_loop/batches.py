@@ -63,6 +63,7 @@ class TrainSteps:
                 f"an epoch of its own, in {type(self._settings).__name__}.epochs"
             )
         progress.trains_on, progress.batches, progress.steps = self, self._batches, len(self)
+        progress.put_back()
         steps = self._batches.steps(progress.epoch, progress.step, len(self))
         try:
             for shares in collected_between(progress.clock.timed(steps)):

@@ -31,7 +31,7 @@ from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
 from flyte_ddp.engine.own_loop.progress import Progress
-from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused, pytree
+from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused
 from flyte_ddp.engine.tracing_compat import uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.launch.environment import Environment
@@ -130,15 +130,8 @@ class Loop:
             progress.parts[name] = own.module if isinstance(own, (DistributedDataParallel, ByParts)) else own
         check_readable(progress.state_dict())
         saved = state_on_all_ranks(self._job, self._link.emit, self.device)
-        if saved is None:
-            return
-        try:
-            progress.load_state_dict(pytree.tree_map_only(Tensor, Tensor.clone, saved))
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"the checkpoint does not fit what loop.keep was given: {' '.join(str(error).split())}: keep the same, "
-                "or drop it by RunOptions(resume=False)"
-            ) from None
+        if saved is not None:
+            progress.load_state_dict(saved)
 
     # --- while it trains ---
 

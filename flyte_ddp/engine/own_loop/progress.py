@@ -2,13 +2,15 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
@@ -21,8 +23,9 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.own_loop.arrangement import arrangement, load, without_later_groups
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
-from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers
+from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, MOST_WAITED, Optimizers
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.own_loop.results import result_of, write_model
 from flyte_ddp.engine.own_loop.started import run_started
@@ -85,6 +88,9 @@ class Progress:
         self._monitor = LossMonitor(remedies="lower the learning rate, or clip gradients")
         self._writer = whole_checkpoints(environment, link.emit, job)
         self._seconds = self._rate = self._norm = 0.0  # the first of the epoch's steps
+        self._pending: dict[int, Tensor] = {}  # gradients, which the next checkpoint has
+        self._waited = 0  # steps in a row
+        self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
         self._set_to_zero()
 
     def _set_to_zero(self) -> None:
@@ -132,11 +138,20 @@ class Progress:
             self._norm = float(norms(gradients).norm())
 
     def _waits(self) -> bool:
-        """Whether a checkpoint has to wait, see Optimizers."""
-        waits = self.optimizers.wait()
-        if self.optimizers.waited and not waits:
+        """Return whether a checkpoint has to wait, as rank 0 would write gradients that are its own; a collective.
+
+        Not without end: it may be that nothing is ever done with these gradients.
+        """
+        for idle_alone in (False, True):
+            self._pending = self.optimizers.pending(idle_alone)
+            if not differ_between_ranks(self._pending.values(), self.device):
+                self._waited = 0
+                return False
+        self._pending = {}
+        self._waited += 1
+        if self._waited > MOST_WAITED:
             self._warn_once(LEFT_OUT)
-        return waits
+        return self._waited <= MOST_WAITED
 
     def end_step(self, is_left: bool = False) -> None:
         """Once the user's code has done all that belongs to the step; a collective.
@@ -208,7 +223,7 @@ class Progress:
         if differ_between_ranks([*weights, *self.optimizers.weights()], self.device):  # buffers may: rank 0's count
             self._warn_once(DRIFTED)
         self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
-        self.trains_on = None
+        self.trains_on = self._resumed = None
         self._set_to_zero()
         is_over = self.epoch == self._job.settings.epochs
         self._owes_checkpoint = not is_over and self._waits()
@@ -246,9 +261,12 @@ class Progress:
         """All that a resume needs; tensors are those of the training itself, which the next step changes."""
         return {
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "arrangement": arrangement(self.parts),
+            "gradients": self._pending,
             "epoch": self.epoch,
             "step": self.step,
             "names": self.names,
+            "evaluated": self.evaluated,
             "sums": self._sums.values,
             "told": asdict(self._told),
             "seconds": self._seconds,
@@ -259,10 +277,18 @@ class Progress:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        if saved["parts"].keys() != self.parts.keys():
-            raise ValueError(f"it has {', '.join(saved['parts'])}")
-        for name, part in self.parts.items():
-            part.load_state_dict(saved["parts"][name])
+        """Restore the state; raises InputError if it does not fit. Tensors of saved are copied."""
+        with _fitting():
+            if saved["parts"].keys() != self.parts.keys():
+                raise ValueError(f"it has {', '.join(saved['parts'])}")
+            states, arranged = saved["parts"], saved["arrangement"]
+            if saved["step"]:
+                states, arranged = without_later_groups(self.parts, states, arranged)
+                self._resumed = saved
+            load(self.parts, states, arranged)
+            if not saved["step"]:
+                self.optimizers.put_back(saved["gradients"])
+        self.evaluated = saved["evaluated"]
         self.epoch, self.step, self.names = saved["epoch"], saved["step"], saved["names"]
         self._set_to_zero()
         measured = slice(2 * len(self.names))  # without what was asked for then
@@ -272,7 +298,23 @@ class Progress:
         self.ran_on = saved["ran_on"]
         self._monitor.load_state_dict(saved["watch"])
         if self.exact:
-            self.exact.grid = saved.get("grid")
+            grid = saved.get("grid")
+            self.exact.grid = None if grid is None else grid.clone()
+
+    def put_back(self) -> None:
+        """Restore what the user's code has changed before the steps of an epoch in which the training is resumed.
+
+        It runs there again. Parts of other kinds, which may be iterators, are left alone.
+        """
+        saved, self._resumed = self._resumed, None
+        if saved is None:
+            return
+        kinds = nn.Module, Optimizer, LRScheduler
+        parts = {name: part for name, part in self.parts.items() if isinstance(part, kinds)}
+        with _fitting():
+            load(parts, saved["parts"], saved["arrangement"])
+            self.optimizers.put_back(saved["gradients"])
+        self.evaluated = saved["evaluated"] or self.evaluated
 
     # --- parts of a step ---
 
@@ -334,3 +376,15 @@ class Progress:
         self._owes_checkpoint = False
         self._link.heartbeat(WRITING)
         self._writer.save(self, is_last)
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Raise InputError for what does not fit."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"the checkpoint does not fit what loop.keep was given: {' '.join(str(error).split())}: keep the same, "
+            "or drop it by RunOptions(resume=False)"
+        ) from None

@@ -11,6 +11,7 @@ from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.own_loop.loop import Loop
 from flyte_ddp.engine.own_loop.progress import Progress
+from flyte_ddp.engine.own_loop.unsaved import Unsaved
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import Environment, check_ranks
@@ -52,6 +53,7 @@ def run(
         hooks = [
             register_optimizer_step_pre_hook(progress.before_optimizer),
             register_optimizer_step_post_hook(progress.optimizers.stepped),
+            register_optimizer_step_post_hook(Unsaved(progress.parts).after_step),
         ]
         link.emit(StartUp("calling your loop, up to its first epoch"))
         try:

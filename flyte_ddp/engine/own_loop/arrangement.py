@@ -1,0 +1,109 @@
+"""Which weights of a loop's parts are trained, and in which group each optimizer has them: no state dict says so."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flyte_ddp.engine.torch_compat import pytree
+
+Groups = list[list[str]]
+
+
+def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether each weight is trained, by name, and the names of the weights in each optimizer's groups.
+
+    A weight that is in none of the parts has an empty name.
+    """
+    weights = _weights(parts)
+    return {
+        "trained": {name: weight.requires_grad for name, weight in weights.items()},
+        "groups": {name: _groups(part, weights) for name, part in parts.items() if isinstance(part, Optimizer)},
+    }
+
+
+def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]) -> None:
+    """Load the parts' states, which are copied, and arrange their weights as they were.
+
+    parts: all of them, or some. Raises what their load_state_dict does.
+    """
+    weights = _weights(parts)
+    for name, is_trained in arranged["trained"].items():
+        if name in weights:
+            weights[name].requires_grad_(is_trained)
+    for name, part in parts.items():
+        state = pytree.tree_map_only(Tensor, Tensor.clone, states[name])
+        if isinstance(part, Optimizer):
+            _load_optimizer(part, state, arranged["groups"][name], weights)
+        else:
+            part.load_state_dict(state)
+
+
+def without_later_groups(
+    parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the states and the arrangement without the groups that an optimizer has not been given yet.
+
+    The user's code gives them again before the steps of the epoch.
+    """
+    now = arrangement(parts)["groups"]
+    states, groups = {**states}, {**arranged["groups"]}
+    for name, saved in groups.items():
+        count = len(now[name])
+        if count < len(saved) and saved[:count] == now[name] and _loads_as_torch_does(parts[name]):
+            groups[name] = now[name]
+            numbers = range(sum(map(len, now[name])))
+            states[name] = {
+                **states[name],
+                "state": {number: state for number, state in states[name]["state"].items() if number in numbers},
+                "param_groups": states[name]["param_groups"][:count],
+            }
+    return states, {**arranged, "groups": groups}
+
+
+def _weights(parts: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """Return each weight of the networks once, by the name of its part and its own."""
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    for part_name, part in parts.items():
+        for name, weight in part.named_parameters() if isinstance(part, nn.Module) else ():
+            named.setdefault(id(weight), (f"{part_name}.{name}", weight))
+    return dict(named.values())
+
+
+def _groups(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> Groups:
+    names = {id(weight): name for name, weight in weights.items()}
+    return [[names.get(id(weight), "") for weight in group["params"]] for group in optimizer.param_groups]
+
+
+def _load_optimizer(
+    optimizer: Optimizer, state: dict[str, Any], saved: Groups, weights: Mapping[str, nn.Parameter]
+) -> None:
+    groups = optimizer.param_groups
+    options = [*groups]
+    now = _groups(optimizer, weights)
+    if now != saved:
+        unknown = sum(not name for group in saved for name in group)
+        if unknown:
+            raise ValueError(
+                f"{type(optimizer).__name__} had {_shape(saved)}, now it has {_shape(now)}, and {unknown} of those "
+                "weights are in nothing that it was given: give it the modules that have them"
+            )
+        optimizer.param_groups = [{"params": [weights[name] for name in group]} for group in saved]
+    optimizer.load_state_dict(state)
+    if _loads_as_torch_does(optimizer):
+        # The user's code, or an optimizer that holds this one, may hold these very groups
+        loaded = optimizer.param_groups
+        for before, after in zip(options, loaded, strict=False):
+            before.clear()
+            before.update(after)
+        groups[:] = [*options[: len(loaded)], *loaded[len(options) :]]
+        optimizer.param_groups = groups
+
+
+def _loads_as_torch_does(optimizer: Optimizer) -> bool:
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict
+
+
+def _shape(groups: Groups) -> str:
+    return f"{len(groups)} groups of {', '.join(str(len(group)) for group in groups)} weights"

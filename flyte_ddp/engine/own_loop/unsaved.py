@@ -1,0 +1,116 @@
+"""Refuses what a checkpoint of a loop of the user's own would lack, once an optimizer has made two steps."""
+
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from flyte_ddp.engine.checks.lost_state import beside_state
+from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.own_loop.optimizers import weights_of
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import InputError
+from flyte_ddp.text import listed
+
+NEW = "a resume would begin with a new one"
+
+
+class Unsaved:
+    """A check of each optimizer, its schedules and its weights, which reads each tensor of its state once.
+
+    A loop has no trial, in which a second optimizer could be made and compared: this one's tensors and numbers are
+    looked for among what the parts save.
+    """
+
+    def __init__(self, parts: Mapping[str, Any]):
+        self._parts = parts
+        self._after_first: dict[int, dict[str, list[Any]]] = {}
+        self._checked: list[Optimizer] = []
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise InputError in the second step of an optimizer, if a resume would lose what it goes by."""
+        if any(one is optimizer for one in self._checked):
+            return
+        if id(optimizer) not in self._after_first:
+            self._after_first[id(optimizer)] = beside_state(optimizer)
+            return
+        self._checked.append(optimizer)
+        self._check_schedules(optimizer)
+        self._check_state(optimizer)
+        self._check_weights(optimizer)
+
+    def _check_schedules(self, optimizer: Optimizer) -> None:
+        held = [one for part in self._parts.values() for one in _held(part)]
+        kept = [id(one) for schedule in (*self._parts.values(), *held) for one in (schedule, *_held(schedule))]
+        for one in gc.get_objects():
+            # type() and not isinstance(), which asks some objects for their __class__
+            if issubclass(type(one), LRScheduler) and vars(one).get("optimizer") is optimizer and id(one) not in kept:
+                raise InputError(
+                    f"loop.keep must have the {type(one).__name__} of the {type(optimizer).__name__}: {NEW}: make it "
+                    "before, and give it as in loop.keep(model=model, optimizer=optimizer, schedule=schedule)"
+                )
+
+    def _check_state(self, optimizer: Optimizer) -> None:
+        kind = type(optimizer).__name__
+        before, now = self._after_first.pop(id(optimizer)), beside_state(optimizer)
+        changed = {name: values for name, values in now.items() if values != before.get(name)}
+        kept = [id(part) for part in self._parts.values()]
+        inner = [one for one in _held(optimizer) if isinstance(one, Optimizer) and id(one) not in kept]
+        if not changed and not inner:
+            return
+        saved = _saved(optimizer)
+        for one in inner:
+            if not {*_values([*one.state.values()], only_tensors=True)} <= saved:
+                raise InputError(
+                    f"loop.keep: {kind} holds the {type(one).__name__}, whose state is not in the state_dict of "
+                    f"{kind}, and {NEW}: add it there and to load_state_dict, or give both to loop.keep"
+                )
+        lost = [name for name, values in changed.items() if not {*values} <= saved]
+        if lost:
+            raise InputError(
+                f"loop.keep: {kind} keeps {listed(lost)} outside of its state_dict, so that a resume would go on "
+                "without: keep it in its state or param_groups, or add it to state_dict() and load_state_dict()"
+            )
+
+    def _check_weights(self, optimizer: Optimizer) -> None:
+        networks = [part for part in self._parts.values() if isinstance(part, nn.Module)]
+        found = {id(weight) for network in networks for weight in network.parameters()}
+        others = [part for part in self._parts.values() if not isinstance(part, (nn.Module, Optimizer))]
+        missing = [weight for weight in weights_of([optimizer]) if id(weight) not in found]
+        saved = [leaf for part in others for leaf in _tensors(part.state_dict())] if missing else []
+        for weight in missing:
+            if not any(leaf.shape == weight.shape and torch.equal(leaf.to(weight), weight) for leaf in saved):
+                raise InputError(
+                    f"loop.keep must have all that the {type(optimizer).__name__} changes: a weight of shape "
+                    f"{tuple(weight.shape)} is in nothing that it was given, and a resume would begin with its first "
+                    "value: give it the module that has it, as in loop.keep(model=model, loss=loss_module)"
+                )
+
+
+def _saved(optimizer: Optimizer) -> set[Any]:
+    """Return the numbers, and the sums of the tensors, that are in the optimizer's state_dict."""
+    state = optimizer.state_dict()
+    options = [{name: value for name, value in group.items() if name != "params"} for group in state["param_groups"]]
+    beside = {name: value for name, value in state.items() if name != "state"}
+    return {*_values({**beside, "param_groups": options}), *_values(state, only_tensors=True)}
+
+
+def _held(part: Any) -> list[Any]:
+    """Return what the part's attributes have, also in lists and dicts."""
+    return pytree.tree_leaves([*vars(part).values()]) if hasattr(part, "__dict__") else []
+
+
+def _values(tree: Any, only_tensors: bool = False) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield sum_of(leaf.detach()).item()
+        elif isinstance(leaf, (int, float)) and not only_tensors:
+            yield leaf
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
