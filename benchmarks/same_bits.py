@@ -80,7 +80,8 @@ def world(ranks: int) -> World:
 
 
 def show_digests(names: list[str]) -> None:
-    print(f"| model, {PARTS} virtual ranks | {' | '.join(f'{ranks} ranks' for ranks in RANKS)} | |")
+    heads = ["1 rank" if ranks == 1 else f"{ranks} ranks" for ranks in RANKS]
+    print(f"| model, {PARTS} virtual ranks | {' | '.join(heads)} | |")
     print("|---|" + "---|" * (len(RANKS) + 1))
     unlike = []
     for name in names:

@@ -3,7 +3,7 @@
 from flyte_ddp.text import counted, masked
 
 try:
-    from click import ClickException, UsageError
+    from click import ClickException
 except ModuleNotFoundError:  # a rank, or a model that is loaded, may have nothing but torch and this library
 
     class ClickException(Exception):  # type: ignore[no-redef]
@@ -11,21 +11,20 @@ except ModuleNotFoundError:  # a rank, or a model that is loaded, may have nothi
             super().__init__(message)
             self.message = message
 
-    class UsageError(ClickException):  # type: ignore[no-redef]
-        pass
-
 
 def not_installed(packages: str, extra: str) -> str:
     """How a message ends that says what is missing: with the command that installs an extra of this library."""
     return f'{packages}, which is not installed: pip install "flyte-ddp-training[{extra}]"'
 
 
-class InputError(UsageError, ValueError):
+class InputError(ClickException, ValueError):
     """The user can fix this: the message names the value, the rule and the remedy.
 
-    A ValueError to Python callers; as a click.UsageError it ends `pyflyte run` with a short message and exit status 2.
-    Like that of a ReportedError, the message never shows the passwords of URLs.
+    A ValueError to Python callers; as a ClickException it ends `pyflyte run` with a short message and exit status 2,
+    without a word on usage. Like that of a ReportedError, the message never shows the passwords of URLs.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str):
         super().__init__(masked(message))

@@ -191,7 +191,7 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapp
     if expected is int and type(value) is float and value.is_integer():
         value = int(value)  # Flyte's older literals carry every number as a double
     if type(value) is not expected or (expected is float and not math.isfinite(value)):
-        raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}")
+        raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}{_as_yaml(expected, value)}")
     if expected is int and not -(2**63) <= value < 2**63:  # Flyte's cache and literals hold no more
         raise InputError(f"{name} must be a whole number of 64 bits, got {_shown(value)}")
     if expected is dict:
@@ -203,6 +203,15 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapp
         if not within:
             raise InputError(f"{name} must be {_range(rules)}, got {_shown(value)}")
     return value
+
+
+def _as_yaml(expected: Any, value: Any) -> str:
+    """The remedy for a number such as 1e-3, which YAML takes for a text; empty for others."""
+    found = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.strip().lower()) if type(value) is str else None
+    if not found or expected not in (int, float):
+        return ""
+    whole, fraction, sign, exponent = found.groups()
+    return f": write {whole}{fraction or '.0'}e{sign or '+'}{exponent}, as YAML takes {value.strip()} for a text"
 
 
 def _check_json(name: str, value: Any) -> None:

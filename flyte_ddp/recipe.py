@@ -66,7 +66,7 @@ class Random:
 
 
 def _undefined(recipe: "Recipe", method: str) -> InputError:
-    return InputError(f"{type(recipe).__name__} must define {method}, see docs/your-own-model.md: is it misspelt?")
+    return InputError(f"{type(recipe).__name__} must define {method}: is it misspelt?")
 
 
 class Recipe:

@@ -200,6 +200,6 @@ def check_classifier(known: ModelMetadata, path: str) -> None:
     """Refuses the weights of a recipe; path: where they are."""
     if known.recipe != IMAGE_CLASSIFIER.name:
         raise InputError(
-            f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: docs/your-own-model.md "
-            "says what there is for recipes"
+            f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: load it with "
+            "flyte_ddp.load_model"
         )

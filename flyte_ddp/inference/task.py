@@ -68,7 +68,7 @@ def check_inputs(
     """Fills in what the weights say of themselves; refuses invalid inputs before the dataset is downloaded."""
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses one without files
-    dataset = dataset_of(known, options.dataset, "load it with load_model, see docs/reference.md")
+    dataset = dataset_of(known, options.dataset, "load it with flyte_ddp.load_model")
     if options.model == "auto":
         options = replace(options, model=known.facts["network"] if known else "mnist_cnn")
     return Checked(dataset, options)

@@ -73,11 +73,25 @@ def settings_of(recipe: str, name: str | None) -> type[TrainingSettings]:
     return kind
 
 
+class RecipeCommand(click.Command):
+    """Says where settings are looked for, if one is not found."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise InputError(f"{error.format_message()} {self.epilog}") from None
+
+
 def command_of(recipe: str, kind: type[TrainingSettings], evaluates: bool) -> click.Command:
-    """With an option for each field of the settings and of RunOptions."""
+    """Return a command with an option for each field of the settings and of RunOptions."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    others = {*fields, "resume_from"}  # which train() refuses
-    how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name not in others}
+    how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name != "resume_from"}
+    for name in fields.keys() & {*how, "data", "init", "output", "help"}:
+        raise InputError(
+            f"{kind.__name__}.{name} must have another name, as --{name.replace('_', '-')} is an option of the command "
+            "itself: rename it, or call flyte_ddp.train"
+        )
 
     def call(data: str | None, init: str | None, output: Path = Path(), **values: Any) -> None:
         given = {name: value for name, value in values.items() if value is not None}
@@ -99,7 +113,13 @@ def command_of(recipe: str, kind: type[TrainingSettings], evaluates: bool) -> cl
     doing = "Evaluate" if evaluates else "Train"
     said = {**described(RunOptions), **described(kind)}
     options = [option_of(field, said[field.name]) for field in {**fields, **how}.values()]
-    return click.Command(recipe, params=[*own, *options], callback=call, help=f"{doing} {recipe} on this machine.")
+    epilog = (
+        f"The settings are those of {kind.__module__}.{kind.__name__}. For others, write --settings-class MODULE:NAME "
+        "before RECIPE."
+    )
+    return RecipeCommand(
+        recipe, params=[*own, *options], callback=call, help=f"{doing} {recipe} on this machine.", epilog=epilog
+    )
 
 
 def option_of(field: "dataclasses.Field[Any]", said: str) -> click.Option:

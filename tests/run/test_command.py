@@ -95,7 +95,7 @@ def test_the_command_has_a_version():
         (["tabular.recipe:Tabular", "--epochs", "many"], "--epochs must be a whole number, got many"),
         (["tabular.recipe:Tabular", "--epochs", "0"], "Settings.epochs must be at least 1, got 0"),
         (["tabular.recipe:Tabular", "--resume", "perhaps"], "--resume must be true or false, got perhaps"),
-        (["tabular.recipe:Tabular", "--epoch", "1"], "No such option '--epoch'.*--epochs"),
+        (["tabular.recipe:Tabular", "--epoch", "1"], "No such option '--epoch'.*--epochs.*those of tabular.settings."),
         (["tabular.recipe:Tabular", "--output", "~nobody-of-this-name/out"], "no home folder for ~nobody-of-this-name"),
         (["--settings-class", "os:path", "tabular.recipe:Tabular"], "--settings-class must be a subclass of"),
         (["--settings-class", "nowhere:X", "tabular.recipe:Tabular"], "--settings-class must name the class of"),
@@ -105,6 +105,22 @@ def test_a_mistake_is_one_sentence(arguments, words):
     status, said = run(*arguments)
     assert status != 0
     assert re.search(words, said), said
+
+
+@pytest.mark.parametrize("name", ["init", "data", "output", "nproc"])
+def test_a_setting_named_as_an_option_of_the_command_is_told_to_be_renamed(tmp_path, monkeypatch, name):
+    package = f"has_{name}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "recipe.py").write_text("class Recipe: ...\n")
+    (tmp_path / package / "settings.py").write_text(
+        "from dataclasses import dataclass\nfrom flyte_ddp import TrainingSettings\n"
+        f"@dataclass(frozen=True)\nclass Settings(TrainingSettings):\n    {name}: str = ''\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    status, said = run(f"{package}.recipe:Recipe", "--epochs", "1")
+    assert status == 2
+    assert f"Settings.{name} must have another name, as --{name} is an option of the command itself: rename" in said
+    assert "Usage" not in said
 
 
 def test_a_variable_that_nothing_reads_is_one_sentence(monkeypatch):

@@ -29,7 +29,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
 SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and without gradients as in evaluation
-REMEDY = "docs/your-own-model.md has an example of each. If it is meant, set may_depend_on_ranks = True in the recipe"
+REMEDY = "If it is meant, set may_depend_on_ranks = True in the recipe"
 
 
 @dataclass(frozen=True)

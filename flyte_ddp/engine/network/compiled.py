@@ -34,8 +34,8 @@ def check_device(device: torch.device) -> None:
     """Raises InputError where compiling does not pay, or cannot be done."""
     if device.type == "cpu":
         raise InputError(
-            "options.compile must be false without a GPU, got true: on CPUs a step may become slower by it, see "
-            "docs/large-models.md; leave it out"
+            "options.compile must be false without a GPU, got true: on CPUs a step may become slower by it; leave "
+            "it out"
         )
     if not has_triton():
         raise InputError("options.compile needs Triton and a C compiler: install gcc in the image, or leave it out")
