@@ -15,7 +15,7 @@ export FLYTE_INTERNAL_IMAGE
 typed = printf '%s\n' '+ $(subst ','\'',$(1))'; PATH="$(CURDIR)/$(or $(2),.venv)/bin:$$PATH" $(1)
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test test-all test-processors docs lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run package register smoke smoke2
+.PHONY: help run example test test-all test-processors docs lint test-oldest-torch bench bench-trainers bench-models gpu-check faults image dry-run dry-run2 package register smoke smoke2
 .PHONY: lock clean
 
 help: ## List the targets
@@ -75,7 +75,10 @@ image: ## Build the image that the pods run: make image IMAGE=registry/name:tag
 	@$(call typed,docker build --tag $(IMAGE) --build-arg FLYTE_INTERNAL_IMAGE=$(IMAGE) $(if $(ARGS),$(ARGS) ).)
 
 dry-run: .venv/run.stamp ## Show, without a cluster, what would be registered
-	@$(call typed,python scripts/dry_run.py $(IMAGE))
+	@$(call typed,python -m scripts.dry_run $(IMAGE))
+
+dry-run2: .venv/run.stamp ## Show, without a cluster, what flyte2/ would deploy on a cluster of Flyte 2
+	@$(call typed,python -m scripts.dry_run2 $(IMAGE))
 
 package: .venv/run.stamp ## Write what would be registered to flyte-package.tgz, for flytectl
 	@$(call typed,pyflyte --pkgs workflows package $(images) --output flyte-package.tgz --force)

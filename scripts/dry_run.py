@@ -1,12 +1,13 @@
-"""Shows, without a cluster, what would be registered: python scripts/dry_run.py [IMAGE]."""
+"""Shows, without a cluster, what would be registered: python -m scripts.dry_run [IMAGE]."""
 
 import io
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from flyteidl.core.execution_pb2 import WorkflowExecution
 from flyteidl.core.literals_pb2 import Literal
 from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
 from google.protobuf.json_format import MessageToDict
+
+from flyte_ddp.attempt.variables import is_secret
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,15 +71,49 @@ def read_package(archive: bytes) -> Package:
     return package
 
 
-def describe_task(task: TaskTemplate) -> Iterator[tuple[str, str]]:
-    """The facts of a task that differ from Flyte's defaults, each with its name."""
-    metadata, extended = task.metadata, task.extended_resources
+class Container(NamedTuple):
+    """What a task's main container has, and more: settings of its pod."""
+
+    image: str
+    requests: str
+    limits: str
+    environment: dict[str, str]
+    more: dict[str, Any]
+
+
+def container_of(task: Any) -> Container:
+    """Read the main container from the task, or from its own pod template."""
+    if not task.HasField("k8s_pod"):
+        one, resources = task.container, task.container.resources
+        environment = {variable.key: variable.value for variable in one.env}
+        return Container(one.image, amounts(resources.requests), amounts(resources.limits), environment, {})
+    pod = MessageToDict(task.k8s_pod.pod_spec)
+    name = task.k8s_pod.primary_container_name or task.config["primary_container_name"]
+    (main,) = [one for one in pod["containers"] if one["name"] == name]
+    requests, limits = (main.get("resources", {}).get(kind, {}) for kind in ("requests", "limits"))
+    return Container(
+        main.get("image", ""),
+        ", ".join(f"{name} {amount}" for name, amount in sorted(requests.items())),
+        ", ".join(f"{name} {amount}" for name, amount in sorted(limits.items())),
+        {variable["name"]: variable.get("value", "") for variable in main.get("env", [])},
+        {
+            **{name: value for name, value in pod.items() if name != "containers"},
+            **{name: main[name] for name in main.keys() - {"name", "image", "resources", "env", "args", "command"}},
+            **{f"container {one['name']}": one for one in pod["containers"] if one is not main},
+        },
+    )
+
+
+def describe_task(task: Any) -> Iterator[tuple[str, str]]:
+    """Name the facts of a task, a TaskTemplate of Flyte 1 or 2, that differ from Flyte's defaults."""
+    metadata, extended, container = task.metadata, task.extended_resources, container_of(task)
     yield "type", task.type
     if task.custom:
-        yield "nodes", str(MessageToDict(task.custom).get("elasticConfig"))
-    yield "image", task.container.image
-    yield "requests", amounts(task.container.resources.requests)
-    yield "limits", amounts(task.container.resources.limits)
+        custom = MessageToDict(task.custom)
+        yield "nodes", str(custom.get("elasticConfig", custom))
+    yield "image", container.image
+    yield "requests", container.requests
+    yield "limits", container.limits
     if extended.gpu_accelerator.device:
         yield "accelerator", extended.gpu_accelerator.device
     if extended.HasField("shared_memory"):
@@ -91,9 +128,16 @@ def describe_task(task: TaskTemplate) -> Iterator[tuple[str, str]]:
         yield "interruptible", "yes"
     for secret in task.security_context.secrets:
         yield "secret", f"{secret.group}/{secret.key} as {secret.env_var}"
-    for variable in task.container.env:
-        if not variable.key.startswith("_F_"):  # Flyte's own
-            yield "environment", f"{variable.key}={variable.value}"
+    if metadata.pod_template_name:
+        yield "pod template", metadata.pod_template_name
+    for kind in ("labels", "annotations"):
+        for name, value in {**getattr(metadata.metadata, kind), **getattr(task.k8s_pod.metadata, kind)}.items():
+            yield kind.removesuffix("s"), f"{name}={value}"
+    for name, value in container.more.items():
+        yield name, json.dumps(value, sort_keys=True)
+    for name, value in container.environment.items():
+        if not name.startswith("_F_"):  # Flyte's own
+            yield "environment", f"{name}={'***' if is_secret(name, value) else value}"
 
 
 def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iterator[tuple[str, str]]:
@@ -112,18 +156,19 @@ def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iter
         yield "schedule", f"{spec.entity_metadata.schedule.cron_schedule.schedule} (UTC), once activated"
 
 
-def summary(tasks: Mapping[str, TaskTemplate]) -> Iterator[str]:
+def summary(tasks: Mapping[str, Any]) -> Iterator[str]:
     """A line for each task: its name, image, limits and secrets."""
     lines = [("Task", "image", "limits", "secrets")]
     for name, task in tasks.items():
+        container = container_of(task)
         secrets = ", ".join(f"{secret.group}/{secret.key}" for secret in task.security_context.secrets)
-        lines.append((name, task.container.image, amounts(task.container.resources.limits), secrets or "-"))
+        lines.append((name, container.image, container.limits, secrets or "-"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
 
 
-def amounts(resources: list[Resources.ResourceEntry]) -> str:
+def amounts(resources: Iterable[Any]) -> str:
     names = Resources.ResourceName
     return ", ".join(f"{names.Name(entry.name).lower().replace('_', ' ')} {entry.value}" for entry in resources)
 
@@ -139,23 +184,21 @@ def decode(literal: Literal) -> Any:
 def main(image: str = "flyte-ddp-training:latest", *arguments: str) -> None:
     package = build_package(image, *arguments)
     plans = package.launch_plans
-    for title, entries in (
-        ("Tasks", {name: describe_task(task) for name, task in package.tasks.items()}),
-        ("Workflows", {name: iter(()) for name in package.workflows}),
-        (
-            "Launch plans",
-            {
-                name: describe_launch_plan(plan.spec, plans[plan.spec.workflow_id.name].spec)
-                for name, plan in plans.items()
-            },
-        ),
-    ):
-        print(title)
-        for name, facts in entries.items():
-            print(f"  {name}")
-            for fact, value in facts:
-                print(f"    {fact:<14} {value}")
+    described = {
+        name: describe_launch_plan(plan.spec, plans[plan.spec.workflow_id.name].spec) for name, plan in plans.items()
+    }
+    show("Tasks", {name: describe_task(task) for name, task in package.tasks.items()})
+    show("Workflows", {name: iter(()) for name in package.workflows})
+    show("Launch plans", described)
     print(*summary(package.tasks), sep="\n")
+
+
+def show(title: str, entries: Mapping[str, Iterator[tuple[str, str]]]) -> None:
+    print(title)
+    for name, facts in entries.items():
+        print(f"  {name}")
+        for fact, value in facts:
+            print(f"    {fact:<14} {value}")
 
 
 if __name__ == "__main__":

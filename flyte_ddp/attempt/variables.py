@@ -40,8 +40,8 @@ def check_names(names: Iterable[str], registered: Iterable[str]) -> None:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable's name is that of a secret, or its value a URL with one."""
-    return bool(SECRET_NAME.fullmatch(name)) or masked(value) != value
+    """Whether a variable's name is that of a secret, or its value a URL with one. Ours only name secrets."""
+    return masked(value) != value or bool(SECRET_NAME.fullmatch(name) and not name.startswith(PREFIX))
 
 
 def check_secrets(variables: Mapping[str, str]) -> None:

@@ -1,13 +1,17 @@
 """What the variables of a registration ask for, and what is said of those that are wrong or refused."""
 
 import dataclasses
+import importlib
 import json
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
 from flytekit import Resources, Secret, task
+from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.extras import accelerators
+from flytekit.tools.translator import get_serializable
 
 from flyte_ddp.attempt import registration, requested
 from flyte_ddp.attempt.registration import Registration
@@ -15,6 +19,7 @@ from flyte_ddp.attempt.variables import check_names
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1 import resources, train
 from flyte_ddp.flyte1.executions import execution_options
+from scripts.dry_run import describe_task
 from scripts.register import Registered, explain
 from tests.commands import ROOT
 from tests.packages import full_package
@@ -235,6 +240,37 @@ def test_a_tasks_own_secrets_and_labels_stand_beside_those_that_are_registered(m
     assert own["labels"] == {"team": "text", "queue": "research"}
     assert own["annotations"] == {"cost": "7"}
     assert [one.group for one in train.training_arguments()["secret_requests"]] == ["wandb", "mlflow", "webhook"]
+
+
+def test_the_pages_task_with_its_own_pod_is_registered_and_shown_as_it_stands(tmp_path, monkeypatch):
+    page = (ROOT / "docs/on-a-cluster.md").read_text()
+    for block, name in re.findall(
+        r"^```python\n(# (flowers/\S+)\n.*?)^```", (ROOT / "README.md").read_text() + page, re.MULTILINE | re.DOTALL
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DDP_WANDB_SECRET", "wandb/key")
+    monkeypatch.setenv("DDP_LABELS", '{"team": "vision"}')
+    monkeypatch.setenv("DDP_POD_TEMPLATE", "spot")
+    task = importlib.import_module("flowers.own_pod").train_iris
+    task.environment["HUB_PASSWORD"] = "hush"
+    settings = SerializationSettings(ImageConfig.from_images("x:1", {"trainer": "x:1"}))
+    shown = [*describe_task(get_serializable(OrderedDict(), settings, task).template.to_flyte_idl())]
+    assert {
+        ("image", "x:1"),
+        ("limits", "cpu 8, ephemeral-storage 10Gi, gpu 4, memory 32Gi"),
+        ("secret", "hub/token as "),
+        ("secret", "wandb/key as WANDB_API_KEY"),
+        ("pod template", "spot"),
+        ("label", "team=vision"),
+        ("serviceAccountName", '"trainer"'),
+        ("nodeSelector", '{"pool": "h100"}'),
+        ("terminationGracePeriodSeconds", "120.0"),
+        ("tolerations", '[{"effect": "NoSchedule", "key": "sku", "operator": "Equal", "value": "gpu"}]'),
+        ("environment", "DDP_POD_GPUS=4"),
+        ("environment", "HUB_PASSWORD=***"),
+    } <= {*shown}
 
 
 def test_every_size_has_a_variable(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from flyte.syncify import syncify
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.environment import clustered, preparation_environment, training_environment
 from flyte_ddp.flyte2.train import image_training
+from scripts.dry_run import describe_task
 from tests.commands import ROOT
 
 LABELS = {"kueue.x-k8s.io/queue-name": "research"}
@@ -105,10 +107,27 @@ def test_a_training_may_have_its_own_pod_beside_what_is_registered(registered, n
     assert mine.pod_template.pod_spec.termination_grace_period_seconds == 120
     assert mine.env_vars.items() >= {"MINE": "1", "DDP_POD_GPUS": "2"}.items()
     assert (mine.image, mine.include[-1], mine.service_account) == ("mine:1", "more.txt", "trainer")
+
+    @mine.task
+    async def work() -> None: ...
+
+    if not nodes:
+        shown = {*describe_task(translate_task_to_wire(work, context_of("training")).task_template)}
+        assert {("label", "team=text"), ("terminationGracePeriodSeconds", "120.0")} <= shown
     usual: Any = image_training.environment("training", secrets="hub-token")
     assert [one.as_env_var for one in usual.secrets] == ["HUB_TOKEN", "WANDB_API_KEY", "DDP_POD_WEBHOOK"]
     assert usual.interruptible
     assert image_training.arguments(pod_template=grace)["pod_template"].labels == mine.pod_template.labels
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_all_tasks_without_a_cluster():
+    command = [sys.executable, "-m", "scripts.dry_run2", "trainer:1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "DDP_NNODES": "3"})
+    assert "'replicas': 3.0" in done.stdout, done.stderr
+    assert {*re.findall(r"^(\S+\.\S+) +trainer:1 ", done.stdout, re.MULTILINE)} >= {
+        "mnist_training.train", "sweep.main", "promotion.promote", "roll_back.roll_back", "multinode_training.train",
+    }  # fmt: skip
 
 
 def test_a_promoted_model_sets_off_its_predictions():
