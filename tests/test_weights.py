@@ -185,6 +185,19 @@ def test_a_class_that_metadata_name_in_vain_is_said_with_the_file_and_the_remedy
 
 
 @pytest.mark.parametrize("load", [load_model, Recipe.load_model])
+def test_a_plain_state_dict_and_a_damaged_file_are_told_apart(tmp_path, load):
+    torch.save(OWN, tmp_path / "model.pt")
+    save_file(OWN, tmp_path / "model.safetensors")
+    for name, read in (("pt", "torch.load(path, weights_only=True)"), ("safetensors", "safetensors.torch.load_file(")):
+        words = f"load a network of your own by model.load_state_dict({read}"
+        with pytest.raises(InputError, match=re.escape(words)):
+            load(tmp_path / f"model.{name}")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"cut.pt.* damaged.*: copy it again"):
+        load(tmp_path / "cut.pt")
+
+
+@pytest.mark.parametrize("load", [load_model, Recipe.load_model])
 def test_a_place_without_a_file_is_not_taken_for_one_without_metadata(tmp_path, load):
     for place in (tmp_path, tmp_path / "nowhere.pt"):
         with pytest.raises(InputError, match=rf"^model_state must be a file, and {place} is none: give the one of a"):

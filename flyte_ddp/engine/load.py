@@ -111,6 +111,10 @@ def split_of(
             "an IterableDataset has no order that could be resumed or shared among ranks: return Blocks, which are "
             "read one after the other, too, or a Dataset with a length"
         )
+    if isinstance(data, torch.utils.data.DataLoader):
+        raise InputError(
+            "a DataLoader makes batches of its own, and must not be given: give its Dataset, as in loader.dataset"
+        )
     if isinstance(data, torch.utils.data.TensorDataset):
         data = data.tensors
     if not is_dataset(data):

@@ -39,7 +39,7 @@ def classifier_settings(model_state: File) -> Hyperparameters:
     with one_attempt():
         path = downloaded(model_state)
         assert path
-        known = needs_metadata(path, "it must be the model_state of a training")
+        known = needs_metadata(path, "give the model_state of a training")
         check_classifier(known, model_state.path)
         return Hyperparameters.from_dict({**known.settings, "dataset": known.data["name"]})
 

@@ -11,7 +11,7 @@ import pkgutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_origin, get_type_hints
-from zipfile import ZIP_STORED, ZipFile, ZipInfo
+from zipfile import ZIP_STORED, ZipFile, ZipInfo, is_zipfile
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import Settings, plain
@@ -110,12 +110,23 @@ def add_metadata(weights: Path | IO[bytes], metadata: ModelMetadata) -> None:
         archive.writestr(ZipInfo(f"{folder}/{ENTRY}"), metadata.as_json())  # no date: equal trainings, equal files
 
 
+def plain_remedy(weights: str | Path) -> str:
+    """Return how to load weights without metadata, for an error."""
+    read = "safetensors.torch.load_file(path)" if is_safetensors(weights) else "torch.load(path, weights_only=True)"
+    return f"load a network of your own by model.load_state_dict({read})"
+
+
 def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
     """The metadata of a weights file; InputError if it has none."""
     check_is_file(weights)
     metadata = read_metadata(weights)
+    if metadata is None and not is_safetensors(weights) and not is_zipfile(weights):
+        raise InputError(f"{weights} must be a file of weights, and is none, or is damaged: copy it again")
     if metadata is None:
-        raise InputError(f"{weights} has no metadata, which training writes into it, or is damaged: {remedy}")
+        raise InputError(
+            f"{weights} must have the metadata that a recipe's training writes, and is a plain state_dict, as your own "
+            f"loop leaves it: {plain_remedy(weights)}; for a recipe, {remedy}"
+        )
     return metadata
 
 

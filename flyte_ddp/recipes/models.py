@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_files.model_metadata import check_is_file, class_named, read_metadata
+from flyte_ddp.model_files.model_metadata import check_is_file, class_named, plain_remedy, read_metadata
 from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.airbench import Airbench94
@@ -165,4 +165,6 @@ def load_model(
     shape = image_shape or tuple(known["image_shape"])
     model = MODELS[name or known["network"]](shape, classes or len(known["classes"]))
     remedy = "give the name of its network, and image_shape and classes of what that was trained on"
+    if not metadata:
+        remedy += f", or {plain_remedy(path)}"
     return load_weights(model, path, remedy=remedy).eval()

@@ -35,7 +35,8 @@ class TimeLeft:
     def _left(self, event: StepLogged) -> float | None:
         """None in the first seconds."""
         run, seconds = self._run, self._now() - self._began
-        done, steps = event.epoch * run.steps_per_epoch + event.step, run.epochs * run.steps_per_epoch
+        done = event.epoch * run.steps_per_epoch + event.step
+        steps = max(done, run.epochs * run.steps_per_epoch)  # an own loop's epochs may be longer than its first one
         if seconds < FIRST_SECONDS:
             return None
         stepping = (seconds - self._evaluating) / (done - self._first) * (steps - done)

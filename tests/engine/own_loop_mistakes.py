@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader
 
 from flyte_ddp import Loop
 from tests.engine.optimizer_recipes import Slow, Whole
@@ -285,6 +287,32 @@ def keeps_what_has_no_state(loop: Loop):
 
 def trains_without_a_loop(loop: Loop):
     loop.wrap(nn.Linear(1, 1))
+
+
+def averages_over_the_training_batches(loop: Loop):
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+        evaluate(loop, model, tests)
+    update_bn(batches, nn.BatchNorm1d(8))
+
+
+def gives_a_loader(loop: Loop):
+    loop.batches(DataLoader(Drawn(), 12))
+
+
+def wraps_what_is_wrapped(loop: Loop):
+    loop.wrap(nn.DataParallel(nn.Linear(1, 1)))
+
+
+def starts_the_ranks(loop: Loop):
+    torch.distributed.init_process_group("gloo")
+
+
+def ends_the_ranks(loop: Loop):
+    plain(loop)
+    torch.distributed.destroy_process_group()
 
 
 def takes_nothing():

@@ -299,6 +299,7 @@ def trains_two(loop: Loop):
 def evaluates_within(loop: Loop):
     """Every three steps, in the middle of a step; and leaves the steps, and comes back to them."""
     model, batches, tests, optimizer = linear(loop)
+    loop.batches(few(24))  # nobody iterates over these
     for _ in loop.epochs():
         for count in (2, len(batches)):
             for _, (inputs, labels) in zip(range(count), batches, strict=False):
@@ -310,6 +311,18 @@ def evaluates_within(loop: Loop):
                 losses.mean().backward()
                 optimizer.step()
         evaluate(loop, model, tests)
+
+
+def compiles(loop: Loop):
+    torch.manual_seed(0)
+    model = loop.wrap(torch.compile(nn.Linear(8, 3), backend="eager"))  # type: ignore[arg-type]
+    batches = loop.batches(Drawn())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+        loop.evaluated(loss=0.5)
 
 
 def leaves_after_the_fifth_step(loop: Loop):

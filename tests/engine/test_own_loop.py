@@ -196,8 +196,15 @@ def test_ranks_train_together_while_an_evaluation_is_half_done(own, undisturbed)
 
 def test_it_may_evaluate_within_a_step_and_come_back_to_the_steps(own, undisturbed):
     trained = own(loop="evaluates_within")
+    assert trained.events[0].steps_per_epoch == 7
     assert [event.step for event in trained.events if isinstance(event, StepLogged)] == [*range(1, 8)] * 2
     assert all(torch.equal(weight, undisturbed(2, "plain").weights[name]) for name, weight in trained.weights.items())
+
+
+@pytest.mark.slow
+def test_a_compiled_network_has_the_names_and_bits_of_the_network_in_it(own, undisturbed):
+    trained = own(loop="compiles")
+    assert trained.result.digest == undisturbed(2, "plain").result.digest
 
 
 def test_a_loop_that_returns_within_an_epoch_is_told_that_its_weights_have_no_measures(mistaken):
@@ -291,6 +298,14 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
             "trains_without_a_loop",
             r"own_loop_mistakes:trains_without_a_loop must train in `for epoch in loop.epochs\(\):`",
         ),
+        (
+            "averages_over_the_training_batches",
+            r"within `for epoch in loop.epochs\(\):`; to pass over the data without training.*loop.evaluation\(data\)",
+        ),
+        ("gives_a_loader", r"a DataLoader makes batches of its own.*: give its Dataset, as in loader.dataset"),
+        ("wraps_what_is_wrapped", r"loop.wrap must be given the network itself, got DataParallel: leave out DataPar"),
+        ("starts_the_ranks", r"leave out torch.distributed.init_process_group: the ranks are a process group before"),
+        ("ends_the_ranks", r"leave out torch.distributed.destroy_process_group: the ranks are a process group before"),
         ("takes_nothing", r"own_loop_mistakes:takes_nothing must take one argument, the loop, as in def train\(loop\)"),
     ],
 )

@@ -50,6 +50,10 @@ def test_only_the_steps_of_this_attempt_make_its_pace(said):
     assert said((2, 5), (10, 2, 10), (11, 2, 1.0), (31, 3, 10)) == [20.0, 2.0]
 
 
+def test_an_epoch_that_is_longer_than_the_first_is_never_over_time(said):
+    assert said((0, 0), (10, 3, 10), (30, 3, 30)) == [0.0, 0.0]
+
+
 def test_an_attempt_that_begins_anew_forgets_what_was_before(recorded):
     events: list[Any] = []
     timer = TimeLeft(events.append, iter([0, 100, 200, 202]).__next__)

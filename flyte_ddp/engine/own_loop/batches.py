@@ -17,6 +17,8 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.random_numbers import Use, key_of
 from flyte_ddp.settings import TrainingSettings
 
+UNTRAINED = "to pass over the data without training, as update_bn does, take loop.evaluation(data)"
+
 
 class TrainSteps:
     """A rank's trees of tensors, step by step; what belongs to a step is ended when the next one is asked for."""
@@ -37,18 +39,17 @@ class TrainSteps:
                 "its parts weighs them alike, so change one of them, or write a recipe"
             )
         self._progress, self._rank, self._settings = progress, environment.rank, settings
-        progress.batches = self._batches = TrainBatches(
-            split, size, settings.seed, self._rank, ranks, virtual_ranks=parts
-        )
-        progress.steps = len(self)
+        self._batches = TrainBatches(split, size, settings.seed, self._rank, ranks, virtual_ranks=parts)
+        if not progress.batches:  # until one is iterated over, the first counts
+            progress.batches, progress.steps = self._batches, len(self)
 
     def __len__(self) -> int:
         return len(self._batches.split) // self._batches.batch_size
 
     def __iter__(self) -> Iterator[Any]:
         progress, key = self._progress, partial(key_of, Use.OWN_STEP, self._settings.seed)
-        if not progress.is_started:
-            raise InputError("iterate over loop.batches within `for epoch in loop.epochs():`")
+        if not progress.is_started or progress.epoch == self._settings.epochs:
+            raise InputError(f"iterate over loop.batches within `for epoch in loop.epochs():`; {UNTRAINED}")
         is_other = progress.trains_on not in (None, self) and (progress.step or progress.logged)
         if is_other or (progress.is_stepping and not progress.logged):
             raise InputError(
@@ -60,7 +61,7 @@ class TrainSteps:
         if progress.trains_on is self and progress.step == len(self):
             raise InputError(
                 f"iterate over loop.batches once an epoch, got another time after all {len(self)} steps: count it as "
-                f"an epoch of its own, in {type(self._settings).__name__}.epochs"
+                f"an epoch of its own, in {type(self._settings).__name__}.epochs; {UNTRAINED}"
             )
         progress.trains_on, progress.batches, progress.steps = self, self._batches, len(self)
         progress.put_back()

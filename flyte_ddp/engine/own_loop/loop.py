@@ -73,6 +73,9 @@ class Loop:
         """The network on the rank's device, in torch's DistributedDataParallel; with settings.virtual_ranks in what
         loop.backward needs, of which there can be one."""
         progress, parts = self._progress, self.settings.virtual_ranks
+        if isinstance(uncompiled(model), (DistributedDataParallel, nn.DataParallel)):
+            kind = type(uncompiled(model)).__name__
+            raise InputError(f"loop.wrap must be given the network itself, got {kind}: leave out {kind}(...)")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError("loop.wrap: the network must have a weight that is trained; others need no wrapping")
         if parts and progress.exact:
@@ -127,7 +130,8 @@ class Loop:
                 raise InputError(
                     f"loop.keep: model must be what loop.wrap has returned, as ranks train together, got {kind}"
                 )
-            progress.parts[name] = own.module if isinstance(own, (DistributedDataParallel, ByParts)) else own
+            is_wrapped = isinstance(own, (DistributedDataParallel, ByParts))
+            progress.parts[name] = uncompiled(own.module) if is_wrapped else own
         check_readable(progress.state_dict())
         saved = state_on_all_ranks(self._job, self._link.emit, self.device)
         if saved is not None:

@@ -30,6 +30,8 @@ UNUSED: dict[type, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+ALREADY = "the ranks are a process group before the loop is called, and until its weights are written"
+
 
 def run(
     function: Callable[[Loop], None], environment: Environment, device: torch.device, link: Link, job: Job
@@ -58,7 +60,13 @@ def run(
         link.emit(StartUp("calling your loop, up to its first epoch"))
         try:
             function(Loop(environment, progress, link, job, cache))
+            if not distributed.is_initialized():
+                raise InputError(f"leave out torch.distributed.destroy_process_group: {ALREADY}")
             return progress.finish()
+        except ValueError as error:
+            if "default process group twice" not in str(error):  # torch's words
+                raise
+            raise InputError(f"leave out torch.distributed.init_process_group: {ALREADY}") from None
         except NonFiniteError:  # raised on all ranks at once; the first report of it ends them all
             progress.close()
             distributed.barrier()
