@@ -30,6 +30,32 @@ class Whole(Slow):
         self.steps, self.before = state_dict["slow"][0], [one.clone() for one in state_dict["slow"][1]]
 
 
+class Outer(torch.optim.Optimizer):
+    """Holds another optimizer, as those do that look ahead."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+class Unloaded(torch.optim.SGD):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict["fast"])
+
+
+class Counted(torch.optim.SGD):
+    """Counts, without any effect."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        super().step()
+
+
 class Forgetful(Sound):
     kind = Slow
 
@@ -39,6 +65,21 @@ class Forgetful(Sound):
 
 class Remembering(Forgetful):
     kind = Whole
+
+
+class Holding(Sound):
+    def optimizer(self, model):
+        return Outer(torch.optim.SGD(model.parameters(), 0.1, 0.9))
+
+
+class Unloadable(Sound):
+    def optimizer(self, model):
+        return Unloaded(model.parameters(), 0.1)
+
+
+class Counting(Sound):
+    def optimizer(self, model):
+        return Counted(model.parameters(), 0.1)
 
 
 class Scheduled(Sound):

@@ -10,8 +10,8 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
 from flyte_ddp import Loop
-from tests.engine.optimizer_recipes import Slow, Whole
-from tests.engine.own_loops import Drawn, Outer, evaluate, few, linear, plain, step
+from tests.engine.optimizer_recipes import Outer, Slow, Whole
+from tests.engine.own_loops import Drawn, evaluate, few, linear, plain, step
 
 
 def never_steps_by_the_last_gradients(loop: Loop):

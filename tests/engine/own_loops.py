@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from flyte_ddp import Blocks, Loop
+from tests.engine.optimizer_recipes import Outer
 
 SAMPLES = 90
 
@@ -232,17 +233,6 @@ def holds_an_optimizer_that_is_kept(loop: Loop):
             step(loop, model, outer, inputs, labels)
             schedule.step()
         evaluate(loop, model, tests)
-
-
-class Outer(torch.optim.Optimizer):
-    """An optimizer that holds another one, as those do that look ahead."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step()
 
 
 def leaves_the_steps_and_evaluates(loop: Loop):

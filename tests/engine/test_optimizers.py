@@ -1,9 +1,10 @@
-"""What a checkpoint lacks of an optimizer is warned of, what the optimizer is not given is named; both are trained."""
+"""What a checkpoint lacks of an optimizer is refused or warned of, what the optimizer is not given is named."""
 
 import re
 
 import pytest
 
+from flyte_ddp.engine.checks import lost_state
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.settings import RunOptions
@@ -16,11 +17,30 @@ def run(name, output, on_event=None):
     return train(recipe, Settings(epochs=2), options, output=output, on_event=on_event)
 
 
-def test_what_a_checkpoint_lacks_of_an_optimizer_is_warned_of(alone, tmp_path):
-    lost, kept = (run(name, tmp_path / name).warnings for name in ("Forgetful", "Remembering"))
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Forgetful", r"_recipes.py, line \d+\): Slow keeps before, steps outside of its state_dict.*in its state or"),
+        ("Holding", r"Outer keeps something, such as the optimizer that it holds, outside of its state_dict"),
+        ("Unloadable", r"Unloaded cannot go on from its own state_dict \(KeyError: 'fast'\)"),
+    ],
+)
+def test_an_optimizer_that_would_go_on_otherwise_after_a_resume_is_refused(alone, tmp_path, name, words):
+    with pytest.raises(InputError, match=words):
+        run(name, tmp_path)
+
+
+def test_what_a_checkpoint_lacks_of_an_optimizer_without_effect_is_warned_of(alone, tmp_path):
+    lost, kept = (run(name, tmp_path / name).warnings for name in ("Counting", "Remembering"))
     (warning,) = (warning for warning in lost if "state_dict" in warning)
-    assert re.search(r"_recipes.py, line \d+\): Slow keeps before, steps outside of its state_dict", warning)
+    assert re.search(r"_recipes.py, line \d+\): Counted keeps steps outside of its state_dict", warning)
     assert not any("state_dict" in warning for warning in kept)
+
+
+def test_of_a_large_network_a_few_weights_are_enough(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(lost_state, "MOST_NUMBERS", 10)  # a bias
+    with pytest.raises(InputError, match="Outer keeps something"):
+        run("Holding", tmp_path)
 
 
 def test_weights_that_the_optimizer_is_not_given_are_named(alone, tmp_path):

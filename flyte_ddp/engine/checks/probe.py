@@ -18,7 +18,7 @@ from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.batches.splits import Split, Subset
 from flyte_ddp.engine.checks.comparison import dependences, optimizer_of, scaled_rates
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
-from flyte_ddp.engine.checks.lost_state import lost_on_resume
+from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
 from flyte_ddp.engine.checks.refusals import refuse_untrainable
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
@@ -27,6 +27,7 @@ from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import count_in_total
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.text import listed
 
 SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and without gradients as in evaluation
 REMEDY = "If it is meant, set may_depend_on_ranks = True in the recipe"
@@ -160,7 +161,14 @@ def _try_step(recipe: Recipe, model: nn.Module) -> list[str]:
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
     with _fault_named(f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__} cannot make a step", remedy):
         optimizer.step()
-    return [] if is_sharded(model) else lost_on_resume(recipe, model, optimizer)
+    if is_sharded(model):  # whose rows each rank steps on by itself, and whose state a checkpoint has in another form
+        return []
+    what = f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__}"
+    lost = lost_on_resume(recipe, model, optimizer)
+    del optimizer  # its state is as large as the network, or twice
+    refuse_lost_state(recipe, model, lost)
+    keeps = f"{what} keeps {listed(lost)} outside of its state_dict, and a training that is resumed goes on without"
+    return [f"{keeps}: {SAVE_IT}"] if lost else []
 
 
 def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
