@@ -14,7 +14,7 @@ def settle_arithmetic() -> None:
     By default cuDNN's convolutions use TF32, with its 10-bit mantissa, on GPUs that have it, and algorithms that add in
     any order; matrix products use TF32 in images that set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. Operations for which torch
     has no deterministic version on a GPU (see torch.use_deterministic_algorithms) stay as they are, and torch warns of
-    each: the same bits are promised on CPUs, and on GPUs for trainings without such operations.
+    each. In steps by virtual ranks, which promise the same bits, each is an error: see only_deterministic.
     """
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -260,6 +260,31 @@ def prefer_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+@contextmanager
+def only_deterministic() -> Iterator[None]:
+    """Within the block, or the function that it decorates, refuse operations that have other bits each time.
+
+    Raises InputError with the name of the operation. Has no effect where a recipe has turned these algorithms off.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    except RuntimeError as error:
+        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise InputError(
+            f"{operation} has other bits each time, as torch has no deterministic version of it, and virtual_ranks "
+            "promises the same bits: use another operation, or set virtual_ranks to 0"
+        ) from error
+    finally:
+        torch._C._set_deterministic_algorithms(True, warn_only=warns)
+
+
 def may_round_to_tf32() -> bool:
     """Whether float32 products or convolutions on a GPU may be computed in TF32.
 

@@ -6,7 +6,7 @@ anew.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from flyte_ddp.engine.global_batch.operators import has_triton
 from flyte_ddp.engine.network.compiled_draws import compile_by_position
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.torch_compat import only_deterministic, pytree
 from flyte_ddp.engine.tracing_compat import allow_compiling
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.link import Link
@@ -63,7 +63,8 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
     All of that may take longer than a step ever should; so the rank says after each layer that it is alive. InputError
     for samples of different lengths with virtual ranks.
     """
-    if state.recipe.settings.virtual_ranks and lengths_of(train.split):
+    settings = state.recipe.settings
+    if settings.virtual_ranks and lengths_of(train.split):
         raise InputError(
             "options.compile must be false with virtual_ranks and samples of different lengths, for each of which all "
             "would be compiled anew, got true: leave it out, or set virtual_ranks to 0"
@@ -76,7 +77,8 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
         for batch in _of_all_sizes(train, next(train.epoch(0))):
             first, *others = state.parallel.parts(batch, state.micro_batch)
             for part in (first, *others[-1:]):  # which may be smaller
-                with state.mode.block(part.seed):
+                # The code that is compiled depends on that mode
+                with state.mode.block(part.seed), only_deterministic() if settings.virtual_ranks else nullcontext():
                     state.parallel.module.train()(part, (False, False), True).backward()
                 state.parallel.zero_grad()
                 link.heartbeat(STARTING)

@@ -93,6 +93,7 @@ class ExactStep(SingleStep):
         """Copies, since a forward pass may change what it is given, and may be repeated, also by another rank."""
         return [copied(part) for part in super().parts(batch, most)]
 
+    @torch_compat.only_deterministic()
     def added_up(self, backward: Callable[[], None]) -> Totals:
         """Calls backward again if a number does not fit, and makes all NaN if one is not finite.
 
@@ -155,6 +156,7 @@ class ExactStep(SingleStep):
         yield
         self._watched = -1
 
+    @torch_compat.only_deterministic()
     def digest_of(self, part: int, backward: Callable[[], None]) -> Tensor:
         """() int64: of the gradients of this part, which backward computes; they are in no sum. To be called before
         added_up."""

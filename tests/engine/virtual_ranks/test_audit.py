@@ -109,6 +109,14 @@ class Depending(ImageClassifier):
         return outputs - outputs.mean(0)
 
 
+class Putting(ImageClassifier):
+    """Its network uses an operation of which torch has no deterministic version, on a CPU either."""
+
+    def forward(self, model, batch):
+        outputs = super().forward(model, batch)
+        return outputs + torch.zeros(10).put_(torch.tensor([1]), torch.tensor([0.5]))
+
+
 class Drifting(ImageClassifier):
     """On rank 2, an optimizer's step once goes wrong in the last bit of a weight."""
 
@@ -235,6 +243,11 @@ def test_each_rank_of_many_is_audited_and_always_by_one_of_another_host():
 def test_without_virtual_ranks_it_is_refused(train):
     with pytest.raises(InputError, match=r"audit_every must be 0 without virtual_ranks, .* got 10: set virtual_ranks"):
         train(2, audit_every=10)
+
+
+def test_an_operation_that_is_not_deterministic_is_named_in_the_first_step(train):
+    with pytest.raises(InputError, match=r"^put_ has other bits each time, .* virtual_ranks to 0$"):
+        train(1, recipe=f"{__name__}:Putting", virtual_ranks=2)
 
 
 def test_a_recipe_that_depends_on_the_ranks_is_refused(train):
