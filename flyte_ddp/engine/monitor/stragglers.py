@@ -57,7 +57,8 @@ class Stragglers:
         new = []
         for slow in self._judge(epoch, step):
             # What slows data, or a rank on CPUs, slows all ranks of the host: another warning would tell nothing new
-            key = slow.rank if self._has_gpus and slow.cause == "compute" else slow.host, slow.cause
+            is_own = self._has_gpus and slow.cause == "compute"
+            key: tuple[int | str, str] = (slow.rank if is_own else slow.host, slow.cause)
             if key not in self._warned and len(self._warned) < MOST_WARNINGS:
                 self._warned.add(key)
                 new.append(slow)
