@@ -162,7 +162,8 @@ class Loop:
         if isinstance(batch, Parts):
             if not self._progress.exact:
                 raise InputError("call loop.wrap before loop.backward: it says what network is trained")
-            return self._progress.exact.backward(batch, loss_of)
+            self._progress.backward_calls += 1
+            return self._progress.exact.backward(batch, loss_of, self._progress.backward_calls)
         loss = loss_of(batch)
         loss.backward()
         return loss.detach()

@@ -82,10 +82,11 @@ class ExactGradients:
     def grid(self, exponents: Tensor | None) -> None:
         self._parallel.grid = exponents
 
-    def backward(self, parts: Parts, loss_of: Loss) -> Tensor:
+    def backward(self, parts: Parts, loss_of: Loss, call: int) -> Tensor:
         """The mean of the parts' losses; its gradients are added to those that there are; a collective.
 
         It computes a part more than once where a number does not fit, and changes what a forward pass changes once.
+        call: counts the calls of a step, from 1.
         """
         if [weight.requires_grad for weight in self._weights] != self._is_trained:
             raise InputError(
@@ -114,7 +115,7 @@ class ExactGradients:
         self._parallel.zero_grad()
         self.is_computing = True
         try:
-            totals = self._parallel.added_up(computed)
+            totals = self._parallel.added_up(computed, call - 1)
         finally:
             self.is_computing = False
         if (changed := changed & ~unequal).any():

@@ -63,6 +63,7 @@ class Progress:
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
         is_stepping: whether the user's code is in a step.
+        backward_calls: how many times the current step has called Loop.backward.
         test_samples: of all evaluations.
         history: the epochs that are done.
         ran_on: see hosts/machine.py.
@@ -78,6 +79,7 @@ class Progress:
         self.steps = self.test_samples = 0
         self.trains_on: object = None
         self.is_stepping = self._owes_checkpoint = False
+        self.backward_calls = 0
         self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
         self.clock, self.names = StepClock(device), list[str]()
@@ -122,6 +124,7 @@ class Progress:
 
     def begin_step(self) -> None:
         self.is_stepping = True
+        self.backward_calls = 0
         self.optimizers.begin_step()
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
         self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0

@@ -5,7 +5,6 @@ whole parts, one after the other, so each kernel sees the same shapes and number
 The gradients of the parts become whole numbers (whole_numbers.py); what they measure is added up in their order.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,37 +19,43 @@ from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.step import SingleStep, Step, Totals, gradients_of
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.engine.virtual_ranks.whole_numbers import Bucket, Digits, buckets_of
+from flyte_ddp.engine.virtual_ranks.whole_numbers import make_buckets
+from flyte_ddp.errors import InputError
+
+CALLS = 16  # calls of backward in a step that have units of their own; later calls share the last ones
 
 
 class ExactStep(SingleStep):
     """Step on all ranks; gradients are sent bucket by bucket while others are still computed.
 
     Before them go the statistics of batch norm, and what the parts measure, each part's in a place of its own, where
-    the other ranks have zeros: so it can be added up in the order of the parts.
+    the other ranks have zeros: so they can be added up in the order of the parts.
 
     Attributes:
-        repeated: how many steps had numbers that did not fit.
+        repeated: how many sums were computed again, as their units were too large or too small.
         seen: (buckets,) int64, the digest of the gradients of the part that is watched, if it was this rank's.
     """
 
     def __init__(self, step: Step, virtual_ranks: int):
         super().__init__(step)
+        check_types(step)
         device, running = step.carrier.device, step.mode.running
-        statistics = torch.zeros(running.size if running else 0, dtype=torch.float32, device=device)
-        # By part: value and weight of each measure, and the digest of what was drawn, from 1
-        self._measured = torch.zeros(virtual_ranks, 2 * len(step.names) + 1, dtype=torch.float64, device=device)
-        first = Bucket([statistics], Digits.wide(virtual_ranks), more=2 + self._measured.numel())
-        self._buckets = [first, *buckets_of(step.trainable, Digits.of(virtual_ranks))]
+        # By part: value and weight of each measure, the digest of what was drawn, from 1, and statistics of batch norm
+        numbers = 2 * len(step.names) + 1 + (running.size if running else 0)
+        self._measured = torch.zeros(virtual_ranks, numbers, dtype=torch.float64, device=device)
+        # How many ranks ask to stop and to save, and the bits of what the parts measure
+        self._words = torch.zeros(2 + self._measured.numel(), dtype=torch.int64, device=device)
+        self._words_work: distributed.Work | None = None
+        self._buckets, self._units = make_buckets(step.trainable, virtual_ranks)
         self._left = [0] * len(self._buckets)  # how many gradients of each bucket are still to come
         self._next = len(self._buckets)  # the bucket to be sent next
         self._counts = [len(bucket.views) for bucket in self._buckets]
-        (self._statistics,) = first.views
-        numbers = [number for number, bucket in enumerate(self._buckets) for _ in bucket.views][1:]
-        for parameter, number in zip(reversed(step.trainable), numbers, strict=True):
+        places = [number for number, bucket in enumerate(self._buckets) for _ in bucket.views]
+        for parameter, number in zip(reversed(step.trainable), places, strict=True):
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
         self.hold_gradients()
-        self._is_looking, self._has_grid = False, False
+        self._is_looking = False
+        self._exponents: list[Tensor] = []  # of the units of each call of backward in a step
         self.repeated, self._part, self._watched = 0, -1, -1
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
         if distributed.get_world_size() > 1:
@@ -62,25 +67,25 @@ class ExactStep(SingleStep):
         trained, measured = self.module.computed(batch)
         running, digests = self.module.mode.running, self.module.digests
         with torch.no_grad():
-            if running:
-                written = torch.empty_like(self._statistics)
-                running.write(written)
-                self._statistics += written
             if not batch.share.borrowed:
-                of_part = self._measured[batch.share.part]
-                of_part[:-1] += measured.sum(1)
-                of_part[-1] = 1 + max(digests) if len(digests) == 1 else -1
+                sums, drawn, statistics = self._split(self._measured[batch.share.part])
+                sums += measured.sum(1)
+                drawn.fill_(1 + max(digests) if len(digests) == 1 else -1)
+                if running:
+                    written = torch.empty_like(statistics, dtype=torch.float32)
+                    running.write(written)
+                    statistics += written
             if is_last and not self._is_looking:
-                first = self._buckets[0].more
-                first[:2] = constants(tuple(map(float, requests)), first.device)
-                first[2:] = self._measured.view(-1).view(torch.int64)
+                self._words[:2] = constants(tuple(map(float, requests)), self._words.device)
+                self._words[2:] = self._measured.view(-1).view(torch.int64)
+                if distributed.get_world_size() > 1:
+                    self._words_work = distributed.all_reduce(self._words, async_op=True)
                 self._left, self._next = list(self._counts), 0
-                self._send(1)
         return trained
 
     def hold_gradients(self) -> None:
         """Has the parameters' gradients be where they are added up; an optimizer's zero_grad may have dropped them."""
-        views = [view for bucket in self._buckets for view in bucket.views][1:]
+        views = [view for bucket in self._buckets for view in bucket.views]
         for parameter, view in zip(reversed(self.module.trainable), views, strict=True):
             parameter.grad = view
 
@@ -94,29 +99,48 @@ class ExactStep(SingleStep):
         return [copied(part) for part in super().parts(batch, most)]
 
     @torch_compat.only_deterministic()
-    def added_up(self, backward: Callable[[], None]) -> Totals:
-        """Calls backward again if a number does not fit, and makes all NaN if one is not finite.
+    def added_up(self, backward: Callable[[], None], call: int = 0) -> Totals:
+        """Add up the gradients that backward computes, or make all of them NaN if one is not finite.
 
-        The host waits for the device.
+        The host waits for the device. If the sum doesn't keep its bound, backward is called again.
+
+        Args:
+            backward: runs forward and backward passes of the rank's parts, from gradients of 0.
+            call: counts the calls of a step; the losses of a GAN need units of their own.
         """
-        is_exact = (self._has_grid and self._sum(backward)) or (self._look(backward) and self._sum(backward))
+        call = min(call, CALLS - 1)
+        is_known = call < len(self._exponents)
+        if is_known:
+            self._units.use(self._exponents[call])
+        self._sum(backward)
+        is_exact = is_known and self._units.keep_bound()
+        if not is_exact and self._units.follow_addends():
+            self.repeated += is_known
+            self.zero_grad()
+            self._sum(backward)
+            is_exact = self._units.fit()
         for bucket in self._buckets:
             if is_exact:
                 bucket.total()
             else:
                 bucket.gradients.fill_(torch.nan)
-        more = self._buckets[0].more
-        measured = more[2:].view(torch.float64).view_as(self._measured)
-        drawn = measured[:, -1]
+        if is_exact:
+            self._exponents[call : call + 1] = [self._units.follow_sums()]
+        measured = self._words[2:].view(torch.float64).view_as(self._measured)
+        sums, drawn, statistics = self._split(measured)
         uneven = (drawn < 0).any() | ((drawn != drawn.amax()) & (drawn != 0)).any()
         norms = torch_compat.norms(gradients_of(self.module))
-        return Totals(measured[:, :-1].sum(0), self._statistics, uneven, more[:2], norms)
+        return Totals(sums.sum(0), statistics.sum(0).float(), uneven, self._words[:2], norms)
+
+    def _split(self, measured: Tensor) -> Sequence[Tensor]:
+        """Return the measures, the digest and the statistics."""
+        count = 2 * len(self.module.names)
+        return measured.split([count, 1, measured.shape[-1] - count - 1], -1)
 
     def finish_part(self, is_last: bool) -> None:
         if self._is_looking:
-            for number, bucket in enumerate(self._buckets):
+            for number in range(len(self._buckets)):
                 self._watch(number)
-                bucket.look()
         elif is_last:
             self._send(len(self._buckets))  # those of which a gradient has not come, such as an unused expert's
         else:
@@ -136,6 +160,8 @@ class ExactStep(SingleStep):
         """Adds and sends the buckets before this one, in the same order on all ranks."""
         for number in range(self._next, end):
             self._add(number)
+            if number == len(self._buckets) - 1:
+                self._units.write_words()
             self._buckets[number].send()
         self._next = end
 
@@ -145,7 +171,7 @@ class ExactStep(SingleStep):
 
     def _watch(self, number: int) -> None:
         """Has to come before the gradients become something else."""
-        if number and self._part == self._watched >= 0:  # the first bucket's are not those of a part
+        if self._part == self._watched >= 0:
             self.seen[number] = sum_of(self._buckets[number].gradients) * (2 * number + 1)
 
     @contextmanager
@@ -166,47 +192,38 @@ class ExactStep(SingleStep):
             backward()
         return self.seen.sum()
 
-    def _sum(self, backward: Callable[[], None]) -> bool:
-        """From gradients that are 0; whether the addends of all ranks fitted."""
+    def _sum(self, backward: Callable[[], None]) -> None:
+        """Compute the sums of all ranks, from gradients that are 0."""
         self._is_looking = False
         self._measured.zero_()
         for bucket in self._buckets:
             bucket.start()
         backward()
-        return not torch.cat([bucket.receive() for bucket in self._buckets]).any()
-
-    def _look(self, backward: Callable[[], None]) -> bool:
-        """Lets numbers follow from the addends themselves; False if those are not finite. A collective."""
-        self._is_looking = True
-        self.repeated += self._has_grid
-        self.zero_grad()
+        if self._words_work:
+            self._words_work.wait()
         for bucket in self._buckets:
-            bucket.largest.zero_()
-        backward()
-        largest = torch.cat([bucket.largest for bucket in self._buckets]).nan_to_num_(nan=math.inf)
-        distributed.all_reduce(largest, distributed.ReduceOp.MAX)
-        if not largest.isfinite().all():
-            return False
-        for bucket, largest_of in zip(self._buckets, self._by_bucket(largest), strict=True):
-            bucket.expect(largest_of)
-        self._has_grid = True
-        return True
-
-    def _by_bucket(self, by_block: Tensor) -> Sequence[Tensor]:
-        return by_block.split([len(bucket.largest) for bucket in self._buckets])
+            bucket.receive()
 
     @property
     def grid(self) -> Tensor | None:
-        """(blocks, 1) int32: all that the next step's numbers depend on, besides the training itself."""
-        return torch.cat([bucket.exponents for bucket in self._buckets]) if self._has_grid else None
+        """The (calls, blocks, 1) int32 exponents of the next step's units; None before the first step."""
+        return torch.stack(self._exponents) if self._exponents else None
 
     @grid.setter
     def grid(self, exponents: Tensor | None) -> None:
-        """None, or that of a network of which others are trained, has the next step look for itself."""
-        self._has_grid = exponents is not None and len(exponents) == sum(len(each.largest) for each in self._buckets)
-        if exponents is not None and self._has_grid:
-            for bucket, of_bucket in zip(self._buckets, self._by_bucket(exponents), strict=True):
-                bucket.follow(of_bucket.to(bucket.exponents.device))
+        """Set the units; None, or exponents of another network, has the next step choose them by its addends."""
+        fit = exponents is not None and exponents.shape[1:] == self._units.exponents.shape
+        self._exponents = [*exponents] if exponents is not None and fit else []
+
+
+def check_types(step: Step) -> None:
+    """Raise InputError if a weight that is trained is not float32, the type that sums are made for."""
+    for name, weight in step.model.named_parameters():
+        if weight.requires_grad and weight.dtype != torch.float32:
+            raise InputError(
+                f"with virtual_ranks the weights that are trained must be float32, and {name} is "
+                f"{str(weight.dtype).removeprefix('torch.')}: call .float() on the network, or set virtual_ranks to 0"
+            )
 
 
 def copied(batch: Batch) -> Batch:

@@ -1,151 +1,245 @@
-"""Sums of gradients that are the same bits in whatever order, and by however many ranks, they are added up.
+"""Sums of gradients that have the same bits in whatever order, and by however many ranks, they are added up.
 
-Each addend becomes whole numbers: multiples of a power of two, which is that of a block of 64 neighbours, so that a
-rare token's row keeps its digits beside others that are 2^40 times as large; a statistic of batch norm has one of its
-own. Whole numbers add up to the same in a rank, in a ring or in a tree. An int32 is sent in as many bytes as a float32.
+Each addend is rounded to whole multiples of a unit, and whole numbers add up to the same in a rank, in a ring or in a
+tree. An int32 takes as many bytes as a float32. A unit is a power of two. A block of numbers shares it: a row of a
+tensor, or 64 numbers of a tensor of one dimension.
 
-What the power of two is follows from the sum of the step before, which all ranks have: no collective is needed for it.
+The bound, for up to 2^16 addends of a tensor: rounding moves a number of an addend by at most 2^-12 of the largest
+number in all of these addends, or by 2^-127 where that is more. The sum may be smaller than its addends, so the bound
+isn't relative to the sum. A block becomes 0 only where the exact sum of what it is rounded to is 0: if a block has a
+number that isn't 0, in any addend, the largest of these is at least a unit.
+
+The units follow from the sums of the step before, which all ranks have, so no further exchange is needed. Words for
+each block and each tensor travel with the last bucket and tell whether the bound was kept. If it wasn't, the units are
+taken from the addends themselves, the step is computed again, and the second sum is final.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, distributed, nn
 
-BLOCK = 64  # numbers of one parameter with the same power of two
-GROWTH = 6  # bits that an addend may grow by from one step to the next
+BLOCK = 64  # numbers of a block in a tensor of one dimension
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20  # of buckets, as DistributedDataParallel has them
-WIDE_GROWTH = 20  # of statistics, which are few: hardly one ever outgrows it
-FALL = 8  # steps in which what is expected of a smaller block loses a bit: not at once, as it may come back
-LEAST = -84  # exponent of a block whose sum is smaller; with it, Bucket's scales are float32 numbers, too
+FINE = 11  # a tensor's largest addend is at least 2^FINE units, so half a unit is at most 2^-12 of it
+STEPS = 8  # exponents are kept in steps of 1/8 bit, and fall by 1/8 of what they are too large by
+ROOM = 4  # bits that a block smaller than the largest of its tensor is expected to grow by
+LARGEST_SCALE = 126  # exponent of the largest scale; the unit 2^-126 is the least normal float32
+NOTHING = -(1 << 20)  # stands for the exponent of 0
 
 
 @dataclass(frozen=True)
 class Digits:
-    """How the bits of a whole number are used, for sums of so many addends.
+    """The number of bits that whole numbers have, in sums of so many addends.
+
+    An addend must have at least FINE bits and at most `addend` bits, while only the sum's size is known. The addends of
+    a sum of 2^b are as large as 2^(b - bits) if they agree, and as 2^(b - bits / 2) if they are independent. `total`
+    puts both in the middle.
 
     Attributes:
-        addend: bits of each addend, so that the sum fits however they add up.
-        total: bits of a sum as large as that of the step before.
-        cancelled: by how many bits an addend is expected to be larger than the sum, at most: as independent noise is,
-            by a half of log2 of their number.
-        block: how many neighbours have the same power of two.
-        type: of the whole numbers.
+        addend: the most bits of an addend, so that the sum fits however the addends add up.
+        total: the bits of a sum that is as large as the sum of the step before.
+        spread: by how many bits a sum of independent addends is larger than they are.
     """
 
     addend: int
     total: int
-    cancelled: int
-    block: int
-    type: torch.dtype
+    spread: int
 
     @classmethod
-    def of(cls, addends: int) -> "Digits":
-        bits, cancelled = _bits_of(addends)
-        return cls(30 - bits, 30 - GROWTH - cancelled, cancelled, BLOCK, torch.int32)
-
-    @classmethod
-    def wide(cls, addends: int) -> "Digits":
-        """For numbers that have nothing to do with their neighbours."""
-        bits, cancelled = _bits_of(addends)
-        return cls(62 - bits, 62 - WIDE_GROWTH - cancelled, cancelled, 1, torch.int64)
+    def for_addends(cls, addends: int) -> "Digits":
+        bits = math.ceil(math.log2(addends))
+        spread = math.ceil(bits / 2)
+        return cls(30 - bits, min((30 + FINE + spread) // 2, 28 - bits + spread), spread)
 
 
 class Bucket:
-    """The gradients of some tensors, one after the other, and the whole numbers that they become.
+    """The gradients of some tensors in one piece of memory, and the whole numbers that they become.
 
     Attributes:
-        gradients: (blocks, digits.block) float32, each tensor's from a block of its own on; in the end, the sum.
-        views: the same memory, as each tensor lies.
-        largest: (blocks, 1) of what has been looked at.
-        more: (more,) whole numbers, which are sent along, for others to use.
-        exponents: (blocks, 1) int32 of the largest number that is expected in each block's sum, times FALL.
+        gradients: (numbers,) float32, each block's in one piece; in the end, the sum.
+        views: the same memory, as each tensor lies, in the order in which the tensors were given.
+        tensors: the number of the tensor in views of each block.
+        scales: (blocks, 1) float32, 1 / unit of each block.
+        largest: (blocks, 1) float32, the largest absolute value in each block's addends so far, or in its sum.
+        more: (more,) whole numbers that travel with the sum, for others to use.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], digits: Digits, more: int = 0):
-        device, block = tensors[0].device, digits.block
-        sizes = [-(-tensor.numel() // block) * block for tensor in tensors]
-        size = max(sum(sizes), block)  # of nothing there is no largest
-        self._digits = digits
-        self.gradients = torch.zeros(size // block, block, dtype=torch.float32, device=device)
-        pieces = self.gradients.view(-1)[: sum(sizes)].split(sizes)
-        self.views = [_like(tensor, piece) for tensor, piece in zip(tensors, pieces, strict=True)]
-        self._sent = torch.zeros(size + 1 + more, dtype=digits.type, device=device)
-        self._sum, self._misfits, self.more = self._sent.split([size, 1, more])
-        self._sum = self._sum.view_as(self.gradients)
-        self._scales = torch.ones(size // block, 1, dtype=torch.float32, device=device)
-        self._peak: Tensor | None = None  # of the addends, as whole numbers; None before the first
-        self.largest = torch.zeros(size // block, 1, dtype=torch.float32, device=device)
+    scales: Tensor
+    largest: Tensor
+
+    def __init__(self, tensors: Sequence[Tensor], more: int = 0):
+        device = tensors[0].device
+        shapes = [block_shape(tensor) for tensor in tensors]
+        # Blocks of the same width lie together, so that few kernels measure and scale them
+        order = sorted((number for number, (blocks, _) in enumerate(shapes) if blocks), key=lambda one: shapes[one][1])
+        starts = [0] * len(tensors)
+        groups: list[tuple[int, int, int]] = []  # first number, blocks and width
+        size = 0
+        for width, members in groupby(order, key=lambda number: shapes[number][1]):
+            first = size
+            for number in members:
+                starts[number] = size
+                size += shapes[number][0] * width
+            groups.append((first, (size - first) // width, width))
+            size = -(-size // BLOCK) * BLOCK
+        self.gradients = torch.zeros(size, dtype=torch.float32, device=device)
+        self.views = [_view(tensor, self.gradients[start:]) for tensor, start in zip(tensors, starts, strict=True)]
+        self.tensors = [number for number in order for _ in range(shapes[number][0])]
+        self._rows = [self.gradients[first:][: blocks * width].view(blocks, width) for first, blocks, width in groups]
+        self._blocks = [blocks for _, blocks, _ in groups]
+        self._high, self._low = torch.zeros(2, len(self.tensors), 1, dtype=torch.float32, device=device)
+        self._more, self._is_first = more, True
+        self.allocate(0)
+
+    def allocate(self, words: int) -> None:
+        """Allocate what is sent: the sum, so many words for Units, and `more`."""
+        sizes = [len(self.gradients), words, self._more]
+        self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=self.gradients.device)
+        self._sum, self.words, self.more = self._sent.split(sizes)
         self._work: distributed.Work | None = None
-        self.exponents = torch.zeros(size // block, 1, dtype=torch.int32, device=device)
 
     def start(self) -> None:
-        """Begins a new sum."""
-        self._peak = None
+        """Begin a new sum."""
+        self._is_first = True
+        self.largest.zero_()
 
     def add(self) -> None:
-        """Adds the gradients to the sum, and makes them something else."""
-        scaled = self.gradients.mul_(self._scales).round_()  # cut off, many addends of one sign would be too small
-        low, high = scaled.aminmax()
-        peak = torch.maximum(-low, high)
-        if self._peak is None:
-            self._sum.copy_(scaled)
-            self._peak = peak
+        """Add the gradients to the sum, and make them something else."""
+        torch.maximum(self.largest, self._measure(), out=self.largest)
+        for rows, scales in zip(self._rows, self.scales.split(self._blocks), strict=True):
+            rows.mul_(scales)
+        self.gradients.round_()  # numbers that are cut off would make a sum of one sign too small
+        if self._is_first:
+            self._sum.copy_(self.gradients)
         else:
-            self._sum.add_(scaled.to(self._sum.dtype))
-            self._peak = torch.maximum(self._peak, peak)
-
-    def look(self) -> None:
-        """Instead of add: keeps the largest addend of each block."""
-        self.largest = torch.maximum(self.largest, self.gradients.abs().amax(1, keepdim=True))
+            self._sum.add_(self.gradients.to(self._sum.dtype))
+        self._is_first = False
 
     def send(self) -> None:
-        """Starts to add up the sums of all ranks."""
-        assert self._peak is not None  # after an addend
-        self._misfits.copy_(~(self._peak < 2.0**self._digits.addend))  # NaN doesn't fit either
+        """Start to add up the sums of all ranks."""
         if distributed.get_world_size() > 1:
             self._work = distributed.all_reduce(self._sent, async_op=True)
 
-    def receive(self) -> Tensor:
-        """(1,): how many ranks had addends that did not fit."""
+    def receive(self) -> None:
+        """Wait for the sum of all ranks."""
         if self._work:
             self._work.wait()
-        return self._misfits
 
     def total(self) -> None:
-        """Makes the gradients the sum of all ranks, and has the next step's numbers follow from it."""
-        self.gradients.copy_(self._sum).div_(self._scales)
-        largest = self.gradients.abs().amax(1, keepdim=True)
-        # Not at once to what is smaller, and where nothing was added, there is nothing to follow
-        followed = torch.maximum(exponents_of(largest) * FALL, self.exponents - 1)
-        self.follow(torch.where(largest > 0, followed, self.exponents))
+        """Make the gradients the sum of all ranks, and measure it."""
+        self.gradients.copy_(self._sum)
+        for rows, scales in zip(self._rows, self.scales.split(self._blocks), strict=True):
+            rows.div_(scales)
+        self.largest.copy_(self._measure())
 
-    def expect(self, largest: Tensor) -> None:
-        """largest: (blocks, 1) addend of each block, on all ranks; of zeros as of the bucket's largest."""
-        largest = torch.where(largest > 0, largest, largest.amax())
-        self.follow((exponents_of(largest) + self._digits.cancelled) * FALL)
-
-    def follow(self, exponents: Tensor) -> None:
-        """exponents: as the attribute."""
-        self.exponents = exponents
-        rounded_up = -torch.div(-exponents, FALL, rounding_mode="floor")
-        torch.ldexp(torch.ones_like(self._scales), self._digits.total - rounded_up, out=self._scales)
+    def _measure(self) -> Tensor:
+        """Return the (blocks, 1) largest absolute values, or NaN where there is one."""
+        highs, lows = self._high.split(self._blocks), self._low.split(self._blocks)
+        for rows, high, low in zip(self._rows, highs, lows, strict=True):
+            torch.amax(rows, 1, keepdim=True, out=high)  # both take less time than abs() or aminmax() by row
+            torch.amin(rows, 1, keepdim=True, out=low)
+        return torch.maximum(self._high, self._low.neg_())
 
 
-def exponents_of(largest: Tensor) -> Tensor:
-    """int32: the least e for each with largest < 2^e, but at least LEAST; 0 for 0."""
-    return torch.frexp(largest).exponent.clamp(min=LEAST)
+class Units:
+    """The units of all blocks, and whether a sum has kept the bound.
+
+    Attributes:
+        exponents: (blocks, 1) int32, the exponent of the largest number expected in each block's sum, in steps of 1/8.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], digits: Digits):
+        self._buckets, self._digits, device = buckets, digits, buckets[0].gradients.device
+        firsts = [sum(len(bucket.views) for bucket in buckets[:number]) for number in range(len(buckets))]
+        tensors = [first + one for first, bucket in zip(firsts, buckets, strict=True) for one in bucket.tensors]
+        self._tensor = torch.tensor(tensors, dtype=torch.int64, device=device)  # of each block
+        self._tensors = firsts[-1] + len(buckets[-1].views)
+        self._scales = torch.ones(len(tensors), 1, dtype=torch.float32, device=device)
+        self._largest = torch.zeros_like(self._scales)
+        sizes = [len(bucket.tensors) for bucket in buckets]
+        for bucket, scales, largest in zip(buckets, self._scales.split(sizes), self._largest.split(sizes), strict=True):
+            bucket.scales, bucket.largest = scales, largest
+        buckets[-1].allocate(len(tensors) + self._tensors + 1)
+        self._ranks = distributed.get_world_size()
+        self._needed = torch.ones(len(tensors) + self._tensors, dtype=torch.float32, device=device)
+        self._needed[len(tensors) :] = 2.0**FINE
+        self.use(torch.zeros(len(tensors), 1, dtype=torch.int32, device=device))
+
+    def use(self, exponents: Tensor) -> None:
+        """Choose the units for sums of these exponents."""
+        self.exponents = exponents.to(self._scales.device)
+        rounded_up = -torch.div(-self.exponents, STEPS, rounding_mode="floor")
+        powers = (self._digits.total - rounded_up).clamp_(-LARGEST_SCALE, LARGEST_SCALE)
+        self._scales.copy_((powers + 127 << 23).view(torch.float32))  # the bits of 2^power; pow() may round
+        finest = torch.full((self._tensors,), 2.0**LARGEST_SCALE, dtype=torch.float32, device=self._scales.device)
+        coarsest = finest.scatter_reduce(0, self._tensor, self._scales.view(-1), "amin")
+        self._words_scales = torch.cat([self._scales.view(-1), coarsest])
+        self._words_needed = torch.where(self._words_scales == 2.0**LARGEST_SCALE, 0, self._needed)
+
+    def write_words(self) -> None:
+        """Write into the last bucket how this rank's addends fit; before it is sent.
+
+        A word has 1 where a block or tensor is not 0, and more than all ranks' ones where it is large enough. The last
+        word is 1 if a number is too large or not finite.
+        """
+        by_tensor = torch.zeros(self._tensors, dtype=torch.float32, device=self._largest.device)
+        by_tensor.scatter_reduce_(0, self._tensor, self._largest.view(-1), "amax")
+        largest = torch.cat([self._largest.view(-1), by_tensor])
+        scaled = largest * self._words_scales
+        is_enough = (scaled >= self._words_needed) & (largest > 0)
+        words = self._buckets[-1].words
+        words[:-1] = (largest > 0) + self._ranks * is_enough
+        words[-1] = ~(scaled < 2.0**self._digits.addend).all()  # NaN isn't smaller, either
+
+    def fit(self) -> bool:
+        """Return whether all ranks' addends were small enough, once the last bucket is received."""
+        return not self._buckets[-1].words[-1]
+
+    def keep_bound(self) -> bool:
+        """Return whether all ranks' addends were small enough, and large enough, once the last bucket is received."""
+        words = self._buckets[-1].words
+        return not ((words > 0) & (words <= self._ranks)).any()
+
+    def follow_addends(self) -> bool:
+        """Choose the units by the addends themselves; False if one is not finite. A collective."""
+        largest = self._largest.nan_to_num(nan=math.inf, posinf=math.inf)
+        if self._ranks > 1:
+            distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+        self.use(self._expected(largest, self._digits.spread))
+        return bool(largest.isfinite().all())
+
+    def follow_sums(self) -> Tensor:
+        """Return the exponents for the next step, once all buckets have their total.
+
+        Exponents rise at once. They fall slowly, since what was large often is again.
+        """
+        expected = self._expected(self._largest, 0)
+        excess = (self.exponents - expected).clamp_(min=0)
+        return expected + (excess * (STEPS - 1) >> 3)
+
+    def _expected(self, largest: Tensor, bits: int) -> Tensor:
+        """Return the exponents of numbers that are as large, times 2^bits.
+
+        A block may grow by ROOM bits, unless that makes it larger than the largest of its tensor. A block of zeros
+        stays as it is, but is not larger either, and a tensor of zeros stays as it is.
+        """
+        least = self._digits.total - LARGEST_SCALE
+        exponents = torch.frexp(largest).exponent + bits
+        exact = torch.where(largest > 0, exponents.clamp(min=least) * STEPS, NOTHING)
+        of_tensors = torch.full((self._tensors,), NOTHING, dtype=torch.int32, device=largest.device)
+        of_tensors.scatter_reduce_(0, self._tensor, exact.view(-1), "amax")
+        most = of_tensors[self._tensor].unsqueeze(1)
+        most = torch.where(most > NOTHING, most, self.exponents)
+        roomy = (exponents + ROOM).clamp_(min=least) * STEPS
+        return torch.where(largest > 0, roomy, self.exponents).minimum(most)
 
 
-def _bits_of(addends: int) -> tuple[int, int]:
-    bits = math.ceil(math.log2(addends))
-    return bits, math.ceil(bits / 2)
-
-
-def buckets_of(tensors: Sequence[Tensor], digits: Digits) -> list[Bucket]:
-    """The tensors in reverse, as their gradients come."""
+def make_buckets(tensors: Sequence[Tensor], addends: int) -> tuple[list[Bucket], Units]:
+    """Put the tensors into buckets in reverse, as their gradients come."""
     groups: list[list[Tensor]] = [[]]
     size, limit = 0, FIRST_BYTES
     for tensor in reversed(tensors):
@@ -154,12 +248,20 @@ def buckets_of(tensors: Sequence[Tensor], digits: Digits) -> list[Bucket]:
             size, limit = 0, BYTES
         groups[-1].append(tensor)
         size += 4 * tensor.numel()
-    return [Bucket(group, digits) for group in groups]
+    buckets = [Bucket(group) for group in groups]
+    return buckets, Units(buckets, Digits.for_addends(addends))
 
 
-def _like(tensor: Tensor, piece: Tensor) -> Tensor:
-    """The beginning of a piece of memory, with a tensor's strides, on which fused optimizers rely."""
+def block_shape(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of a tensor's blocks, and how many numbers each has."""
+    if tensor.ndim < 2 or tensor.numel() == len(tensor):
+        return -(-tensor.numel() // BLOCK), BLOCK
+    return (len(tensor), tensor.numel() // len(tensor)) if tensor.numel() else (0, BLOCK)
+
+
+def _view(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Return the beginning of the memory, with a tensor's strides, on which fused optimizers rely."""
     if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
         strides = torch.empty_like(tensor).stride()
-        return piece.as_strided(tensor.shape, strides, piece.storage_offset())
-    return piece[: tensor.numel()].view(tensor.shape)
+        return memory.as_strided(tensor.shape, strides, memory.storage_offset())
+    return memory[: tensor.numel()].view(tensor.shape)
