@@ -12,9 +12,9 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.text import did_you_mean
@@ -93,6 +93,13 @@ def refuse_repeated(names: Sequence[str]) -> None:
 class Settings(DataClassJsonMixin):
     """Base of all settings: strict, possibly partial JSON in, InputError for whatever breaks a field's rule."""
 
+    refused: ClassVar[Collection[str]] = ()  # fields that have no effect here, and are not listed as known
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        """Return what to write for a name that is no field; empty if nothing is near."""
+        return did_you_mean(name, {field.name for field in dataclasses.fields(cls)} - {*cls.refused})  # type: ignore[arg-type]
+
     def __post_init__(self) -> None:
         _check_declared(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -128,10 +135,15 @@ class Settings(DataClassJsonMixin):
         values = {former.get(name, name): value for name, value in values.items()}
         for name, value in values.items():
             if name not in fields:
-                hint = did_you_mean(str(name), fields)
-                raise InputError(f"{cls.__name__} has no field {_shown(name)}{hint}; known: {', '.join(fields)}")
+                known = ", ".join(one for one in fields if one not in cls.refused)
+                raise InputError(f"{cls.__name__} has no field {_shown(name)}{cls.hint(str(name))}; known: {known}")
             _checked(cls, fields[name], value)
         return values
+
+
+def is_field(kind: type[Settings], name: str) -> bool:
+    """Return whether the class has a field of this name that is not refused."""
+    return name in {field.name for field in dataclasses.fields(kind)} - {*kind.refused}  # type: ignore[arg-type]
 
 
 @functools.cache

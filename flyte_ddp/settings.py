@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import Settings, setting
+from flyte_ddp.fields import Settings, is_field, setting
 
 BACKENDS = ("auto", "gloo", "nccl")
 PRECISIONS = ("auto", "float32", "bfloat16")
@@ -60,6 +60,10 @@ class TrainingSettings(Settings):
     minimum_delta: float = setting(0.0, minimum=0)
     freeze: str = setting("")
     init_leave_out: str = setting("")
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        return " (RunOptions has it)" if is_field(RunOptions, name) else super().hint(name)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,3 +160,7 @@ class RunOptions(Settings):
     audit_every: int = setting(0, minimum=0)
     odd_hosts: str = setting("warn", choices=("warn", "refuse"))
     compile: bool = setting(False)
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        return " (TrainingSettings has it)" if is_field(TrainingSettings, name) else super().hint(name)

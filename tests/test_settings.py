@@ -26,6 +26,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 WRONG = [
     ('{"epochz": 2}', ['no field "epochz"', "did you mean epochs?", "batch_size"]),
+    ('{"nproc": 2}', ['no field "nproc" (RunOptions has it)']),
     ('{"epochs": "two"}', ["epochs", '"two"', "a whole number"]),
     ('{"epochs": 2.7}', ["epochs", "2.7", "a whole number"]),
     ('{"epochs": true}', ["epochs", "true", "a whole number"]),
@@ -70,7 +71,7 @@ def test_the_ui_and_python_callers_meet_the_same_checks(text, words):
         with pytest.raises(ValueError, match=r"Hyperparameters") as refused:
             decode()
         assert all(word in str(refused.value) for word in words)
-    if "epochz" not in values:
+    if not {"epochz", "nproc"} & {*values}:
         with pytest.raises(InputError):
             Hyperparameters(**values)
 

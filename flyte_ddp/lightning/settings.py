@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import Settings, setting
+from flyte_ddp.fields import Settings, is_field, setting
 from flyte_ddp.settings import BACKENDS, RunOptions
 
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}  # ours: Lightning's
@@ -16,6 +16,25 @@ FOR_RECIPES = {
     "profile": False, "log_gradients": False, "keep_checkpoint": False, "keep_best": 0, "sharding": "off",
     "compile": False, "audit_every": 0, "evaluate_elsewhere": "",
 }  # fmt: skip
+
+# Arguments of Lightning's Trainer that have another name or another place here, and those that have none
+CALLED = {
+    "devices": "nproc of LightningOptions",
+    "accelerator": "backend of LightningSettings, nccl for GPUs and gloo for CPUs",
+    "max_epochs": "epochs of LightningSettings",
+    "log_every_n_steps": "log_interval of LightningSettings",
+    "num_nodes": "the number of nodes of the task",
+    "val_check_interval": "the end of each epoch",
+    "check_val_every_n_epoch": "1, as each epoch is validated",
+    "callbacks": "the module's configure_callbacks",
+    "logger": "tracking of LightningOptions",
+}
+UNSET = (
+    "min_epochs", "max_steps", "min_steps", "max_time", "fast_dev_run", "overfit_batches", "num_sanity_val_steps",
+    "limit_predict_batches", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "deterministic",
+    "benchmark", "inference_mode", "use_distributed_sampler", "profiler", "detect_anomaly", "barebones", "plugins",
+    "reload_dataloaders_every_n_epochs", "default_root_dir",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,10 @@ class LightningSettings(Settings):
     limit_test_batches: float = setting(1.0, minimum=0)
     sync_batchnorm: bool = setting(False)
 
+    @classmethod
+    def hint(cls, name: str) -> str:
+        return _hint(name, LightningOptions) or super().hint(name)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in GIVEN:
@@ -78,10 +101,25 @@ class LightningOptions(RunOptions):
         strategy: Lightning's; auto is ddp for several ranks, and none for one.
     """
 
+    refused = tuple(FOR_RECIPES)
+
     strategy: str = setting("auto", choices=STRATEGIES)
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        return _hint(name, LightningSettings) or super().hint(name)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, without in FOR_RECIPES.items():
             if getattr(self, name) != without:
                 raise InputError(f"{type(self).__name__}.{name} is for recipes, not for Lightning: leave it out")
+
+
+def _hint(name: str, other: type[Settings]) -> str:
+    """Return what an argument of the Trainer is here; empty if the name is none."""
+    if name in CALLED:
+        return f" (the Trainer's {name} is {CALLED[name]})"
+    if name in UNSET:
+        return " (this argument of the Trainer cannot be set: leave it out)"
+    return f" ({other.__name__} has it)" if is_field(other, name) else ""

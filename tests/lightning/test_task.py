@@ -65,6 +65,22 @@ def test_an_option_that_means_nothing_under_lightning_is_refused(option, value):
         LightningOptions.from_dict({option: value})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        (LightningOptions, "devices", "(the Trainer's devices is nproc of LightningOptions); known: nproc, "),
+        (LightningSettings, "strategy", "(LightningOptions has it); known: backend, "),
+        (LightningSettings, "val_check_interval", "(the Trainer's val_check_interval is the end of each epoch)"),
+        (LightningSettings, "max_steps", "(this argument of the Trainer cannot be set: leave it out)"),
+    ],
+)
+def test_an_argument_of_the_trainer_is_told_what_it_is_called_here(kind, name, words):
+    with pytest.raises(InputError) as raised:
+        kind.from_dict({name: 2})
+    assert words in raised.value.message
+    assert "sharding" not in raised.value.message, "which would be refused"
+
+
 @dataclass(frozen=True)
 class Placed(LightningSettings):
     data_path: str = ""

@@ -50,8 +50,11 @@ def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:
     if virtual_ranks % world_size == 0:
         return []
     most, even = len(parts_of_rank(virtual_ranks, world_size - 1, world_size)), virtual_ranks / world_size
+    divisors = [count for count in range(1, virtual_ranks + 1) if virtual_ranks % count == 0]
+    fewer, more = max(one for one in divisors if one < world_size), min(one for one in divisors if one > world_size)
     remark = (
         f"virtual_ranks: {world_size} ranks compute {virtual_ranks} parts of a batch, so that a step takes as long as "
-        f"{most} of them, {most / even:.2f} times as long as if they went evenly: choose a divisor of {virtual_ranks}"
+        f"{most} of them, {most / even:.2f} times as long as if they went evenly: train on {more} or {fewer} ranks, by "
+        f"nproc, or set virtual_ranks to a multiple of {world_size}, which changes the result"
     )
     return [remark]

@@ -179,7 +179,9 @@ def test_what_is_not_finite_is_named_with_its_rank(train):
 def test_parts_that_do_not_go_evenly_are_said_with_what_it_costs(train):
     (started, *_) = train(3, virtual_ranks=4, epochs=1).events
     assert isinstance(started, RunStarted)
-    assert any("3 ranks compute 4 parts" in remark and "1.50 times" in remark for remark in started.remarks)
+    (remark,) = (remark for remark in started.remarks if "3 ranks compute 4 parts" in remark)
+    assert "1.50 times" in remark
+    assert "train on 4 or 2 ranks, by nproc, or set virtual_ranks to a multiple of 3" in remark
 
 
 @pytest.mark.parametrize(
