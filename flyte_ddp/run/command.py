@@ -6,6 +6,7 @@ python -m flyte_ddp evaluate, with the same options, evaluates what such a train
 
 import dataclasses
 import pkgutil
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,13 @@ def command_of(recipe: str, kind: type[TrainingSettings], evaluates: bool) -> cl
         given = {name: value for name, value in values.items() if value is not None}
         settings = kind.from_dict({name: value for name, value in given.items() if name in fields})
         options = RunOptions.from_dict({name: value for name, value in given.items() if name in how})
-        if evaluates:
-            evaluate_beside(recipe, settings, options, data, init=init)
-        else:
-            train(recipe, settings, options, data, output, init=init, report=True)
+        try:
+            if evaluates:
+                evaluate_beside(recipe, settings, options, data, init=init)
+            else:
+                train(recipe, settings, options, data, output, init=init, report=True)
+        except InputError as error:
+            raise InputError(as_typed(error.message)) from None
 
     own = [
         click.Option(["--data"], help="The file, folder or URL that the recipe reads."),
@@ -120,6 +124,15 @@ def command_of(recipe: str, kind: type[TrainingSettings], evaluates: bool) -> cl
     return RecipeCommand(
         recipe, params=[*own, *options], callback=call, help=f"{doing} {recipe} on this machine.", epilog=epilog
     )
+
+
+def as_typed(message: str) -> str:
+    """Name options as they are typed: RunOptions(resume=False) is --resume false here."""
+
+    def typed(match: re.Match[str]) -> str:
+        return f"--{match[1].replace('_', '-')} {match[2].lower()}"
+
+    return re.sub(r"RunOptions\((\w+)=(\w+)\)", typed, message)
 
 
 def option_of(field: "dataclasses.Field[Any]", said: str) -> click.Option:

@@ -260,6 +260,12 @@ def forgets_to_evaluate(loop: Loop):
     plain(loop, forgets=["evaluated"])
 
 
+def names_another_headline(loop: Loop):
+    linear(loop)
+    for _ in loop.epochs(headline="IoU"):
+        loop.evaluated(iou=0.5)
+
+
 def not_finite(loop: Loop):
     plain(loop, bad_step=4)
 

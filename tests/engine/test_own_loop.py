@@ -253,6 +253,10 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
         ("forgets_to_log", r"call loop.log\(loss=...\) once in each step"),
         ("logs_no_loss", r"loop.log must have the same measures in each step: loss, got error"),
         ("forgets_to_evaluate", r"call loop.evaluated\(loss=...\) at the end of each epoch, on every rank"),
+        (
+            "names_another_headline",
+            r"epochs\(headline='IoU'\) must name a measure of loop.evaluated, got iou: name one",
+        ),
         ("evaluates_on_the_first_rank", r"call loop.evaluated\(loss=...\) at the end of each epoch, on every rank"),
         ("calls_the_network_itself", r"call what loop.wrap has returned, not the network in it"),
         (

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import flyte_ddp
 from flyte_ddp.__main__ import main
+from flyte_ddp.run.command import as_typed
 from tests.commands import ROOT
 from tests.examples import project
 
@@ -121,6 +122,10 @@ def test_a_setting_named_as_an_option_of_the_command_is_told_to_be_renamed(tmp_p
     assert status == 2
     assert f"Settings.{name} must have another name, as --{name} is an option of the command itself: rename" in said
     assert "Usage" not in said
+
+
+def test_a_remedy_names_options_as_they_are_typed():
+    assert as_typed("drop it by RunOptions(resume=False), or …") == "drop it by --resume false, or …"
 
 
 def test_a_variable_that_nothing_reads_is_one_sentence(monkeypatch):

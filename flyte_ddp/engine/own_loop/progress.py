@@ -204,6 +204,11 @@ class Progress:
             self.end_step(is_left=True)
         self._look()  # at steps since the last log, then, and after a resume at those before it
         if self._started.headline not in self.evaluated:
+            if self.evaluated:
+                raise InputError(
+                    f"loop.epochs(headline={self._started.headline!r}) must name a measure of loop.evaluated, got "
+                    f"{', '.join(self.evaluated)}: name one of these, or add it there"
+                )
             missing = f"call loop.evaluated({self._started.headline}=...)"
             raise InputError(f"{missing} at the end of each epoch, on every rank, as it adds up what all have measured")
         finished = EpochFinished(
