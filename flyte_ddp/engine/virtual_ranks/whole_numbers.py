@@ -28,7 +28,6 @@ FINE = 11  # a tensor's largest addend is at least 2^FINE units, so half a unit 
 STEPS = 8  # exponents are kept in steps of 1/8 bit, and fall by 1/8 of what they are too large by
 ROOM = 4  # bits that a block smaller than the largest of its tensor is expected to grow by
 LARGEST_SCALE = 126  # exponent of the largest scale; the unit 2^-126 is the least normal float32
-NOTHING = -(1 << 20)  # stands for the exponent of 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Bucket:
     Attributes:
         gradients: (numbers,) float32, each block's in one piece; in the end, the sum.
         views: the same memory, as each tensor lies, in the order in which the tensors were given.
-        tensors: the number of the tensor in views of each block.
+        blocks: the number of blocks of each tensor, as they lie in memory.
         scales: (blocks, 1) float32, 1 / unit of each block.
         largest: (blocks, 1) float32, the largest absolute value in each block's addends so far, or in its sum.
         more: (more,) whole numbers that travel with the sum, for others to use.
@@ -88,10 +87,10 @@ class Bucket:
             size = -(-size // BLOCK) * BLOCK
         self.gradients = torch.zeros(size, dtype=torch.float32, device=device)
         self.views = [_view(tensor, self.gradients[start:]) for tensor, start in zip(tensors, starts, strict=True)]
-        self.tensors = [number for number in order for _ in range(shapes[number][0])]
+        self.blocks = [shapes[number][0] for number in order]
         self._rows = [self.gradients[first:][: blocks * width].view(blocks, width) for first, blocks, width in groups]
-        self._blocks = [blocks for _, blocks, _ in groups]
-        self._high, self._low = torch.zeros(2, len(self.tensors), 1, dtype=torch.float32, device=device)
+        self._counts = [blocks for _, blocks, _ in groups]
+        self._high, self._low = torch.zeros(2, sum(self.blocks), 1, dtype=torch.float32, device=device)
         self._more, self._is_first = more, True
         self.allocate(0)
 
@@ -110,7 +109,7 @@ class Bucket:
     def add(self) -> None:
         """Add the gradients to the sum, and make them something else."""
         torch.maximum(self.largest, self._measure(), out=self.largest)
-        for rows, scales in zip(self._rows, self.scales.split(self._blocks), strict=True):
+        for rows, scales in zip(self._rows, self.scales.split(self._counts), strict=True):
             rows.mul_(scales)
         self.gradients.round_()  # numbers that are cut off would make a sum of one sign too small
         if self._is_first:
@@ -132,13 +131,13 @@ class Bucket:
     def total(self) -> None:
         """Make the gradients the sum of all ranks, and measure it."""
         self.gradients.copy_(self._sum)
-        for rows, scales in zip(self._rows, self.scales.split(self._blocks), strict=True):
+        for rows, scales in zip(self._rows, self.scales.split(self._counts), strict=True):
             rows.div_(scales)
         self.largest.copy_(self._measure())
 
     def _measure(self) -> Tensor:
         """Return the (blocks, 1) largest absolute values, or NaN where there is one."""
-        highs, lows = self._high.split(self._blocks), self._low.split(self._blocks)
+        highs, lows = self._high.split(self._counts), self._low.split(self._counts)
         for rows, high, low in zip(self._rows, highs, lows, strict=True):
             torch.amax(rows, 1, keepdim=True, out=high)  # both take less time than abs() or aminmax() by row
             torch.amin(rows, 1, keepdim=True, out=low)
@@ -154,20 +153,19 @@ class Units:
 
     def __init__(self, buckets: Sequence[Bucket], digits: Digits):
         self._buckets, self._digits, device = buckets, digits, buckets[0].gradients.device
-        firsts = [sum(len(bucket.views) for bucket in buckets[:number]) for number in range(len(buckets))]
-        tensors = [first + one for first, bucket in zip(firsts, buckets, strict=True) for one in bucket.tensors]
-        self._tensor = torch.tensor(tensors, dtype=torch.int64, device=device)  # of each block
-        self._tensors = firsts[-1] + len(buckets[-1].views)
-        self._scales = torch.ones(len(tensors), 1, dtype=torch.float32, device=device)
+        blocks = [count for bucket in buckets for count in bucket.blocks]
+        self._blocks = torch.tensor(blocks, dtype=torch.int64, device=device)  # of each tensor
+        self._tensor = torch.arange(len(blocks), device=device).repeat_interleave(self._blocks)  # of each block
+        self._scales = torch.ones(len(self._tensor), 1, dtype=torch.float32, device=device)
         self._largest = torch.zeros_like(self._scales)
-        sizes = [len(bucket.tensors) for bucket in buckets]
+        sizes = [sum(bucket.blocks) for bucket in buckets]
         for bucket, scales, largest in zip(buckets, self._scales.split(sizes), self._largest.split(sizes), strict=True):
             bucket.scales, bucket.largest = scales, largest
-        buckets[-1].allocate(len(tensors) + self._tensors + 1)
+        self._needed = torch.ones(len(self._tensor) + len(blocks), dtype=torch.float32, device=device)
+        self._needed[len(self._tensor) :] = 2.0**FINE
+        buckets[-1].allocate(len(self._needed) + 1)
         self._ranks = distributed.get_world_size()
-        self._needed = torch.ones(len(tensors) + self._tensors, dtype=torch.float32, device=device)
-        self._needed[len(tensors) :] = 2.0**FINE
-        self.use(torch.zeros(len(tensors), 1, dtype=torch.int32, device=device))
+        self.use(torch.zeros(len(self._tensor), 1, dtype=torch.int32, device=device))
 
     def use(self, exponents: Tensor) -> None:
         """Choose the units for sums of these exponents."""
@@ -175,9 +173,8 @@ class Units:
         rounded_up = -torch.div(-self.exponents, STEPS, rounding_mode="floor")
         powers = (self._digits.total - rounded_up).clamp_(-LARGEST_SCALE, LARGEST_SCALE)
         self._scales.copy_((powers + 127 << 23).view(torch.float32))  # the bits of 2^power; pow() may round
-        finest = torch.full((self._tensors,), 2.0**LARGEST_SCALE, dtype=torch.float32, device=self._scales.device)
-        coarsest = finest.scatter_reduce(0, self._tensor, self._scales.view(-1), "amin")
-        self._words_scales = torch.cat([self._scales.view(-1), coarsest])
+        coarsest = self._by_tensor(self._scales.reciprocal())
+        self._words_scales = torch.cat([self._scales.view(-1), coarsest.reciprocal()])
         self._words_needed = torch.where(self._words_scales == 2.0**LARGEST_SCALE, 0, self._needed)
 
     def write_words(self) -> None:
@@ -186,9 +183,7 @@ class Units:
         A word has 1 where a block or tensor is not 0, and more than all ranks' ones where it is large enough. The last
         word is 1 if a number is too large or not finite.
         """
-        by_tensor = torch.zeros(self._tensors, dtype=torch.float32, device=self._largest.device)
-        by_tensor.scatter_reduce_(0, self._tensor, self._largest.view(-1), "amax")
-        largest = torch.cat([self._largest.view(-1), by_tensor])
+        largest = torch.cat([self._largest.view(-1), self._by_tensor(self._largest)])
         scaled = largest * self._words_scales
         is_enough = (scaled >= self._words_needed) & (largest > 0)
         words = self._buckets[-1].words
@@ -228,14 +223,16 @@ class Units:
         stays as it is, but is not larger either, and a tensor of zeros stays as it is.
         """
         least = self._digits.total - LARGEST_SCALE
-        exponents = torch.frexp(largest).exponent + bits
-        exact = torch.where(largest > 0, exponents.clamp(min=least) * STEPS, NOTHING)
-        of_tensors = torch.full((self._tensors,), NOTHING, dtype=torch.int32, device=largest.device)
-        of_tensors.scatter_reduce_(0, self._tensor, exact.view(-1), "amax")
-        most = of_tensors[self._tensor].unsqueeze(1)
-        most = torch.where(most > NOTHING, most, self.exponents)
-        roomy = (exponents + ROOM).clamp_(min=least) * STEPS
+        of_tensor = self._by_tensor(largest)[self._tensor].unsqueeze(1)
+        most = (torch.frexp(of_tensor).exponent + bits).clamp_(min=least) * STEPS
+        most = torch.where(of_tensor > 0, most, self.exponents)
+        roomy = (torch.frexp(largest).exponent + bits + ROOM).clamp_(min=least) * STEPS
         return torch.where(largest > 0, roomy, self.exponents).minimum(most)
+
+    def _by_tensor(self, numbers: Tensor) -> Tensor:
+        """Return the (tensors,) largest of each tensor's blocks."""
+        # scatter_reduce counts as not deterministic on a GPU, even where it is
+        return torch.segment_reduce(numbers.view(-1), "max", lengths=self._blocks, unsafe=True)
 
 
 def make_buckets(tensors: Sequence[Tensor], addends: int) -> tuple[list[Bucket], Units]:
