@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from flyte_ddp import Loop
 from tests.engine.optimizer_recipes import Outer, Slow, Whole
-from tests.engine.own_loops import Drawn, evaluate, few, linear, plain, step
+from tests.engine.own_loops import Drawn, changes_what_it_trains, evaluate, few, linear, plain, step
 
 
 def never_steps_by_the_last_gradients(loop: Loop):
@@ -258,6 +258,10 @@ def logs_no_loss(loop: Loop):
 
 def forgets_to_evaluate(loop: Loop):
     plain(loop, forgets=["evaluated"])
+
+
+def unfreezes_what_was_wrapped(loop: Loop):
+    changes_what_it_trains(loop)
 
 
 def names_another_headline(loop: Loop):

@@ -285,6 +285,7 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
             r"loop.keep: Slow keeps (before, )?steps outside of its state_dict.*state_dict\(\)$",
         ),
         ("forgets_a_weight_of_its_loss", r"loop.keep must have all that the SGD changes: a weight of shape \(3,\) is"),
+        ("unfreezes_what_was_wrapped", r"loop.wrap was given 0.weight with requires_grad False, and it is trained now"),
         ("keeps_twice", r"loop.keep must be called once, with all that changes"),
         ("wraps_what_is_not_trained", r"loop.wrap: the network must have a weight that is trained"),
         ("steps_outside_of_a_step", r"an optimizer must step within `for … in loop.batches`"),

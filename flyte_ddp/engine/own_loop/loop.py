@@ -223,6 +223,9 @@ class _Replicated(SettledBuckets):
         """position: epoch and step that the user's code is in; None where it is in no step."""
         super().__init__(model)
         self._position, self._called_in = position, (-1, -1)
+        # DistributedDataParallel never averages their gradients, also if they are trained later
+        is_alone = distributed.get_world_size() == 1
+        self._frozen = [] if is_alone else [one for one in model.named_parameters() if not one[1].requires_grad]
         first = next(weight for weight in model.parameters() if weight.requires_grad)
         first.register_post_accumulate_grad_hook(self._arrived)
 
@@ -231,6 +234,12 @@ class _Replicated(SettledBuckets):
         if position is None or not torch.is_grad_enabled():
             return self.module(*inputs, **named)
         self._called_in = position
+        for name, weight in self._frozen:
+            if weight.requires_grad:
+                raise InputError(
+                    f"loop.wrap was given {name} with requires_grad False, and it is trained now, by each rank for "
+                    "itself: let loop.wrap have it trained, in a group of the optimizer whose lr is 0 until then"
+                )
         with naming_unused(self):
             return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
