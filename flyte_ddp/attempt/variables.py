@@ -48,10 +48,11 @@ def check_secrets(variables: Mapping[str, str]) -> None:
     """Raise InputError for a secret, which everybody who can see the tasks in Flyte could see."""
     for name, value in variables.items():
         if is_secret(name, value):
-            ours = f"DDP_{SECRETS[name].upper()}=GROUP/KEY names" if name in SECRETS else ""
-            others = "secret_requests of the task names that needs it, or secrets of its environment under Flyte 2"
+            named_by = "secret_requests of the task that needs it (under Flyte 2: secrets of its environment)"
+            if name in SECRETS:
+                named_by = f"DDP_{SECRETS[name].upper()}=GROUP/KEY"
             raise InputError(
-                f"{name} must not be in DDP_ENV, which Flyte shows: put it into a Flyte secret, which {ours or others}"
+                f"{name} must not be in DDP_ENV, which Flyte shows: put it into a Flyte secret, named by {named_by}"
             )
 
 

@@ -62,10 +62,14 @@ from tests.pod import package
         (
             "DDP_ENV",
             '{"WANDB_API_KEY": "PASSWORD"}',
-            "put it into a Flyte secret, which DDP_WANDB_SECRET=GROUP/KEY names",
+            "put it into a Flyte secret, named by DDP_WANDB_SECRET=GROUP/KEY",
         ),
-        ("DDP_ENV", '{"HF_TOKEN": "PASSWORD"}', "put it into a Flyte secret, which secret_requests"),
-        ("DDP_ENV", '{"HTTPS_PROXY": "http://me:PASSWORD@host"}', "put it into a Flyte secret, which secret_requests"),
+        ("DDP_ENV", '{"HF_TOKEN": "PASSWORD"}', "put it into a Flyte secret, named by secret_requests"),
+        (
+            "DDP_ENV",
+            '{"HTTPS_PROXY": "http://me:PASSWORD@host"}',
+            "put it into a Flyte secret, named by secret_requests",
+        ),
         ("DDP_SERVICE_ACCOUNT", "trainer", "rename it to one of DDP_ACCELERATOR, "),
         ("DDP_NODE_SELECTOR", "pool=h100", ", DDP_POD_TEMPLATE, "),
         ("DDP_LABELS", "team=vision", "an object"),
