@@ -55,6 +55,25 @@ def adds_up_two(loop: Loop):
         evaluate(loop, model, tests)
 
 
+def has_two_losses(loop: Loop):
+    """Steps by a loss, then by one that is 2^40 times as small, as those of a GAN may be."""
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for batch in batches:
+            for scale in (1.0, 2.0**-40):
+                optimizer.zero_grad()
+                loss = loop.backward(batch, lambda part, scale=scale: scale * F.cross_entropy(model(part[0]), part[1]))
+                for weight in model.parameters():
+                    weight.grad /= scale
+                optimizer.step()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
+def trains_in_bfloat16(loop: Loop):
+    loop.wrap(nn.Linear(8, 3).bfloat16())
+
+
 def freezes_later(loop: Loop):
     model, batches, _, _ = linear(loop)
     for _ in loop.epochs():

@@ -54,6 +54,15 @@ def test_gradients_are_accumulated_as_without_virtual_ranks(own):
     assert own(2, "adds_up_two", name="cut").result.digest == one.result.digest
 
 
+def test_losses_of_a_step_may_be_of_very_different_sizes(own):
+    plain = own(1, "has_two_losses", virtual_ranks=0, name="plain")
+    one = own(1, "has_two_losses", name="one")
+    assert relative_difference(plain, one) < 1e-5
+    with pytest.raises(Unplugged):
+        own(3, "has_two_losses", on_event=unplug_at(5), checkpoint_seconds=0, name="cut")
+    assert own(2, "has_two_losses", name="cut").result.digest == one.result.digest
+
+
 def test_without_virtual_ranks_it_is_the_loop_as_people_write_it(own, plain):
     trained = own(loop="plain", virtual_ranks=0)
     assert all(torch.equal(weight, plain.weights[name]) for name, weight in trained.weights.items())
@@ -66,6 +75,10 @@ def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
+        (
+            "trains_in_bfloat16",
+            r"must be float32, and weight is bfloat16: call .float\(\) on the network, or set",
+        ),
         ("freezes_later", r"with virtual_ranks the same parameters must be trained in each step: call requires_grad_"),
         ("unpacks", r"a batch must go to loop.backward with virtual_ranks, as it has several parts"),
         ("calls_the_network", r"with virtual_ranks a step's gradients must come from loop.backward\(batch, loss_of\)"),
