@@ -161,6 +161,12 @@ def _read(file: str, package: str, content: bytes) -> Source:
     return Source(file, digest, tuple(_imports(nodes, package)))
 
 
+def hash_of_file(file: str) -> str:
+    """Return a hash of a user's file: of its code, if it is Python, else of its bytes."""
+    content = Path(file).read_bytes()
+    return hash_of_code(ast.parse(content, file))[0] if file.endswith(".py") else hashlib.sha256(content).hexdigest()
+
+
 def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
     """A hash of a module, the same whatever its comments, formatting and docstrings, and on Python 3.10 to 3.13; and
     its nodes.

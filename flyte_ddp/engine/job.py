@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from flyte_ddp.code.code_version import with_installed
+from flyte_ddp.code.code_version import hash_of_file, with_installed
 from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.data.description import DatasetDescription, StoredData
 from flyte_ddp.events import EpochFinished, Warned
@@ -62,6 +63,11 @@ class Subject:
             "code": self.code_version,
             "init": self.init_digest,
         }
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The hash of each file of the user's code, by its path below root."""
+        return {os.path.relpath(file, self.root): hash_of_file(file) for file in self.files if os.path.isfile(file)}
 
     @property
     def key(self) -> str:

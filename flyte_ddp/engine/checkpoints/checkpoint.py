@@ -24,6 +24,7 @@ from flyte_ddp.manifest import DIGEST_BYTES, read_manifest, shards_beside
 from flyte_ddp.model_files.weights import save
 from flyte_ddp.recipe import CPU
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.text import listed
 from flyte_ddp.whole_files import sync, temporary_beside
 
 FORMAT = 5
@@ -65,8 +66,10 @@ def finish(draft: Path, path: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The content of a checkpoint; raises CheckpointError if it is damaged or of a training with another identity.
+
+    files: the hashes of the user's files, of which the error names those that differ.
 
     Its tensors are mapped, not read: a copy of what is kept takes memory, and frees the file. Those of a sharded one
     are StoredTensors, and content["shards"] has the digests of its files, which are still to be verified.
@@ -85,8 +88,19 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(content.get(part), dict) for part in ("identity", "state")):
         raise CheckpointError("has no identity or no state")
     for (*_, name), saved, expected in differences(content["identity"], identity):
-        raise OtherTrainingError(f"belongs to another training: its {name} was {saved!r}, now it is {expected!r}")
+        which = _changed_files(content.get("files"), files) if name == "code" else ""
+        raise OtherTrainingError(
+            f"belongs to another training: its {name} was {saved!r}, now it is {expected!r}{which}"
+        )
     return content
+
+
+def _changed_files(saved: Any, ours: Mapping[str, str] | None) -> str:
+    """Return which files differ, in brackets; empty if that is not known."""
+    if not isinstance(saved, dict) or ours is None:
+        return ""
+    changed = sorted(file for file in {*saved, *ours} if saved.get(file) != ours.get(file))
+    return f" ({listed(changed)} changed)" if changed else " (another version of torch or flyte_ddp)"
 
 
 def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:

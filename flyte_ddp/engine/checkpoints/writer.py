@@ -86,7 +86,8 @@ class CheckpointWriter:
 
     def __init__(self, begin: Begin, job: Job, seconds: float, emit: Callable[[Event], None]):
         """begin: copies a state. seconds: between two checkpoints that this rank asks for."""
-        self._begin, self._path, self._identity = begin, job.checkpoint_path, job.identity
+        self._begin, self._path = begin, job.checkpoint_path
+        self._belongs_to = {"identity": job.identity, "files": job.hashes}
         self._seconds, self._emit = seconds, emit
         self._thread: threading.Thread | None = None
         self._last = time.monotonic()
@@ -98,7 +99,7 @@ class CheckpointWriter:
         """is_last: training ends with it."""
         started = time.monotonic()
         self.close()
-        content = {"format": FORMAT, "identity": self._identity, "state": state.state_dict()}
+        content = {"format": FORMAT, **self._belongs_to, "state": state.state_dict()}
         try:
             rest = self._begin(content, state.device)
         except OSError as error:

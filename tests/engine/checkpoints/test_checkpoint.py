@@ -132,6 +132,20 @@ def test_content_of_another_form_is_refused_with_the_reason(tmp_path, content, r
         read_checkpoint(tmp_path / "checkpoint", {})
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"a.py": "1", "b.py": "3", "c.py": "4"}, r"its code was 'old', now it is 'new' \(b.py, c.py changed\)$"),
+        ({"a.py": "1", "b.py": "2"}, r"'new' \(another version of torch or flyte_ddp\)$"),
+    ],
+)
+def test_of_other_code_the_files_that_changed_are_named(tmp_path, files, words):
+    content = {"format": FORMAT, "identity": {"code": "old"}, "files": {"a.py": "1", "b.py": "2"}, "state": {}}
+    write_checkpoint(tmp_path / "checkpoint", content)
+    with pytest.raises(CheckpointError, match=words):
+        read_checkpoint(tmp_path / "checkpoint", {"code": "new"}, files)
+
+
 def test_it_is_written_and_read_without_a_copy_in_memory(tmp_path):
     path, tensors = tmp_path / "checkpoint", [torch.full((2**21,), float(value)) for value in range(24)]
     before = resource.getrlimit(resource.RLIMIT_DATA)  # which counts what is mapped from a file to be changed, too
