@@ -102,6 +102,6 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 def _places(size: int, unit: int, device: torch.device) -> tuple[int, Tensor]:
     """How many rows each rank sends, and (size,) int64: where each row of the global batch is among all of these."""
     world_size, rows, units = distributed.get_world_size(), torch.arange(size, device=device), -(-size // unit)
-    ranks = ((rows // unit + 1) * world_size - 1) // units  # see batches.rank_slice
+    ranks = rows // unit * world_size // units  # see batches.rank_slice
     most = -(-size // (unit * world_size)) * unit
-    return most, ranks * most + rows - units * ranks // world_size * unit
+    return most, ranks * most + rows - -(-units * ranks // world_size) * unit

@@ -33,6 +33,7 @@ class Use(Enum):
     AUGMENTATION = b"augmentation"
     CALL = b"call"
     STEP = b"step"
+    PART = b"part"
     TEST_ORDER = b"test order"
     TEST_STEP = b"test step"
     SAMPLE = b"sample"

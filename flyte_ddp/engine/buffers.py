@@ -1,35 +1,63 @@
-"""A network's buffers, which forward passes change, put back as they were."""
+"""A network's buffers: how a forward pass leaves them, put back, or shared by rank 0."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.engine import rank_0s
+
 
 class Buffers:
-    """Of a network, by name: whichever tensors they are now, as `self.mean = 0.9 * self.mean` replaces one."""
+    """The buffers of a network by name, even those that a forward pass replaces: `self.mean = 0.9 * self.mean`."""
 
     def __init__(self, model: nn.Module):
         names = [name for name, _ in model.named_buffers()]
         owners = [model.get_submodule(name.rpartition(".")[0]) for name in names]  # once: it takes a while
         self._places = [(name, owner, name.rpartition(".")[2]) for name, owner in zip(names, owners, strict=True)]
+        self._first = self.now()
 
     def now(self) -> dict[str, Tensor]:
         found = ((name, getattr(owner, own_name)) for name, owner, own_name in self._places)
         return {name: buffer for name, buffer in found if buffer is not None}
 
-    def kept(self, moving: Iterable[Tensor] = ()) -> Callable[[], None]:
-        """What puts back, whenever it is called, what forward passes have changed since: values, and the buffers
-        themselves. moving: weights that they change, too."""
-        before = self.now()
-        values = [(tensor, tensor.clone()) for tensor in (*before.values(), *moving)]
+    def kept(self, moving: Iterable[Tensor] = ()) -> "KeptBuffers":
+        """Return a copy of the buffers as they are; moving: weights that forward passes change, too."""
+        return KeptBuffers(self._places, self.now(), moving)
 
-        @torch.no_grad()
-        def put_back() -> None:
-            for tensor, value in values:
-                tensor.copy_(value)
-            for name, owner, own_name in self._places:
-                if getattr(owner, own_name) is not before.get(name):
-                    setattr(owner, own_name, before.get(name))
+    def broadcast(self, moving: Iterable[Tensor] = ()) -> None:
+        """Give all ranks the buffers of rank 0; a collective.
 
-        return put_back
+        A buffer that has another shape than at first is a cache, which may have grown on one rank alone. As
+        DistributedDataParallel does, this sends the first one in its place and leaves the cache as it is.
+        """
+        now = self.now()
+        fit = {
+            name: now[name] if name in now and now[name].shape == one.shape else one
+            for name, one in self._first.items()
+        }
+        rank_0s.take((*fit.values(), *moving))
+
+
+class KeptBuffers:
+    """A copy of a network's buffers."""
+
+    def __init__(self, places: list[tuple[str, nn.Module, str]], buffers: dict[str, Tensor], moving: Iterable[Tensor]):
+        self._places, self._buffers = places, buffers
+        self._values = [(tensor, tensor.clone()) for tensor in (*buffers.values(), *moving)]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore the buffers themselves and their values."""
+        for tensor, value in self._values:
+            tensor.copy_(value)
+        for name, owner, own_name in self._places:
+            if getattr(owner, own_name) is not self._buffers.get(name):
+                setattr(owner, own_name, self._buffers.get(name))
+
+    @torch.no_grad()
+    def replace_not_finite(self) -> None:
+        """Restore each number that is no longer finite, such as the variance of batch norm's single value."""
+        for tensor, value in self._values:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.where(tensor.isfinite(), tensor, value))

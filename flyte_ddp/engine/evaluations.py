@@ -180,7 +180,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     with in_own_types(model):
         for batch in split:
             vars(recipe.share).update(vars(batch.share))
-            with state.mode.block(batch.seed):
+            with state.block(batch):
                 outputs = recipe.forward(model, batch.tree)
                 sums = by_part[batch.share.part]
                 sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))

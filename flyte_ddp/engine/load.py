@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import random
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -22,7 +21,7 @@ from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import Resident, Split, hold_out
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
-from flyte_ddp.engine.torch_compat import device_generator
+from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.recipe import Recipe
@@ -45,15 +44,6 @@ def load_named(job: Job) -> Any:
         named = getattr(module, name)
     own_lock_of_tqdm()
     return named
-
-
-def seed_all(seed: int) -> None:
-    """Python's, NumPy's and torch's generators, the last of which takes all 64 bits."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(seed)
 
 
 def load_recipe(job: Job, device: torch.device) -> Recipe:

@@ -1,6 +1,6 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +15,7 @@ from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.buffers import Buffers
+from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.elsewhere import Awaited
 from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
@@ -66,7 +66,8 @@ class TrainingState:
         self.model, self.mode, self.base, self.average = model, mode, base or FrozenBase(model), average
         self._buffers, self._moving = Buffers(model), [model.get_parameter(name) for name in moving]
         virtual_ranks: int = recipe.settings.virtual_ranks
-        mode.running = RunningStatistics(model) if recipe.ghost_batch_size or virtual_ranks else None
+        mode.by_part = virtual_ranks > 0
+        mode.running = RunningStatistics(model) if recipe.ghost_batch_size else None
         self.clock = StepClock(device)
         mode.waiting = self.clock.waiting
         self.precision = "bfloat16" if autocast else "float32"
@@ -113,8 +114,8 @@ class TrainingState:
         """The network that is evaluated and returned: the average if there is one."""
         return self.average.model if self.average else self.model
 
-    def kept(self) -> Callable[[], None]:
-        """What puts back, whenever it is called, what forward passes have changed since."""
+    def kept(self) -> KeptBuffers:
+        """Return a copy of what forward passes change."""
         return self._buffers.kept(self._moving)
 
     @property
@@ -127,8 +128,8 @@ class TrainingState:
         stop, save: what this rank asks of all of them, see Sums.
         """
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        put_back = self.kept() if self._may_repeat(shares) else lambda: None
-        backward = partial(self._backward, (stop, save), put_back)
+        before = self.kept() if self._may_repeat(shares) else None
+        backward = partial(self._backward, (stop, save), before)
         if self.audit:
             totals = self.audit.added_up(backward, shares, self.epoch, self.step)
         else:
@@ -139,6 +140,8 @@ class TrainingState:
         new = totals.measured
         if self.mode.running:
             self.mode.running.move(totals.statistics)
+        if self.mode.by_part:
+            self._buffers.broadcast(self._moving)
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         self._norms = totals.norms * scale
         norm = torch.linalg.vector_norm(self._norms)
@@ -165,13 +168,19 @@ class TrainingState:
         """Whether a step may have more than one forward pass."""
         return isinstance(self.parallel, ExactStep) or len(self.parallel.parts(shares[0], self.micro_batch)) > 1
 
-    def _backward(self, asked: tuple[bool, bool], put_back: Callable[[], None], shares: Sequence[Batch]) -> None:
-        """put_back: what a forward pass changes, as it was; a step changes it once, in however many passes."""
+    def _backward(self, asked: tuple[bool, bool], before: KeptBuffers | None, shares: Sequence[Batch]) -> None:
+        """Run the forward and backward passes of this rank's shares.
+
+        before: what forward passes change, as it was before the step. Each pass begins with it, and afterwards it is as
+        the first pass left it.
+        """
         self.parallel.module.digests.clear()
+        after: KeptBuffers | None = None
         for share in shares:
             parts = self.parallel.parts(share, self.micro_batch)
             for number, part in enumerate(parts, 1):
-                put_back()
+                if before:
+                    before.put_back()
                 is_last = share is shares[-1] and number == len(parts)
                 with self.block(part), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
@@ -179,14 +188,20 @@ class TrainingState:
                         torch_compat.after_backward(loss, partial(self.clock.lap, StepPart.COMPUTING))
                     loss.backward()
                     self.clock.lap(StepPart.WAITING if self.world_size > 1 else StepPart.COMPUTING)
+                if before and self.mode.by_part:
+                    if part.share.count == 1:  # of a single value, batch norm's variance is no number
+                        before.replace_not_finite()
+                    after = after or self.kept()
             self.parallel.finish_part(share is shares[-1])
+        if after:
+            after.put_back()
 
     @contextmanager
     def block(self, part: Batch) -> Iterator[None]:
         """Of the forward and backward pass of a part of a batch: what is drawn in it is the global batch's."""
         # For what all samples share and torch draws by itself: the same on all ranks
         self._generator.manual_seed(part.seed)
-        with self.mode.block(part.seed):
+        with self.mode.block(part.seed, part.share.part):
             yield
 
     def gradient_norms(self) -> dict[str, float]:

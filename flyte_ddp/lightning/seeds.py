@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from flyte_ddp.engine.load import seed_all
+from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.random_numbers import Use, key_of
 

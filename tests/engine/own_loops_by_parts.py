@@ -1,11 +1,13 @@
 """Training loops for virtual ranks, whose gradients loop.backward computes, and with their mistakes."""
 
 import random
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp import Loop
 from tests.engine.own_loops import Drawn, evaluate, few, kept, linear, network
@@ -13,9 +15,7 @@ from tests.engine.own_loops import Drawn, evaluate, few, kept, linear, network
 
 def train(loop: Loop, mistake=""):
     """As train, for virtual ranks; also draws by Python's and NumPy's generators in a step."""
-    model = loop.wrap(
-        {"changes a buffer": Counting, "replaces a buffer": Replacing}.get(mistake, lambda: network(0.3))()
-    )
+    model = loop.wrap(network(0.3))
     batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
     optimizer, schedule, average = kept(loop, model, batches)
 
@@ -84,27 +84,118 @@ def freezes_later(loop: Loop):
 
 
 class Counting(nn.Module):
+    """Has buffers that go by the samples: one changes in place, one is replaced, one counts."""
+
     mean_input: torch.Tensor
+    last_input: torch.Tensor
+    positive: torch.Tensor
 
     def __init__(self):
         super().__init__()
-        self.layer, self.calls = nn.Linear(8, 3), 0
+        self.layer = nn.Linear(8, 3)
         self.register_buffer("mean_input", torch.zeros(8))
+        self.register_buffer("last_input", torch.zeros(8))
+        self.register_buffer("positive", torch.zeros((), dtype=torch.int64))
 
     def forward(self, inputs):
-        self.calls += self.training
-        if self.calls == 3:  # not in the first step
+        outputs = self.layer(inputs + self.mean_input - self.last_input)
+        if self.training:
             with torch.no_grad():
-                self.change(inputs.mean(0))
-        return self.layer(inputs)
+                self.mean_input.lerp_(inputs.mean(0), 0.1)
+                self.last_input = self.last_input.lerp(inputs[-1], 0.1)
+                self.positive += (inputs > 0).sum()
+        return outputs
 
-    def change(self, mean):
-        self.mean_input.lerp_(mean, 0.1)
+
+def counts(loop: Loop):
+    """Has buffers that go by the samples; draws and calls backward a second time in each step."""
+    model, batches, tests = loop.wrap(Counting()), loop.batches(few(42)), loop.evaluation(few(9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    drawn = []
+
+    def loss_of(part):
+        drawn.append(torch.rand(()).item())
+        return drawn[-1] * F.cross_entropy(model(part[0]), part[1])
+
+    def scaled_loss(scale, part):
+        return scale * loss_of(part)
+
+    for _ in loop.epochs():
+        model.train()
+        for batch in batches:
+            optimizer.zero_grad()
+            drawn.clear()
+            loss = loop.backward(batch, loss_of)
+            of_first, scale = {*drawn}, torch.rand(())
+            drawn.clear()
+            loop.backward(batch, partial(scaled_loss, scale))
+            assert of_first.isdisjoint(drawn)
+            optimizer.step()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
 
 
-class Replacing(Counting):
-    def change(self, mean):
-        self.mean_input = self.mean_input.lerp(mean, 0.1)
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, inputs, name="first"):
+        return getattr(self, name)(inputs)
+
+
+def trains_one_of_two(loop: Loop):
+    """Uses one of two networks in each step; the other's weights have no gradients."""
+    model, batches, tests = loop.wrap(Two()), loop.batches(few(42)), loop.evaluation(few(9))
+    networks = {name: getattr(model.module, name) for name in ("first", "second")}
+    optimizers = {name: torch.optim.AdamW(each.parameters(), weight_decay=0.5) for name, each in networks.items()}
+    loop.keep(model=model, **optimizers)
+
+    def loss_of(used, part):
+        return F.cross_entropy(model(part[0], used), part[1])
+
+    for _ in loop.epochs():
+        for number, batch in enumerate(batches):
+            used, other = ("first", "second") if number % 2 else ("second", "first")
+            optimizers[used].zero_grad()
+            optimizers[other].zero_grad()
+            loss = loop.backward(batch, partial(loss_of, used))
+            assert all(weight.grad is None for weight in networks[other].parameters())
+            optimizers[used].step()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
+class Checkpointed(nn.Module):
+    """Uses a layer twice within a reentrant checkpoint, which has its gradients come twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        inner = checkpoint(self.layer, inputs.requires_grad_(), use_reentrant=True)
+        return self.last(checkpoint(self.layer, inner, use_reentrant=True))
+
+
+def has_gradients_twice(loop: Loop):
+    model, batches = loop.wrap(Checkpointed()), loop.batches(few(42))
+    loop.keep(model=model)
+    for _ in loop.epochs():
+        for batch in batches:
+            loop.backward(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+
+
+def trains_the_loss(loop: Loop):
+    model, batches = loop.wrap(nn.Linear(8, 3)), loop.batches(few(42))
+    loss_scale = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), loss_scale], 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for batch in batches:
+            loop.backward(batch, lambda part: F.cross_entropy(model(part[0]) * loss_scale, part[1]))
+            optimizer.step()
 
 
 def wraps_twice(loop: Loop):
@@ -114,14 +205,6 @@ def wraps_twice(loop: Loop):
 
 def accumulates(loop: Loop):
     loop.wrap(nn.Linear(8, 3)).no_sync()
-
-
-def changes_a_buffer(loop: Loop):
-    train(loop, "changes a buffer")
-
-
-def replaces_a_buffer(loop: Loop):
-    train(loop, "replaces a buffer")
 
 
 def calls_the_network(loop: Loop):

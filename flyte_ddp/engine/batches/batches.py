@@ -97,11 +97,14 @@ class Shuffled:
 
 
 def rank_slice(start: int, stop: int, rank: int, world_size: int, unit: int = 1) -> tuple[int, int]:
-    """The rank's part of start..stop: contiguous, without overlap or gap, cut between units, of which the last may be
-    short; the ranks' numbers of units are at most one apart."""
+    """Return where the rank's contiguous part of start..stop begins and ends.
+
+    The parts are cut between units, of which the last may be short. The ranks' numbers of units are at most one apart,
+    and a remainder goes to the first ranks, so rank 0 is the last to be without samples.
+    """
     units = -(-(stop - start) // unit)
-    first, last = (start + units * number // world_size * unit for number in (rank, rank + 1))
-    return first, min(last, stop)
+    first, last = (min(start + -(-units * number // world_size) * unit, stop) for number in (rank, rank + 1))
+    return first, last
 
 
 def parts_of_rank(virtual_ranks: int, rank: int, world_size: int) -> range:
@@ -181,9 +184,9 @@ class _Batches:
             yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
 
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
-        """The rank's parts that have samples, or else the borrowed ones. Batch norm sees a part at a time."""
+        """Yield the rank's parts that have samples; if none has, yield the borrowed samples."""
         if share.borrowed:
-            yield tree, replace(share, ghost_batch_size=share.ghost_batch_size or share.count)
+            yield tree, share
             return
         first = self.samples_until(step) + share.first
         for number in self.parts:
@@ -191,18 +194,16 @@ class _Batches:
             rows, count = slice(cut.start - first, cut.stop - first), cut.stop - cut.start
             if count:
                 # In memory of their own, since kernels may go by where a tensor begins
-                yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), replace(
-                    share, first=share.first + rows.start, count=count,
-                    ghost_batch_size=share.ghost_batch_size or count, part=number,
-                )  # fmt: skip
+                of_part = replace(share, first=share.first + rows.start, count=count, part=number)
+                yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), of_part
 
     def _computed(self, step: int) -> slice:
-        """What the rank computes of a step's global batch: its share, or, if that is empty, the next rank's first
-        sample, or group."""
+        """Return the rank's share of a step's global batch, or the last sample (or group) before it if it is empty."""
         own = self.own(step)
         if own.start < own.stop:
             return own
-        return slice(own.start, min(own.start + (self.ghost_batch_size or 1), self.samples_until(step + 1)))
+        begin, unit = self.samples_until(step), self.ghost_batch_size or 1
+        return slice(begin + (own.start - 1 - begin) // unit * unit, own.start)
 
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
         """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""

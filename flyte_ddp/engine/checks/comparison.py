@@ -49,6 +49,19 @@ def dependences(recipe: Recipe, trials: Trials, whole: Trial) -> list[str]:
     return reasons
 
 
+def refuse_coupled_predictions(recipe: Recipe, trials: Trials, whole: Trial) -> None:
+    """Raise InputError if the predictions of a sample depend on the others of its batch."""
+    if whole.stages["predictions"] is None or whole.draws:
+        return
+    parts = [trials(first, last) for first, last in trials.parts]
+    gaps = _gaps("predictions", whole, parts, tolerance_of(trials.model))
+    if gaps:
+        raise InputError(
+            f"{code_location(recipe, 'predictions')}: {gaps} of a sample depends on the others of its batch: "
+            f"{STAGE_REMEDIES['predictions']}"
+        )
+
+
 def tolerance_of(model: nn.Module) -> float:
     """By what part of their size numbers may differ that should be the same."""
     steps = [torch.finfo(weight.dtype).eps for weight in model.parameters() if weight.is_floating_point()]

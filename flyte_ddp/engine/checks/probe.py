@@ -16,7 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.batches.splits import Split, Subset
-from flyte_ddp.engine.checks.comparison import dependences, optimizer_of, scaled_rates
+from flyte_ddp.engine.checks.comparison import (
+    dependences,
+    optimizer_of,
+    refuse_coupled_predictions,
+    scaled_rates,
+)
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
 from flyte_ddp.engine.checks.refusals import refuse_untrainable
@@ -86,6 +91,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
        one that comes here alone would wait for the others until it is told of their failure.
     """
     reasons, mode = unequal_data(code_location(recipe, "data"), splits), GlobalBatchMode(recipe.share)
+    mode.by_part = recipe.settings.virtual_ranks > 0
     try:
         training = _try_training(recipe, model, splits["train"], mode, steps)
         reasons = reasons or training.reasons  # what differs from the start is found again wherever it goes
@@ -94,7 +100,10 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         _try_results(recipe, tested, mixed)
         if tested.stages["predictions"] is not None:
             _try_lengths(recipe, tests, splits["test"], mixed)
-        reasons = reasons or dependences(recipe, tests, tested)
+        if mode.by_part:
+            refuse_coupled_predictions(recipe, tests, tested)
+        else:
+            reasons = reasons or dependences(recipe, tests, tested)
         disagreement = _disagreement(recipe, training.totals + _totals(tested))
     finally:
         vars(recipe.share).update(alone=False, stand_in=None, statistics=None)
@@ -112,7 +121,8 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, mode: GlobalBa
     with count_in_total(FlopCounterMode(display=False)) as counter:
         whole = trials(0, trials.size)
     refuse_untrainable(recipe, model, split, trials, whole)
-    reasons = dependences(recipe, trials, whole) or scaled_rates(recipe, trials.model, steps)
+    reasons = [] if mode.by_part else dependences(recipe, trials, whole)
+    reasons = reasons or scaled_rates(recipe, trials.model, steps)
     warnings = _try_step(recipe, trials.model)
     moving = _moving(trials, model)
     warnings += [

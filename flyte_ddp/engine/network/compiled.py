@@ -43,14 +43,15 @@ def check_device(device: torch.device) -> None:
 
 def compile_layers(recipe: Recipe, mode: GlobalBatchMode, networks: Sequence[nn.Module]) -> None:
     """Has torch compile what is called from now on."""
-    mode.is_compiled = True
+    mode.is_compiled = not mode.by_part
     # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
     dynamic = False if recipe.settings.virtual_ranks else None
     layers = [layer for network in networks for layer in _layers(recipe, network)]
     allow_compiling(WAYS * len(layers))  # layers may differ in what is compiled into each, such as a number of its own
     for layer in layers:
         # Module.compile would take the layer's hooks along
-        layer.forward = torch.compile(layer.forward, backend=compile_by_position, dynamic=dynamic)
+        backend = "inductor" if mode.by_part else compile_by_position
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=dynamic)
 
 
 def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
@@ -69,7 +70,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
             "options.compile must be false with virtual_ranks and samples of different lengths, for each of which all "
             "would be compiled anew, got true: leave it out, or set virtual_ranks to 0"
         )
-    put_back = state.kept()
+    before = state.kept()
     with ExitStack() as hooks:
         for network in {state.model, state.evaluated}:
             for layer in _layers(state.recipe, network):
@@ -77,16 +78,15 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
         for batch in _of_all_sizes(train, next(train.epoch(0))):
             first, *others = state.parallel.parts(batch, state.micro_batch)
             for part in (first, *others[-1:]):  # which may be smaller
-                # The code that is compiled depends on that mode
-                with state.mode.block(part.seed), only_deterministic() if settings.virtual_ranks else nullcontext():
+                with state.block(part), only_deterministic() if settings.virtual_ranks else nullcontext():
                     state.parallel.module.train()(part, (False, False), True).backward()
                 state.parallel.zero_grad()
                 link.heartbeat(STARTING)
         for batch in _of_all_sizes(test, next(iter(test))):
             vars(state.recipe.share).update(vars(batch.share))
-            with in_own_types(state.evaluated), torch.no_grad(), state.mode.block(batch.seed):
+            with in_own_types(state.evaluated), torch.no_grad(), state.block(batch):
                 state.recipe.forward(state.evaluated.eval(), batch.tree)
-    put_back()
+    before.put_back()
 
 
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:

@@ -13,8 +13,14 @@ from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
+
+COUNTS_TWICE = (
+    "which has batch norm, whose running statistics would count each batch twice: use nn.GroupNorm, or name other "
+    "layers"
+)
 
 
 def checkpoint_activations(recipe: Recipe, model: nn.Module, mode: GlobalBatchMode) -> None:
@@ -25,6 +31,8 @@ def checkpoint_activations(recipe: Recipe, model: nn.Module, mode: GlobalBatchMo
     """
     for name, layer in matching_layers(recipe, "activation_checkpointing", model).items():
         problem = f"{type(recipe).__name__}.activation_checkpointing must not match {name}"
+        if mode.by_part and any(is_batch_norm(inner) for inner in layer.modules()):
+            raise InputError(f"{problem}, {COUNTS_TWICE}")
         layer.forward = partial(_forward, layer.forward, mode, problem)
 
 
@@ -34,10 +42,7 @@ def _forward(forward: Callable[..., Any], mode: GlobalBatchMode, problem: str, /
     before, mode.normalised = mode.normalised, False
     outputs = checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if mode.normalised:
-        raise InputError(
-            f"{problem}, which has batch norm, whose running statistics would count each batch twice: use "
-            "nn.GroupNorm, or name other layers"
-        )
+        raise InputError(f"{problem}, {COUNTS_TWICE}")
     mode.normalised = before
     return outputs
 
@@ -65,7 +70,7 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 def _fits(state: TrainingState, part: Batch) -> bool:
     """Whether there is memory to compute these samples as in a step, which leaves no trace."""
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
-    put_back = state.kept()
+    before = state.kept()
     try:
         # A first step allocates the optimizer's state: for Adam twice the weights, and seldom more
         reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]
@@ -77,6 +82,6 @@ def _fits(state: TrainingState, part: Batch) -> bool:
     except torch.OutOfMemoryError:
         return False
     finally:
-        put_back()
+        before.put_back()
         if state.device.type == "cuda":
             torch.cuda.empty_cache()

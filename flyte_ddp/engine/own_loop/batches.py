@@ -8,9 +8,9 @@ from flyte_ddp.engine import rank_0s
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.garbage import collected_between
-from flyte_ddp.engine.load import seed_all
 from flyte_ddp.engine.own_loop.parts import Parts
 from flyte_ddp.engine.own_loop.progress import Progress
+from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -69,17 +69,16 @@ class TrainSteps:
         try:
             for shares in collected_between(progress.clock.timed(steps)):
                 progress.begin_step()
-                seed = partial(key, progress.epoch, progress.step)
                 if self._batches.virtual_ranks:
-                    seed_all(seed())
-                    yield Parts(shares, [seed(1 + share.share.part) for share in shares])
+                    seed_all(progress.step_seed)
+                    yield Parts(shares)
                 else:
-                    seed_all(seed(1 + self._rank))  # as if nothing had been interrupted
+                    seed_part(progress.step_seed, self._rank)
                     yield shares[0].tree
                 progress.end_step()
         finally:  # also if the loop is left
             progress.is_stepping = False
-            seed_all(key(progress.epoch, progress.step))  # what is drawn outside of steps is the same on all ranks
+            seed_all(key(progress.epoch, progress.step))  # outside of steps all ranks draw alike
 
 
 class Evaluation:

@@ -26,11 +26,12 @@ from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
 from flyte_ddp.engine.checks.data_probe import unequal_data
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.load import data_path_of, seed_all, split_of
+from flyte_ddp.engine.load import data_path_of, split_of
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
 from flyte_ddp.engine.own_loop.progress import Progress
+from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused
 from flyte_ddp.engine.tracing_compat import uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
@@ -159,14 +160,19 @@ class Loop:
         otherwise, maybe more than once; loss and gradients are those of the parts' mean, the same bits on any number of
         ranks. loss_of: returns the mean loss of what it is given, a tensor of no dimension. A collective.
         """
+        progress = self._progress
+        progress.backward_calls += 1
         if isinstance(batch, Parts):
-            if not self._progress.exact:
+            if not progress.exact:
                 raise InputError("call loop.wrap before loop.backward: it says what network is trained")
-            self._progress.backward_calls += 1
-            return self._progress.exact.backward(batch, loss_of, self._progress.backward_calls)
-        loss = loss_of(batch)
-        loss.backward()
-        return loss.detach()
+            loss = progress.exact.backward(batch, loss_of, progress.step_seed, progress.backward_calls)
+        else:
+            seed_part(progress.step_seed, self.rank, progress.backward_calls)
+            loss = loss_of(batch)
+            loss.backward()
+            loss = loss.detach()
+        seed_all(key_of(Use.OWN_STEP, progress.step_seed, progress.backward_calls))  # all ranks draw alike again
+        return loss
 
     def log(self, **measures: Number) -> None:
         """Once in each step: "loss" and whatever else is to be followed, of the rank's samples or their mean.

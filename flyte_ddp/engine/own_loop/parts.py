@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.buffers import Buffers
-from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
+from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
-from flyte_ddp.engine.load import seed_all
 from flyte_ddp.engine.step import Step, gradients_of
 from flyte_ddp.engine.torch_compat import scale
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
@@ -21,14 +20,10 @@ Loss = Callable[[Any], Tensor]
 
 
 class Parts:
-    """A rank's parts of a global batch, for Loop.backward alone.
+    """A rank's parts of a global batch, for Loop.backward alone."""
 
-    Attributes:
-        seeds: of what the user's code draws for each.
-    """
-
-    def __init__(self, shares: Sequence[Batch], seeds: Sequence[int]):
-        self.shares, self.seeds = shares, seeds
+    def __init__(self, shares: Sequence[Batch]):
+        self.shares = shares
 
     def __iter__(self) -> Iterator[Any]:
         raise InputError(
@@ -62,11 +57,11 @@ class ByParts(nn.Module):
 
 
 class ExactGradients:
-    """Each parameter's gradient, of the mean loss over the parts of a global batch."""
+    """The gradients of the mean loss over the parts of a global batch."""
 
     def __init__(self, model: nn.Module, virtual_ranks: int):
         self._mode = GlobalBatchMode(BatchShare())
-        self._mode.running = RunningStatistics(model)
+        self._mode.by_part = True
         self._step = _LossStep(model, self._mode)
         self._parallel = ExactStep(self._step, virtual_ranks)
         self._weights = [*model.parameters()]
@@ -82,64 +77,59 @@ class ExactGradients:
     def grid(self, exponents: Tensor | None) -> None:
         self._parallel.grid = exponents
 
-    def backward(self, parts: Parts, loss_of: Loss, call: int) -> Tensor:
-        """The mean of the parts' losses; its gradients are added to those that there are; a collective.
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise InputError if the optimizer steps by gradients that are not added up by part."""
+        ours = {id(weight) for weight in self._weights}
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        others = [tuple(weight.shape) for weight in weights if weight.grad is not None and id(weight) not in ours]
+        if others:
+            raise InputError(
+                "with virtual_ranks all weights that an optimizer changes must be in the network that loop.wrap is "
+                f"given, got another one of shape {others[0]}: put the network and the loss into one module"
+            )
 
-        It computes a part more than once where a number does not fit, and changes what a forward pass changes once.
-        call: counts the calls of a step, from 1.
+    def backward(self, parts: Parts, loss_of: Loss, step_seed: int, call: int) -> Tensor:
+        """Return the mean of the parts' losses and add its gradients to those that there are; a collective.
+
+        A part is computed again where a number does not fit. The buffers become those that part 0 leaves. step_seed and
+        call: see seed_part.
         """
         if [weight.requires_grad for weight in self._weights] != self._is_trained:
             raise InputError(
                 "with virtual_ranks the same parameters must be trained in each step: call requires_grad_ before "
                 "loop.wrap, or train without virtual_ranks"
             )
-        put_back = self._buffers.kept()
-        before = {name: one.clone() for name, one in self._buffers.now().items() if one.is_floating_point()}
-        unequal = self._changes(before)  # to themselves, as what holds NaN is
-        changed = torch.zeros_like(unequal)
+        before = self._buffers.kept()
         shares = [self._parallel.parts(share, 0)[0] for share in parts.shares]  # copies
         self._step.loss_of = loss_of
 
         def computed() -> None:
             self._step.digests.clear()
-            for share, seed in zip(shares, parts.seeds, strict=True):
-                put_back()
-                seed_all(seed)
-                with self._mode.block(seed):
+            after: KeptBuffers | None = None
+            for share in shares:
+                before.put_back()
+                with self._mode.block(step_seed, share.share.part, call):
                     self._parallel(share, (False, False), share is shares[-1]).backward()
-                changed.logical_or_(self._changes(before))
+                if share.share.count == 1:  # of a single value, batch norm's variance is no number
+                    before.replace_not_finite()
+                after = after or self._buffers.kept()
                 self._parallel.finish_part(share is shares[-1])
+            if after:
+                after.put_back()
 
         earlier = [(weight, weight.grad.clone()) for weight in self._step.trainable if weight.grad is not None]
-        self._parallel.hold_gradients()
         self._parallel.zero_grad()
         self.is_computing = True
         try:
             totals = self._parallel.added_up(computed, call - 1)
         finally:
             self.is_computing = False
-        if (changed := changed & ~unequal).any():
-            name = list(before)[int(changed.int().argmax())]
-            raise InputError(
-                "with virtual_ranks a forward pass must change no buffer but batch norm's statistics, and it changes "
-                f"{name}: each part of a batch would leave its own; change it after loop.backward"
-            )
-        assert self._mode.running
-        self._mode.running.move(totals.statistics)
+        self._buffers.broadcast()
         loss, weight = totals.measured
         scale(gradients_of(self._step), weight.reciprocal())
         for parameter, gradient in earlier:
-            assert parameter.grad is not None
-            parameter.grad += gradient
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return (loss / weight).float()  # of which a mean of equal ones on all ranks has the same bits
-
-    @torch.no_grad()
-    def _changes(self, before: dict[str, Tensor]) -> Tensor:
-        """Which of the buffers that hold no numbers of calls, which are the same in each part, are others now."""
-        now = {**before, **self._buffers.now()}
-        grown = {name for name, one in before.items() if now[name].shape != one.shape}  # caches
-        changed = [(now[name] != (now[name] if name in grown else one)).any() for name, one in before.items()]
-        return torch.stack(changed) if changed else torch.zeros(1, dtype=torch.bool)
 
 
 class _LossStep(Step):
@@ -156,8 +146,6 @@ class _LossStep(Step):
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The mean loss of the part, and with it its weight."""
         vars(self.mode.share).update(vars(batch.share))
-        if self.mode.running:
-            self.mode.running.start()
         loss = self.loss_of(batch.tree)
         if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad):
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -38,6 +38,7 @@ from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
+from flyte_ddp.random_numbers import Use, key_of
 
 DRIFTED = (
     "the ranks have other weights than one another, and those of rank 0 are returned: change them alike on all ranks, "
@@ -63,6 +64,7 @@ class Progress:
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
         is_stepping: whether the user's code is in a step.
+        step_seed: the seed of the current step.
         backward_calls: how many times the current step has called Loop.backward.
         test_samples: of all evaluations.
         history: the epochs that are done.
@@ -79,7 +81,7 @@ class Progress:
         self.steps = self.test_samples = 0
         self.trains_on: object = None
         self.is_stepping = self._owes_checkpoint = False
-        self.backward_calls = 0
+        self.step_seed = self.backward_calls = 0
         self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
         self.clock, self.names = StepClock(device), list[str]()
@@ -124,6 +126,7 @@ class Progress:
 
     def begin_step(self) -> None:
         self.is_stepping = True
+        self.step_seed = key_of(Use.OWN_STEP, self._job.settings.seed, self.epoch, self.step)
         self.backward_calls = 0
         self.optimizers.begin_step()
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
@@ -134,6 +137,8 @@ class Progress:
         if not self.optimizers.have(optimizer):
             kind = type(optimizer).__name__
             raise InputError(f"loop.keep must have the {kind} that steps: a resume would begin with a new one")
+        if self.exact:
+            self.exact.check_optimizer(optimizer)
         if not self.is_stepping:
             raise InputError("an optimizer must step within `for … in loop.batches`: elsewhere each rank is by itself")
         gradients = [weight.grad for weight in self.parts["model"].parameters() if weight.grad is not None]

@@ -5,13 +5,14 @@ whole parts, one after the other, so each kernel sees the same shapes and number
 The gradients of the parts become whole numbers (whole_numbers.py); what they measure is added up in their order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
@@ -26,10 +27,10 @@ CALLS = 16  # calls of backward in a step that have units of their own; later ca
 
 
 class ExactStep(SingleStep):
-    """Step on all ranks; gradients are sent bucket by bucket while others are still computed.
+    """A step on all ranks that sends the gradients bucket by bucket while others are still computed.
 
-    Before them go the statistics of batch norm, and what the parts measure, each part's in a place of its own, where
-    the other ranks have zeros: so they can be added up in the order of the parts.
+    Before the gradients go the measures: each part's in a place of its own, where the other ranks have zeros. So the
+    measures are added up in the order of the parts. A weight that no part has used has no gradient, as torch does it.
 
     Attributes:
         repeated: how many sums were computed again, as their units were too large or too small.
@@ -39,21 +40,25 @@ class ExactStep(SingleStep):
     def __init__(self, step: Step, virtual_ranks: int):
         super().__init__(step)
         check_types(step)
-        device, running = step.carrier.device, step.mode.running
-        # By part: value and weight of each measure, the digest of what was drawn, from 1, and statistics of batch norm
-        numbers = 2 * len(step.names) + 1 + (running.size if running else 0)
-        self._measured = torch.zeros(virtual_ranks, numbers, dtype=torch.float64, device=device)
-        # How many ranks ask to stop and to save, and the bits of what the parts measure
+        device = step.carrier.device
+        # By part: value and weight of each measure
+        self._measured = torch.zeros(virtual_ranks, 2 * len(step.names), dtype=torch.float64, device=device)
+        # How many ranks ask to stop and to save, and the bits of the measures
         self._words = torch.zeros(2 + self._measured.numel(), dtype=torch.int64, device=device)
         self._words_work: distributed.Work | None = None
         self._buckets, self._units = make_buckets(step.trainable, virtual_ranks)
-        self._left = [0] * len(self._buckets)  # how many gradients of each bucket are still to come
-        self._next = len(self._buckets)  # the bucket to be sent next
-        self._counts = [len(bucket.views) for bucket in self._buckets]
-        places = [number for number, bucket in enumerate(self._buckets) for _ in bucket.views]
-        for parameter, number in zip(reversed(step.trainable), places, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
-        self.hold_gradients()
+        self._is_sending = False  # the rank's last part is under way
+        self._next = 0  # the bucket to be sent next
+        self._weights: list[list[nn.Parameter]] = []  # of each bucket
+        weights = reversed(step.trainable)
+        for number, bucket in enumerate(self._buckets):
+            self._weights.append(list(islice(weights, len(bucket.views))))
+            for place, weight in enumerate(self._weights[number]):
+                weight.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
+        self._in_part: list[set[int]] = [
+            set() for _ in self._buckets
+        ]  # which gradients the current backward pass has had
+        self._used: list[set[int]] = [set() for _ in self._buckets]  # which gradients any part of this rank has had
         self._is_looking = False
         self._exponents: list[Tensor] = []  # of the units of each call of backward in a step
         self.repeated, self._part, self._watched = 0, -1, -1
@@ -65,34 +70,25 @@ class ExactStep(SingleStep):
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         self._part = -1 if batch.share.borrowed else batch.share.part
         trained, measured = self.module.computed(batch)
-        running, digests = self.module.mode.running, self.module.digests
         with torch.no_grad():
             if not batch.share.borrowed:
-                sums, drawn, statistics = self._split(self._measured[batch.share.part])
-                sums += measured.sum(1)
-                drawn.fill_(1 + max(digests) if len(digests) == 1 else -1)
-                if running:
-                    written = torch.empty_like(statistics, dtype=torch.float32)
-                    running.write(written)
-                    statistics += written
+                self._measured[batch.share.part] += measured.sum(1)
             if is_last and not self._is_looking:
                 self._words[:2] = constants(tuple(map(float, requests)), self._words.device)
                 self._words[2:] = self._measured.view(-1).view(torch.int64)
                 if distributed.get_world_size() > 1:
                     self._words_work = distributed.all_reduce(self._words, async_op=True)
-                self._left, self._next = list(self._counts), 0
+                self._is_sending, self._next = True, 0
+        self._forget_arrivals()
         return trained
 
-    def hold_gradients(self) -> None:
-        """Has the parameters' gradients be where they are added up; an optimizer's zero_grad may have dropped them."""
-        views = [view for bucket in self._buckets for view in bucket.views]
-        for parameter, view in zip(reversed(self.module.trainable), views, strict=True):
-            parameter.grad = view
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Keeps the gradients where they are."""
-        for bucket in self._buckets:
+        """Point the weights' gradients to where they are added up, and set them to zero."""
+        for weights, bucket in zip(self._weights, self._buckets, strict=True):
+            for weight, view in zip(weights, bucket.views, strict=True):
+                weight.grad = view
             bucket.gradients.zero_()
+        self._forget_arrivals()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
         """Copies, since a forward pass may change what it is given, and may be repeated, also by another rank."""
@@ -126,40 +122,58 @@ class ExactStep(SingleStep):
                 bucket.gradients.fill_(torch.nan)
         if is_exact:
             self._exponents[call : call + 1] = [self._units.follow_sums()]
-        measured = self._words[2:].view(torch.float64).view_as(self._measured)
-        sums, drawn, statistics = self._split(measured)
-        uneven = (drawn < 0).any() | ((drawn != drawn.amax()) & (drawn != 0)).any()
+            uses = torch.cat([bucket.more for bucket in self._buckets]).tolist()
+            for weight, count in zip(chain.from_iterable(self._weights), uses, strict=True):
+                if not count:
+                    weight.grad = None
+        measured = self._words[2:].view(torch.float64).view_as(self._measured).sum(0)
         norms = torch_compat.norms(gradients_of(self.module))
-        return Totals(sums.sum(0), statistics.sum(0).float(), uneven, self._words[:2], norms)
-
-    def _split(self, measured: Tensor) -> Sequence[Tensor]:
-        """Return the measures, the digest and the statistics."""
-        count = 2 * len(self.module.names)
-        return measured.split([count, 1, measured.shape[-1] - count - 1], -1)
+        return Totals(measured, measured[:0], None, self._words[:2], norms)
 
     def finish_part(self, is_last: bool) -> None:
         if self._is_looking:
             for number in range(len(self._buckets)):
                 self._watch(number)
         elif is_last:
-            self._send(len(self._buckets))  # those of which a gradient has not come, such as an unused expert's
+            self._send(len(self._buckets))  # those that lack a gradient, such as an unused expert's
+            self._is_sending = False
         else:
             for number in range(len(self._buckets)):
                 self._add(number)
         if self._is_looking or not is_last:
             self.zero_grad()
 
-    def _arrived(self, number: int, _: Tensor) -> None:
-        """A gradient of this bucket is complete."""
-        self._left[number] -= 1
-        if self._left[number] == 0 and self._next < len(self._buckets):
-            following = range(self._next, len(self._buckets))
-            self._send(next((number for number in following if self._left[number]), len(self._buckets)))
+    def _arrived(self, number: int, place: int, weight: Tensor) -> None:
+        """Note that a gradient is complete, and send the buckets that are complete by it.
+
+        Raises:
+            InputError: The gradient has come before, or after its bucket was sent, so the sum would lack a part of it.
+        """
+        arrived = self._in_part[number]
+        if place in arrived or (self._is_sending and number < self._next):
+            name = next(name for name, one in self.module.model.named_parameters() if one is weight)
+            raise InputError(
+                f"with virtual_ranks the gradient of {name} must come once in a backward pass, and it came twice: give "
+                "torch.utils.checkpoint use_reentrant=False, and call no backward() beside that of the loss"
+            )
+        arrived.add(place)
+        self._used[number].add(place)
+        while self._is_sending and self._next < len(self._buckets) and self._is_complete(self._next):
+            self._send(self._next + 1)
+
+    def _forget_arrivals(self) -> None:
+        for arrived in self._in_part:
+            arrived.clear()
+
+    def _is_complete(self, number: int) -> bool:
+        return len(self._in_part[number]) == len(self._weights[number])
 
     def _send(self, end: int) -> None:
-        """Adds and sends the buckets before this one, in the same order on all ranks."""
+        """Add and send the buckets before this one, in the same order on all ranks."""
         for number in range(self._next, end):
             self._add(number)
+            more, used = self._buckets[number].more, self._used[number]
+            more.copy_(constants(tuple(float(place in used) for place in range(len(more))), more.device))
             if number == len(self._buckets) - 1:
                 self._units.write_words()
             self._buckets[number].send()
@@ -196,8 +210,9 @@ class ExactStep(SingleStep):
         """Compute the sums of all ranks, from gradients that are 0."""
         self._is_looking = False
         self._measured.zero_()
-        for bucket in self._buckets:
+        for bucket, used in zip(self._buckets, self._used, strict=True):
             bucket.start()
+            used.clear()
         backward()
         if self._words_work:
             self._words_work.wait()

@@ -38,6 +38,11 @@ def check_recipe(recipe: Recipe) -> None:
             f"virtual_ranks must be 0 for {owner}, whose uses_global_batch needs the whole batch, got {virtual_ranks}: "
             f"{OFF}"
         )
+    if virtual_ranks and recipe.ghost_batch_size:
+        raise InputError(
+            f"{owner}.ghost_batch_size must be 0 with virtual_ranks, where batch norm sees one part at a time, got "
+            f"{recipe.ghost_batch_size}: leave it out"
+        )
     if virtual_ranks and recipe.micro_batch == -1:
         raise InputError(
             f"virtual_ranks must be 0 for {owner}, whose micro_batch of -1 goes by what fits into memory, got "

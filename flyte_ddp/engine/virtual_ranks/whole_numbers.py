@@ -236,7 +236,7 @@ class Units:
 
 
 def make_buckets(tensors: Sequence[Tensor], addends: int) -> tuple[list[Bucket], Units]:
-    """Put the tensors into buckets in reverse, as their gradients come."""
+    """Put the tensors into buckets in reverse, as their gradients come, with one more word for each tensor."""
     groups: list[list[Tensor]] = [[]]
     size, limit = 0, FIRST_BYTES
     for tensor in reversed(tensors):
@@ -245,7 +245,7 @@ def make_buckets(tensors: Sequence[Tensor], addends: int) -> tuple[list[Bucket],
             size, limit = 0, BYTES
         groups[-1].append(tensor)
         size += 4 * tensor.numel()
-    buckets = [Bucket(group) for group in groups]
+    buckets = [Bucket(group, more=len(group)) for group in groups]
     return buckets, Units(buckets, Digits.for_addends(addends))
 
 

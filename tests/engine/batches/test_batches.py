@@ -84,21 +84,21 @@ def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
         found = [*train.epoch(0), *test]
         leaves = [leaf for batch in found for leaf in pytree.tree_leaves(batch.tree)]
         assert {leaf.device for leaf in leaves} == {device}
-        assert [batch.share.count for batch in found] == [2, 2, 2, 1, 2, 2]
-        assert [len(batch.tree["x" if split is resident else "row"]) for batch in found] == [2, 2, 2, 1, 2, 2]
+        assert [batch.share.count for batch in found] == [2, 2, 2, 1, 2, 1]
+        assert [len(batch.tree["x" if split is resident else "row"]) for batch in found] == [2, 2, 2, 1, 2, 1]
         for part in splits.hold_out(split, 0.3):
             (tree,) = part.fetch([torch.tensor([1, 0])])
             assert {(len(leaf), leaf.device) for leaf in pytree.tree_leaves(tree)} == {(2, device)}
 
 
-def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_one_that_comes_next():
+def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_last_one_before_it():
     ranks = [batches.EvaluationBatches(Resident(torch.arange(6), CPU), 4, rank, 3) for rank in range(3)]
     last = [list(rank)[-1] for rank in ranks]
-    assert [batch.tree.tolist() for batch in last] == [[4], [4], [5]]
-    assert [(batch.share.first, batch.share.count) for batch in last] == [(0, 1), (0, 1), (1, 1)]
-    assert [batch.share.own(batch.tree).tolist() for batch in last] == [[], [4], [5]]
+    assert [batch.tree.tolist() for batch in last] == [[4], [5], [5]]
+    assert [(batch.share.first, batch.share.count) for batch in last] == [(0, 1), (1, 1), (1, 1)]
+    assert [batch.share.own(batch.tree).tolist() for batch in last] == [[4], [5], []]
     cuts = [[samples[slice(*own)].tolist() for samples, own in rank.whole()] for rank in ranks]
-    assert cuts == [[[0], []], [[1], [4]], [[2, 3], [5]]]
+    assert cuts == [[[0, 1], [4]], [[2], [5]], [[3], []]]
 
 
 def test_shares_are_cut_between_groups_and_a_rank_without_one_borrows_a_whole_one():
@@ -107,8 +107,8 @@ def test_shares_are_cut_between_groups_and_a_rank_without_one_borrows_a_whole_on
         *(batches.TrainBatches(split, 16, 1, rank, 3, ghost_batch_size=4).epoch(0) for rank in range(3)), strict=True
     )
     found = [[(batch.share.first, batch.share.count, batch.share.borrowed) for batch in step] for step in steps]
-    assert found[0] == [(0, 4, False), (4, 4, False), (8, 8, False)]
-    assert found[1] == [(0, 4, True), (0, 4, False), (4, 2, False)]
+    assert found[0] == [(0, 8, False), (8, 4, False), (12, 4, False)]
+    assert found[1] == [(0, 4, False), (4, 2, False), (4, 2, True)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

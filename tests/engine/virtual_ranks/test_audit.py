@@ -101,14 +101,6 @@ class InPlace(ImageClassifier):
         return super().forward(model, batch)
 
 
-class Depending(ImageClassifier):
-    may_depend_on_ranks = True
-
-    def forward(self, model, batch):
-        outputs = super().forward(model, batch)
-        return outputs - outputs.mean(0)
-
-
 class Putting(ImageClassifier):
     """Its network uses an operation of which torch has no deterministic version, on a CPU either."""
 
@@ -248,8 +240,3 @@ def test_without_virtual_ranks_it_is_refused(train):
 def test_an_operation_that_is_not_deterministic_is_named_in_the_first_step(train):
     with pytest.raises(InputError, match=r"^put_ has other bits each time, .* virtual_ranks to 0$"):
         train(1, recipe=f"{__name__}:Putting", virtual_ranks=2)
-
-
-def test_a_recipe_that_depends_on_the_ranks_is_refused(train):
-    with pytest.raises(InputError, match=r"audit_every must be 0 for a recipe whose result depends on .* got 5: "):
-        train(2, recipe=f"{__name__}:Depending", virtual_ranks=2, audit_every=5)

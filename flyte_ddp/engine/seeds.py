@@ -1,0 +1,33 @@
+"""The seeds of the random numbers that user code draws.
+
+A step's forward and backward passes draw from generators that are seeded by the step and the part of its batch. So a
+resumed training draws as an undisturbed one, and with virtual ranks a part draws alike on whichever rank computes it.
+"""
+
+import random
+
+import numpy as np
+import torch
+
+from flyte_ddp.engine.torch_compat import device_generator
+from flyte_ddp.random_numbers import Use, key_of
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch; torch's takes all 64 bits."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(seed)
+
+
+def seed_part(step_seed: int, part: int, call: int = 0) -> None:
+    """Seed all generators for one part of a step's batch.
+
+    Args:
+        step_seed: the seed of the step, which follows from the training's seed, the epoch and the step.
+        part: the number of the part, or of the rank where each rank computes one part.
+        call: how many times the step has called `backward` before.
+    """
+    seed_all(key_of(Use.PART, step_seed, part, call))
