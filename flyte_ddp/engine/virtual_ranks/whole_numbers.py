@@ -67,9 +67,6 @@ class Bucket:
         more: (more,) whole numbers that travel with the sum, for others to use.
     """
 
-    scales: Tensor
-    largest: Tensor
-
     def __init__(self, tensors: Sequence[Tensor], more: int = 0):
         device = tensors[0].device
         shapes = [block_shape(tensor) for tensor in tensors]
@@ -88,9 +85,12 @@ class Bucket:
         self.gradients = torch.zeros(size, dtype=torch.float32, device=device)
         self.views = [_view(tensor, self.gradients[start:]) for tensor, start in zip(tensors, starts, strict=True)]
         self.blocks = [shapes[number][0] for number in order]
-        self._rows = [self.gradients[first:][: blocks * width].view(blocks, width) for first, blocks, width in groups]
-        self._counts = [blocks for _, blocks, _ in groups]
-        self._high, self._low = torch.zeros(2, sum(self.blocks), 1, dtype=torch.float32, device=device)
+        rows = [self.gradients[first:][: blocks * width].view(blocks, width) for first, blocks, width in groups]
+        counts = [blocks for _, blocks, _ in groups]
+        count = sum(self.blocks)
+        self.scales, self.largest, self._high, self._low = torch.zeros(4, count, 1, dtype=torch.float32, device=device)
+        by_group = [one.split(counts) for one in (self.scales, self._high, self._low)]
+        self._groups = [*zip(rows, *by_group, strict=True)]
         self._more, self._is_first = more, True
         self.allocate(0)
 
@@ -109,7 +109,7 @@ class Bucket:
     def add(self) -> None:
         """Add the gradients to the sum, and make them something else."""
         torch.maximum(self.largest, self._measure(), out=self.largest)
-        for rows, scales in zip(self._rows, self.scales.split(self._counts), strict=True):
+        for rows, scales, _, _ in self._groups:
             rows.mul_(scales)
         self.gradients.round_()  # numbers that are cut off would make a sum of one sign too small
         if self._is_first:
@@ -131,14 +131,13 @@ class Bucket:
     def total(self) -> None:
         """Make the gradients the sum of all ranks, and measure it."""
         self.gradients.copy_(self._sum)
-        for rows, scales in zip(self._rows, self.scales.split(self._counts), strict=True):
+        for rows, scales, _, _ in self._groups:
             rows.div_(scales)
         self.largest.copy_(self._measure())
 
     def _measure(self) -> Tensor:
         """Return the (blocks, 1) largest absolute values, or NaN where there is one."""
-        highs, lows = self._high.split(self._counts), self._low.split(self._counts)
-        for rows, high, low in zip(self._rows, highs, lows, strict=True):
+        for rows, _, high, low in self._groups:
             torch.amax(rows, 1, keepdim=True, out=high)  # both take less time than abs() or aminmax() by row
             torch.amin(rows, 1, keepdim=True, out=low)
         return torch.maximum(self._high, self._low.neg_())
@@ -156,11 +155,6 @@ class Units:
         blocks = [count for bucket in buckets for count in bucket.blocks]
         self._blocks = torch.tensor(blocks, dtype=torch.int64, device=device)  # of each tensor
         self._tensor = torch.arange(len(blocks), device=device).repeat_interleave(self._blocks)  # of each block
-        self._scales = torch.ones(len(self._tensor), 1, dtype=torch.float32, device=device)
-        self._largest = torch.zeros_like(self._scales)
-        sizes = [sum(bucket.blocks) for bucket in buckets]
-        for bucket, scales, largest in zip(buckets, self._scales.split(sizes), self._largest.split(sizes), strict=True):
-            bucket.scales, bucket.largest = scales, largest
         self._needed = torch.ones(len(self._tensor) + len(blocks), dtype=torch.float32, device=device)
         self._needed[len(self._tensor) :] = 2.0**FINE
         buckets[-1].allocate(len(self._needed) + 1)
@@ -169,12 +163,15 @@ class Units:
 
     def use(self, exponents: Tensor) -> None:
         """Choose the units for sums of these exponents."""
-        self.exponents = exponents.to(self._scales.device)
+        self.exponents = exponents.to(self._tensor.device)
         rounded_up = -torch.div(-self.exponents, STEPS, rounding_mode="floor")
         powers = (self._digits.total - rounded_up).clamp_(-LARGEST_SCALE, LARGEST_SCALE)
-        self._scales.copy_((powers + 127 << 23).view(torch.float32))  # the bits of 2^power; pow() may round
-        coarsest = self._by_tensor(self._scales.reciprocal())
-        self._words_scales = torch.cat([self._scales.view(-1), coarsest.reciprocal()])
+        scales = (powers + 127 << 23).view(torch.float32)  # the bits of 2^power; pow() may round
+        sizes = [len(bucket.scales) for bucket in self._buckets]
+        for bucket, of_bucket in zip(self._buckets, scales.split(sizes), strict=True):
+            bucket.scales.copy_(of_bucket)
+        coarsest = self._by_tensor(scales.reciprocal())
+        self._words_scales = torch.cat([scales.view(-1), coarsest.reciprocal()])
         self._words_needed = torch.where(self._words_scales == 2.0**LARGEST_SCALE, 0, self._needed)
 
     def write_words(self) -> None:
@@ -183,7 +180,8 @@ class Units:
         A word has 1 where a block or tensor is not 0, and more than all ranks' ones where it is large enough. The last
         word is 1 if a number is too large or not finite.
         """
-        largest = torch.cat([self._largest.view(-1), self._by_tensor(self._largest)])
+        of_blocks = self._largest()
+        largest = torch.cat([of_blocks.view(-1), self._by_tensor(of_blocks)])
         scaled = largest * self._words_scales
         is_enough = (scaled >= self._words_needed) & (largest > 0)
         words = self._buckets[-1].words
@@ -201,7 +199,7 @@ class Units:
 
     def follow_addends(self) -> bool:
         """Choose the units by the addends themselves; False if one is not finite. A collective."""
-        largest = self._largest.nan_to_num(nan=math.inf, posinf=math.inf)
+        largest = self._largest().nan_to_num_(nan=math.inf, posinf=math.inf)
         if self._ranks > 1:
             distributed.all_reduce(largest, distributed.ReduceOp.MAX)
         self.use(self._expected(largest, self._digits.spread))
@@ -212,7 +210,7 @@ class Units:
 
         Exponents rise at once. They fall slowly, since what was large often is again.
         """
-        expected = self._expected(self._largest, 0)
+        expected = self._expected(self._largest(), 0)
         excess = (self.exponents - expected).clamp_(min=0)
         return expected + (excess * (STEPS - 1) >> 3)
 
@@ -228,6 +226,10 @@ class Units:
         most = torch.where(of_tensor > 0, most, self.exponents)
         roomy = (torch.frexp(largest).exponent + bits + ROOM).clamp_(min=least) * STEPS
         return torch.where(largest > 0, roomy, self.exponents).minimum(most)
+
+    def _largest(self) -> Tensor:
+        """Return the (blocks, 1) largest numbers of all buckets."""
+        return torch.cat([bucket.largest for bucket in self._buckets])
 
     def _by_tensor(self, numbers: Tensor) -> Tensor:
         """Return the (tensors,) largest of each tensor's blocks."""
