@@ -58,11 +58,15 @@ def adds_up_two(loop: Loop):
 def has_two_losses(loop: Loop):
     """Steps by a loss, then by one that is 2^40 times as small, as those of a GAN may be."""
     model, batches, tests, optimizer = linear(loop)
+
+    def loss_of(scale, part):
+        return scale * F.cross_entropy(model(part[0]), part[1])
+
     for _ in loop.epochs():
         for batch in batches:
             for scale in (1.0, 2.0**-40):
                 optimizer.zero_grad()
-                loss = loop.backward(batch, lambda part, scale=scale: scale * F.cross_entropy(model(part[0]), part[1]))
+                loss = loop.backward(batch, partial(loss_of, scale))
                 for weight in model.parameters():
                     weight.grad /= scale
                 optimizer.step()
