@@ -57,14 +57,14 @@ class Audit:
         self._step, self._train, self.every, self._places, self._warn = step, train, every, places, warn
         self._rank, self._device, self._is_first = distributed.get_rank(), step.module.carrier.device, True
 
-    def added_up(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int) -> Totals:
+    def added_up(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int, call: int = 0) -> Totals:
         """Return what ExactStep.added_up does, in a step that may be audited; a collective.
 
         Raises InputError for code that has other bits each time, and WrongBitsError for ranks that differ, on all ranks
         and with the weights as before the step.
         """
         is_first, self._is_first = self._is_first, False
-        add_up = partial(self._step.added_up, partial(backward, shares))
+        add_up = partial(self._step.added_up, partial(backward, shares), call)
         if not is_first and (not self.every or (epoch * len(self._train) + step + 1) % self.every):
             return add_up()
         part, owner, other = chosen(self._train, [place.host for place in self._places], epoch, step)

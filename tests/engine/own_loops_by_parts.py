@@ -42,6 +42,19 @@ def train(loop: Loop, mistake=""):
         evaluate(loop, model, tests)
 
 
+def draws_by_itself(loop: Loop):
+    """Draws from a generator of its own."""
+    model, batches, *_ = linear(loop)
+    generator = torch.Generator()
+
+    def loss_of(part):
+        return torch.rand((), generator=generator) * F.cross_entropy(model(part[0]), part[1])
+
+    for _ in loop.epochs():
+        for batch in batches:
+            loop.backward(batch, loss_of)
+
+
 def adds_up_two(loop: Loop):
     """The gradients of two batches; they are those of both losses."""
     model, batches, tests, optimizer = linear(loop)

@@ -1,6 +1,7 @@
 """Virtual ranks in a loop of the user's own: gradients that have the same bits on any number of ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,15 +9,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.engine.audit import Backward
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
-from flyte_ddp.engine.step import Step, gradients_of
+from flyte_ddp.engine.step import Step, Totals, gradients_of
 from flyte_ddp.engine.torch_compat import scale
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.errors import InputError
 
 Loss = Callable[[Any], Tensor]
+AddUp = Callable[[Backward, Sequence[Batch], int], Totals]
 
 
 class Parts:
@@ -57,13 +60,18 @@ class ByParts(nn.Module):
 
 
 class ExactGradients:
-    """The gradients of the mean loss over the parts of a global batch."""
+    """The gradients of the mean loss over the parts of a global batch.
+
+    Attributes:
+        add_up: does what Audit.added_up does, given the number of the call in its step, from 0.
+    """
 
     def __init__(self, model: nn.Module, virtual_ranks: int):
         self._mode = GlobalBatchMode(BatchShare())
         self._mode.by_part = True
         self._step = _LossStep(model, self._mode)
-        self._parallel = ExactStep(self._step, virtual_ranks)
+        self.parallel = ExactStep(self._step, virtual_ranks)
+        self.add_up: AddUp = lambda backward, shares, call: self.parallel.added_up(partial(backward, shares), call)
         self._weights = [*model.parameters()]
         self._is_trained = [weight.requires_grad for weight in self._weights]
         self._buffers = Buffers(model)
@@ -71,11 +79,11 @@ class ExactGradients:
 
     @property
     def grid(self) -> Tensor | None:
-        return self._parallel.grid
+        return self.parallel.grid
 
     @grid.setter
     def grid(self, exponents: Tensor | None) -> None:
-        self._parallel.grid = exponents
+        self.parallel.grid = exponents
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise InputError if the optimizer steps by gradients that are not added up by part."""
@@ -100,28 +108,28 @@ class ExactGradients:
                 "loop.wrap, or train without virtual_ranks"
             )
         before = self._buffers.kept()
-        shares = [self._parallel.parts(share, 0)[0] for share in parts.shares]  # copies
         self._step.loss_of = loss_of
 
-        def computed() -> None:
+        def computed(shares: Sequence[Batch]) -> None:
             self._step.digests.clear()
             after: KeptBuffers | None = None
             for share in shares:
                 before.put_back()
                 with self._mode.block(step_seed, share.share.part, call):
-                    self._parallel(share, (False, False), share is shares[-1]).backward()
+                    copied = self.parallel.parts(share, 0)[0]
+                    self.parallel(copied, (False, False), share is shares[-1]).backward()
                 if share.share.count == 1:  # of a single value, batch norm's variance is no number
                     before.replace_not_finite()
                 after = after or self._buffers.kept()
-                self._parallel.finish_part(share is shares[-1])
+                self.parallel.finish_part(share is shares[-1])
             if after:
                 after.put_back()
 
         earlier = [(weight, weight.grad.clone()) for weight in self._step.trainable if weight.grad is not None]
-        self._parallel.zero_grad()
+        self.parallel.zero_grad()
         self.is_computing = True
         try:
-            totals = self._parallel.added_up(computed, call - 1)
+            totals = self.add_up(computed, parts.shares, call - 1)
         finally:
             self.is_computing = False
         self._buffers.broadcast()

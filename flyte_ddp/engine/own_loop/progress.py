@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
@@ -120,8 +121,12 @@ class Progress:
         remarks = [*moves, *uneven_parts(job.settings.virtual_ranks, world.size)]
         self._started = run_started(self, job, world, hosts, headline, percent, precision, remarks)
         self._link.emit(self._started)
-        for warning in self._monitor.noted(self.epoch, self.step, unlike(places, job.options)):
-            self._link.emit(warning)
+        self._warn(self.epoch, self.step, unlike(places, job.options))
+        if self.exact:
+            audit = Audit(self.exact.parallel, self.batches, 0, places, self._warn)
+            self.exact.add_up = lambda backward, shares, call: audit.added_up(
+                backward, shares, self.epoch, self.step, call
+            )
         self._since = time.perf_counter() - self._seconds
 
     def begin_step(self) -> None:
@@ -379,6 +384,10 @@ class Progress:
 
     def _digest(self) -> str:
         return weights_digest(self.parts["model"].state_dict(), device=self.device)
+
+    def _warn(self, epoch: int, step: int, reasons: Sequence[str]) -> None:
+        for warning in self._monitor.noted(epoch, step, reasons):
+            self._link.emit(warning)
 
     def _warn_once(self, reason: str) -> None:
         if all(warning.reason != reason for warning in self._monitor.warnings):

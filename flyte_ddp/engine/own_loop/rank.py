@@ -12,7 +12,7 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.own_loop.loop import Loop
 from flyte_ddp.engine.own_loop.progress import Progress
 from flyte_ddp.engine.own_loop.unsaved import Unsaved
-from flyte_ddp.errors import InputError, NonFiniteError
+from flyte_ddp.errors import InputError, NonFiniteError, WrongBitsError
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import Environment, check_ranks
 from flyte_ddp.launch.link import Link
@@ -67,7 +67,7 @@ def run(
             if "default process group twice" not in str(error):  # torch's words
                 raise
             raise InputError(f"leave out torch.distributed.init_process_group: {ALREADY}") from None
-        except NonFiniteError:  # raised on all ranks at once; the first report of it ends them all
+        except (NonFiniteError, WrongBitsError):  # raised on all ranks at once; the first report of it ends them all
             progress.close()
             distributed.barrier()
             raise

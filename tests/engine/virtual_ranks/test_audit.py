@@ -76,17 +76,17 @@ class Stuck(Flipping):
 
 
 class Drawing(ImageClassifier):
-    """From its 25th call on, which a rank of two parts makes first, its network draws from Python's generator."""
+    """From its 25th call on, which a rank of two parts makes first, its network draws from a generator of its own."""
 
     def model(self):
         model = super().model()
-        self.calls = 0
+        self.calls, self.random = 0, random.Random(1)
         model.register_forward_hook(self.scaled)
         return model
 
     def scaled(self, module, inputs, outputs):
         self.calls += module.training
-        return outputs * (0.5 + random.random()) if self.calls > 25 and module.training else outputs
+        return outputs * (0.5 + self.random.random()) if self.calls > 25 and module.training else outputs
 
 
 class InPlace(ImageClassifier):
