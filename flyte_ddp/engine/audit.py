@@ -39,8 +39,9 @@ PROCESSOR = (
     "now and then; take its host, or its GPU, out of service, and go on elsewhere from the last checkpoint"
 )
 RANKS = (
-    "code reads its rank or host, or one of these has errors in its processor or memory, or is of another kind; if no "
-    "code does, go on from the last checkpoint without one of these hosts, then without the other"
+    "code reads its rank or host, or counts calls outside of a buffer, or one of these has errors in its processor or "
+    "memory, or is of another kind; if no code does, go on from the last checkpoint without one of these hosts, then "
+    "without the other"
 )
 
 

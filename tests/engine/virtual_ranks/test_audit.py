@@ -142,7 +142,9 @@ def test_code_that_begins_to_draw_is_named_and_no_host(train, ranks):
     ("ranks", "words"), [(2, "on each of rank 0 on .*, rank 1 on "), (3, "on rank 1 on .* than on rank 0 on ")]
 )
 def test_ranks_that_differ_in_the_same_way_each_time_are_named_both(train, ranks, words):
-    with pytest.raises(RecoverableRankError, match=f"have other bits {words}.*: code reads its rank or host, or one"):
+    with pytest.raises(
+        RecoverableRankError, match=f"have other bits {words}.*: code reads its rank or host, or counts"
+    ):
         train(ranks, recipe=f"{__name__}:Stuck", virtual_ranks=ranks, audit_every=1)
 
 
