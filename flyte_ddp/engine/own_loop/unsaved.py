@@ -46,6 +46,7 @@ class Unsaved:
     def _check_schedules(self, optimizer: Optimizer) -> None:
         held = [one for part in self._parts.values() for one in _held(part)]
         kept = [id(one) for schedule in (*self._parts.values(), *held) for one in (schedule, *_held(schedule))]
+        # All objects are looked through, since ReduceLROnPlateau leaves no mark on the optimizer as other schedules do
         for one in gc.get_objects():
             # type() and not isinstance(), which asks some objects for their __class__
             if issubclass(type(one), LRScheduler) and vars(one).get("optimizer") is optimizer and id(one) not in kept:
