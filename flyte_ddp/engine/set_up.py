@@ -22,7 +22,7 @@ from flyte_ddp.engine.network.placement import to_device
 from flyte_ddp.engine.sharding.shardable import check_batch_norm
 from flyte_ddp.engine.sharding.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.virtual_ranks.rules import check_recipe, check_settings, uneven_parts
+from flyte_ddp.engine.virtual_ranks.rules import check_recipe, check_settings, ignored_groups, uneven_parts
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning, StartUp
 from flyte_ddp.launch.environment import Environment
@@ -72,6 +72,7 @@ def set_up(
         check_device(device)
     recipe = load_recipe(job, device)
     check_recipe(recipe)
+    groups = ignored_groups(recipe)
     train, test = (load_split(recipe, split, job, cache) for split in SPLITS)
     check_attributes(recipe, world_size)
     kept, validation = validation_of(recipe, train, job, cache)
@@ -96,7 +97,7 @@ def set_up(
     model, left_out, remarks = first_model(recipe, job)
     if recipe.passes_per_epoch > 1:
         remarks.append(f"an epoch passes over the training {recipe.samples} {recipe.passes_per_epoch} times")
-    remarks += uneven_parts(settings.virtual_ranks, world_size)
+    remarks += [*groups, *uneven_parts(settings.virtual_ranks, world_size)]
     base = FrozenBase(model, left_out)
     average = to_device(recipe, model, base, job.options, environment, precision)
     constant_loss, total_steps = finite_number(recipe, "constant_loss"), settings.epochs * len(batches)

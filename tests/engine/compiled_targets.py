@@ -9,7 +9,7 @@ from flyte_ddp.engine.network import compiled_draws
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from tests.engine.probe_recipes import WIDTH, Sound
+from tests.engine.probe_recipes import SIZE, WIDTH, Sound
 
 
 def count_compiled(environment: Environment, link: Link, job: Job) -> tuple[TrainingResult, int, int]:
@@ -63,3 +63,7 @@ class Whole(Sound):
 
     def forward(self, model, batch):
         return model(batch * torch.rand(len(batch), 1))
+
+
+class OneStep(Whole):
+    train_fraction = 10 / SIZE

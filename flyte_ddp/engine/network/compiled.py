@@ -20,7 +20,7 @@ from flyte_ddp.engine.global_batch.operators import has_triton
 from flyte_ddp.engine.network.compiled_draws import compile_by_position
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import only_deterministic, pytree
+from flyte_ddp.engine.torch_compat import is_batch_norm, only_deterministic, pytree
 from flyte_ddp.engine.tracing_compat import allow_compiling
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.link import Link
@@ -69,6 +69,11 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
         raise InputError(
             "options.compile must be false with virtual_ranks and samples of different lengths, for each of which all "
             "would be compiled anew, got true: leave it out, or set virtual_ranks to 0"
+        )
+    if settings.virtual_ranks and 1 in train.sizes() and any(is_batch_norm(layer) for layer in state.model.modules()):
+        raise InputError(
+            "options.compile must be false where batch norm sees a part of one sample, which torch can't compile, got "
+            "true: leave it out, or choose batch_size so that the parts of an epoch's last batch have two or more"
         )
     before = state.kept()
     with ExitStack() as hooks:

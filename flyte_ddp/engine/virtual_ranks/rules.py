@@ -38,16 +38,20 @@ def check_recipe(recipe: Recipe) -> None:
             f"virtual_ranks must be 0 for {owner}, whose uses_global_batch needs the whole batch, got {virtual_ranks}: "
             f"{OFF}"
         )
-    if virtual_ranks and recipe.ghost_batch_size:
-        raise InputError(
-            f"{owner}.ghost_batch_size must be 0 with virtual_ranks, where batch norm sees one part at a time, got "
-            f"{recipe.ghost_batch_size}: leave it out"
-        )
     if virtual_ranks and recipe.micro_batch == -1:
         raise InputError(
             f"virtual_ranks must be 0 for {owner}, whose micro_batch of -1 goes by what fits into memory, got "
             f"{virtual_ranks}: give micro_batch a number, or {OFF}"
         )
+
+
+def ignored_groups(recipe: Recipe) -> list[str]:
+    """Return a remark, and leave the groups of batch norm out, where virtual ranks have batch norm see one part."""
+    groups = recipe.ghost_batch_size
+    if not (groups and recipe.settings.virtual_ranks):
+        return []
+    recipe.ghost_batch_size = 0
+    return [f"ghost_batch_size: {groups} has no effect with virtual_ranks, where batch norm sees one part at a time"]
 
 
 def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:

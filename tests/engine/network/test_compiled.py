@@ -72,7 +72,7 @@ def test_by_virtual_ranks_it_computes_the_same_bits_on_any_number_of_ranks(tmp_p
         folder = tmp_path / str(ranks)
         folder.mkdir()
         settings = Settings(batch_size=10, epochs=1, virtual_ranks=4)
-        job = job_in(folder, subject_of(find_code(f"{TARGETS}:Whole"), settings), RunOptions(compile=True))
+        job = job_in(folder, subject_of(find_code(f"{TARGETS}:OneStep"), settings), RunOptions(compile=True))
         result, before, pieces = launcher.launch(
             f"{TARGETS}:count_compiled", World(ranks, ranks, "gloo", "cpu"), job, 120, lambda event: None
         )[0]
@@ -87,4 +87,12 @@ def test_by_virtual_ranks_samples_of_different_lengths_are_refused(tmp_path):
     )
     job = job_in(tmp_path, subject, RunOptions(compile=True))
     with pytest.raises(InputError, match=r"options\.compile must be false with virtual_ranks and samples of different"):
+        launcher.launch(f"{TARGETS}:count_compiled", World(1, 1, "gloo", "cpu"), job, 120, lambda event: None)
+
+
+def test_batch_norm_of_a_single_sample_is_refused(tmp_path):
+    """The last batch of twelve samples has two, for four parts."""
+    settings = Settings(batch_size=10, epochs=1, virtual_ranks=4)
+    job = job_in(tmp_path, subject_of(find_code(f"{TARGETS}:Whole"), settings), RunOptions(compile=True))
+    with pytest.raises(InputError, match=r"batch norm sees a part of one sample, .* choose batch_size so that"):
         launcher.launch(f"{TARGETS}:count_compiled", World(1, 1, "gloo", "cpu"), job, 120, lambda event: None)
