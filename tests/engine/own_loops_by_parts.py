@@ -100,12 +100,34 @@ def freezes_later(loop: Loop):
             loop.log(loss=0.0)
 
 
+class Teaching(nn.Module):
+    """Moves a teacher's weight in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 3), nn.Linear(8, 3).requires_grad_(False)
+
+    def forward(self, inputs):
+        self.teacher.weight.data = 0.9 * self.teacher.weight.data + 0.1 * self.student.weight.data
+        return self.student(inputs) + self.teacher(inputs)
+
+
+def moves_a_teacher(loop: Loop):
+    model, batches = loop.wrap(Teaching()), loop.batches(few(42))
+    loop.keep(model=model)
+    for _ in loop.epochs():
+        for batch in batches:
+            loop.backward(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+
+
 class Counting(nn.Module):
-    """Has buffers that go by the samples: one changes in place, one is replaced, one counts."""
+    """Has buffers that go by the samples: one changes in place, one is replaced, one counts, others grow."""
 
     mean_input: torch.Tensor
     last_input: torch.Tensor
     positive: torch.Tensor
+    seen: torch.Tensor
+    last: torch.Tensor | None
 
     def __init__(self):
         super().__init__()
@@ -113,14 +135,20 @@ class Counting(nn.Module):
         self.register_buffer("mean_input", torch.zeros(8))
         self.register_buffer("last_input", torch.zeros(8))
         self.register_buffer("positive", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(1, 8))
+        self.register_buffer("last", None)
 
     def forward(self, inputs):
-        outputs = self.layer(inputs + self.mean_input - self.last_input)
+        outputs = self.layer(inputs + self.mean_input - self.last_input + self.seen.mean(0))
+        if self.last is not None:
+            outputs = outputs + self.last
         if self.training:
             with torch.no_grad():
                 self.mean_input.lerp_(inputs.mean(0), 0.1)
                 self.last_input = self.last_input.lerp(inputs[-1], 0.1)
                 self.positive += (inputs > 0).sum()
+                self.seen = torch.cat([self.seen, inputs])
+                self.last = inputs[-1, :3]
         return outputs
 
 

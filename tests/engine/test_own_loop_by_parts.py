@@ -90,6 +90,10 @@ def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
         ),
         ("freezes_later", r"with virtual_ranks the same parameters must be trained in each step: call requires_grad_"),
         ("draws_by_itself", r"^in epoch 1, step 1, gradients of the same samples have other bits each time"),
+        (
+            "moves_a_teacher",
+            r"loss_of must change no weight, .* and teacher.weight was changed: change it after the opt",
+        ),
         ("unpacks", r"a batch must go to loop.backward with virtual_ranks, as it has several parts"),
         ("calls_the_network", r"with virtual_ranks a step's gradients must come from loop.backward\(batch, loss_of\)"),
         (

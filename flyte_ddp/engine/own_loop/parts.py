@@ -150,11 +150,20 @@ class _LossStep(Step):
         self.model, self.mode, self.names, self.digests = model, mode, ("loss",), set()
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.carrier = nn.Parameter(self.trainable[0].new_zeros(0))
+        modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+        self._places = [(path + name, module, name) for path, module in modules for name in module._parameters]
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The mean loss of the part, and with it its weight."""
         vars(self.mode.share).update(vars(batch.share))
+        before = self._versions()
         loss = self.loss_of(batch.tree)
+        for (name, _, _), now, earlier in zip(self._places, self._versions(), before, strict=True):
+            if now != earlier:
+                raise InputError(
+                    f"with virtual_ranks loss_of must change no weight, as a rank calls it for each of its parts, and "
+                    f"{name} was changed: change it after the optimizer's step, or make it a buffer by register_buffer"
+                )
         if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad):
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(
@@ -164,3 +173,8 @@ class _LossStep(Step):
         self.digests.add(self.mode.digest)
         measured = torch.stack([loss.detach().double(), loss.new_ones((), dtype=torch.float64)])
         return loss, measured.view(2, 1)
+
+    def _versions(self) -> list[tuple[int, ...]]:
+        """What becomes another number where a weight is changed, given other data, or replaced."""
+        weights = (module._parameters.get(name) for _, module, name in self._places)
+        return [() if one is None else (id(one), one._version, one.data_ptr()) for one in weights]
