@@ -164,7 +164,10 @@ def _is_semaphore(error: BaseException) -> bool:
 HINTS = {
     "SIGKILL": ("killed", "probably out of memory"),
     # This is how NCCL's watchdog ends a rank, without an exception
-    "SIGABRT": ("aborted", "ended by native code, as NCCL ends a rank that has lost another one: look at the others"),
+    "SIGABRT": (
+        "aborted",
+        "ended by native code, as NCCL or gloo end a rank that has lost another: look at the others",
+    ),
 }
 
 

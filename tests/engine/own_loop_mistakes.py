@@ -299,6 +299,34 @@ def trains_without_a_loop(loop: Loop):
     loop.wrap(nn.Linear(1, 1))
 
 
+def skips_a_step_on_the_last_rank(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            if loop.rank and loop.step == 2:
+                loop.log(loss=0.5)
+            else:
+                step(loop, model, optimizer, inputs, labels)
+
+
+def repeats_a_closure_on_the_first_rank(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            for _ in range(2 - loop.rank):
+                step(loop, model, optimizer, inputs, labels)
+
+
+def leaves_the_steps_on_the_first_rank(loop: Loop):
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            if not loop.rank:
+                break
+        evaluate(loop, model, tests)
+
+
 def averages_over_the_training_batches(loop: Loop):
     model, batches, tests, optimizer = linear(loop)
     for _ in loop.epochs():

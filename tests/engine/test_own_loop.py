@@ -303,6 +303,9 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
             "trains_without_a_loop",
             r"own_loop_mistakes:trains_without_a_loop must train in `for epoch in loop.epochs\(\):`",
         ),
+        ("skips_a_step_on_the_last_rank", r"after 2 steps of epoch 1 rank 0 computes gradients and rank 1 ends the st"),
+        ("repeats_a_closure_on_the_first_rank", r"after 0 steps of epoch 1 rank 0 computes gradients and rank 1 ends"),
+        ("leaves_the_steps_on_the_first_rank", r"rank 0 calls loop.evaluated and rank 1 ends the step: let each comp"),
         (
             "averages_over_the_training_batches",
             r"within `for epoch in loop.epochs\(\):`; to pass over the data without training.*loop.evaluation\(data\)",

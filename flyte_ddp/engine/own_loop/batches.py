@@ -8,6 +8,7 @@ from flyte_ddp.engine import rank_0s
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.garbage import collected_between
+from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.parts import Parts
 from flyte_ddp.engine.own_loop.progress import Progress
 from flyte_ddp.engine.seeds import seed_all, seed_part
@@ -93,7 +94,9 @@ class Evaluation:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        rank_0s.take(buffer for model in self._progress.wrapped for buffer in model.buffers())  # as before each step
+        if buffers := [buffer for model in self._progress.wrapped for buffer in model.buffers()]:
+            self._progress.agree(Call.EVALUATION)
+            rank_0s.take(buffers)  # as before each step
         for batch in self._batches:
             self._link.heartbeat()
             if not batch.share.borrowed:

@@ -14,6 +14,7 @@ def train(loop: Loop) -> None:
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
 from flyte_ddp.engine.checks.data_probe import unequal_data
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import data_path_of, split_of
+from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
 from flyte_ddp.engine.own_loop.progress import Progress
 from flyte_ddp.engine.seeds import seed_all, seed_part
-from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused
+from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused, pytree
 from flyte_ddp.engine.tracing_compat import uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.launch.environment import Environment
@@ -87,7 +89,9 @@ class Loop:
             progress.exact = wrapped.exact
         else:
             wrapped = _Replicated(
-                model.to(self.device), lambda: (progress.epoch, progress.step) if progress.is_stepping else None
+                model.to(self.device),
+                lambda: (progress.epoch, progress.step) if progress.is_stepping else None,
+                lambda: progress.agree(Call.BACKWARD),
             )
         progress.wrapped.append(wrapped.module)
         return wrapped
@@ -165,6 +169,7 @@ class Loop:
         if isinstance(batch, Parts):
             if not progress.exact:
                 raise InputError("call loop.wrap before loop.backward: it says what network is trained")
+            progress.agree(Call.BACKWARD)
             loss = progress.exact.backward(batch, loss_of, progress.step_seed, progress.backward_calls)
         else:
             seed_part(progress.step_seed, self.rank, progress.backward_calls)
@@ -194,6 +199,7 @@ class Loop:
         Each is a value, or values, of this rank, or a pair of these and their weights: (correct, samples), say. What
         counts is the sum of all ranks' values, over that of their weights.
         """
+        self._progress.agree(Call.EVALUATED)
         names = names_on_all_ranks("loop.evaluated", measures)
         values = [measures[name] for name in names]
         pairs = [value if isinstance(value, tuple) else (value, _count(value)) for value in values]
@@ -225,10 +231,13 @@ class _Replicated(SettledBuckets):
     Gradients from outside of a step stay this rank's own, but no optimizer steps by them: see before_optimizer.
     """
 
-    def __init__(self, model: nn.Module, position: Callable[[], tuple[int, int] | None]):
-        """position: epoch and step that the user's code is in; None where it is in no step."""
+    def __init__(
+        self, model: nn.Module, position: Callable[[], tuple[int, int] | None], begin_backward: Callable[[], None]
+    ):
+        """position: epoch and step that the user's code is in; None where it is in no step. begin_backward: called
+        before the gradients of a forward pass are computed, if ranks exchange them."""
         super().__init__(model)
-        self._position, self._called_in = position, (-1, -1)
+        self._position, self._called_in, self._begin_backward = position, (-1, -1), begin_backward
         # DistributedDataParallel never averages their gradients, also if they are trained later
         is_alone = distributed.get_world_size() == 1
         self._frozen = [] if is_alone else [one for one in model.named_parameters() if not one[1].requires_grad]
@@ -247,7 +256,13 @@ class _Replicated(SettledBuckets):
                     "itself: let loop.wrap have it trained, in a group of the optimizer whose lr is 0 until then"
                 )
         with naming_unused(self):
-            return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+            outputs = super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+        if self.require_backward_grad_sync:
+            begin = cache(self._begin_backward)  # of several outputs, the first that has a gradient calls it
+            for output in pytree.tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(lambda _: begin())
+        return outputs
 
     def _arrived(self, _: Tensor) -> None:
         """A gradient has come."""

@@ -24,6 +24,7 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.own_loop.agreement import Call, agree
 from flyte_ddp.engine.own_loop.arrangement import arrangement, load, without_later_groups
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, MOST_WAITED, Optimizers
@@ -129,6 +130,10 @@ class Progress:
             )
         self._since = time.perf_counter() - self._seconds
 
+    def agree(self, call: Call) -> None:
+        """Raise InputError if another rank does something else here; a collective."""
+        agree(call, self.epoch, self.step)
+
     def begin_step(self) -> None:
         self.is_stepping = True
         self.step_seed = key_of(Use.OWN_STEP, self._job.settings.seed, self.epoch, self.step)
@@ -176,6 +181,7 @@ class Progress:
         self.clock.lap(StepPart.COMPUTING)
         if not self.logged:
             raise InputError("call loop.log(loss=...) once in each step")
+        self.agree(Call.STEP_END)
         if not self.names:
             self.names = names_on_all_ranks("loop.log", self.logged)
             self._set_to_zero()
@@ -221,6 +227,7 @@ class Progress:
                 )
             missing = f"call loop.evaluated({self._started.headline}=...)"
             raise InputError(f"{missing} at the end of each epoch, on every rank, as it adds up what all have measured")
+        self.agree(Call.EPOCH_END)
         finished = EpochFinished(
             epoch=self.epoch,
             samples=self.step * self._job.settings.batch_size,

@@ -1,0 +1,47 @@
+"""Whether all ranks do the same in a loop of the user's own: asked before they exchange what would not fit together."""
+
+from enum import Enum
+
+import torch
+from torch import distributed
+
+from flyte_ddp.errors import InputError
+
+
+class Call(Enum):
+    """What a rank does next, for which it needs the others."""
+
+    BACKWARD = "computes gradients"
+    STEP_END = "ends the step"
+    EVALUATION = "begins an evaluation"
+    EVALUATED = "calls loop.evaluated"
+    EPOCH_END = "ends the epoch"
+
+
+def agree(call: Call, epoch: int, step: int) -> None:
+    """Raise InputError on all ranks if one of them does something else; a collective.
+
+    gloo would abort the process. Under NCCL, where asking would make the host wait for the device, ranks that differ
+    hang, and the message of the hang has their stacks.
+
+    Args:
+        call: what this rank does.
+        epoch: from 0.
+        step: how many steps of the epoch are done.
+    """
+    if distributed.get_world_size() == 1 or distributed.get_backend() != "gloo":
+        return
+    number = [*Call].index(call)
+    extremes = torch.tensor([number, -number])
+    distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
+    if extremes[0] == -extremes[1]:
+        return
+    calls: list[str] = [""] * distributed.get_world_size()
+    distributed.all_gather_object(calls, call.value)
+    other = next(rank for rank, does in enumerate(calls) if does != calls[0])
+    place = f"after {step} step{'s' * (step != 1)} of epoch {epoch + 1}"
+    raise InputError(
+        f"ranks must do the same in each step, but {place} rank 0 {calls[0]} and rank {other} {calls[other]}: let each "
+        "compute gradients, log and evaluate as often as the others, by a loss times 0.0 where it has nothing to learn "
+        "from"
+    )
