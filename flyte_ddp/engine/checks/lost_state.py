@@ -37,19 +37,20 @@ def refuse_lost_state(recipe: Recipe, model: nn.Module, lost: Sequence[str]) -> 
     with_gradient = [weight for weight in model.parameters() if weight.grad is not None]
     for weight in sorted(with_gradient, key=Tensor.numel):
         room -= weight.numel()
-        weight.grad = (weight.detach() + 0.01) if room >= 0 else None  # some weights begin as zeros
+        weight.grad = None
         weights += [weight] if room >= 0 else []
+    gradients = [weight.detach() + 0.01 for weight in weights]  # some weights begin as zeros
     first = optimizer_of(recipe, model)
     kind = type(first).__name__
     where = f"{code_location(recipe, 'optimizer')}: {kind}"
     try:
-        _step(first, STEPS[0])
+        _step(first, STEPS[0], weights, gradients)
         state = first.state_dict()
         if sum(leaf.numel() for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)) > MOST_STATE:
             return
         state = pytree.tree_map_only(Tensor, Tensor.clone, state)
         before = [weight.detach().clone() for weight in weights]
-        _step(first, STEPS[1])
+        _step(first, STEPS[1], weights, gradients)
     except Exception:
         if len(weights) == len(with_gradient):
             raise
@@ -61,7 +62,7 @@ def refuse_lost_state(recipe: Recipe, model: nn.Module, lost: Sequence[str]) -> 
     resumed = optimizer_of(recipe, model)
     try:
         resumed.load_state_dict(state)
-        _step(resumed, STEPS[1])
+        _step(resumed, STEPS[1], weights, gradients)
     except Exception as error:
         raise InputError(
             f"{where} cannot go on from its own state_dict ({reason_of(error)}), so that no "
@@ -75,13 +76,15 @@ def refuse_lost_state(recipe: Recipe, model: nn.Module, lost: Sequence[str]) -> 
         )
 
 
-def _step(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Steps with the same random numbers each time this is called."""
+def _step(optimizer: torch.optim.Optimizer, count: int, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Step with the same random numbers and gradients each time this is called."""
     devices = {weight.device for group in optimizer.param_groups for weight in group["params"]}
     generators = [torch.default_generator, *(device_generator(device) for device in devices)]
     for generator in generators:
         generator.manual_seed(count)
     for _ in range(count):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()  # a step may change it, as one that clips does
         optimizer.step()
 
 
