@@ -3,20 +3,21 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from flyte_ddp.engine import rank_0s
+from flyte_ddp.errors import InputError
 
 
 class Buffers:
     """The buffers of a network by name, even those that a forward pass replaces: `self.mean = 0.9 * self.mean`."""
 
     def __init__(self, model: nn.Module):
-        modules = [(f"{path}." if path else "", one) for path, one in model.named_modules()]  # once: it takes a while
-        self._places = [(path + name, one, name) for path, one in modules for name in one._buffers]
-        self._saved = {name for name, one, own_name in self._places if own_name not in one._non_persistent_buffers_set}
-        self._device = next(model.parameters()).device
+        names = [name for name, _ in model.named_buffers()]
+        owners = [model.get_submodule(name.rpartition(".")[0]) for name in names]  # once: it takes a while
+        self._places = [(name, owner, name.rpartition(".")[2]) for name, owner in zip(names, owners, strict=True)]
         self._first = self.now()
+        self._saved = {*model.state_dict()}
 
     def now(self) -> dict[str, Tensor]:
         found = ((name, getattr(owner, own_name)) for name, owner, own_name in self._places)
@@ -29,30 +30,24 @@ class Buffers:
     def broadcast(self, moving: Iterable[Tensor] = ()) -> None:
         """Give all ranks the buffers of rank 0; a collective.
 
-        They have its shapes, too. But a buffer that is in no state_dict and has another shape than at first is a cache,
-        which may have grown on one rank alone, beside an attribute that says how far. As DistributedDataParallel does,
-        this sends the first one in its place and leaves the cache as it is.
-        """
-        if distributed.get_world_size() > 1 and self._saved:
-            self._take_shapes()
-        now = self.now()
-        for name in self._first.keys() - self._saved:
-            if name not in now or now[name].shape != self._first[name].shape:
-                now[name] = self._first[name]
-        sent = self._saved | self._first.keys()
-        rank_0s.take((*(now[name] for name, _, _ in self._places if name in sent and name in now), *moving))
+        A buffer that is in no state_dict and has another shape than at first is a cache, which may have grown on one
+        rank alone. As DistributedDataParallel does, this sends the first one in its place.
 
-    def _take_shapes(self) -> None:
-        """Give the buffers of a state_dict the shapes that they have on rank 0."""
-        shapes = [{name: (one.shape, one.dtype) for name, one in self.now().items() if name in self._saved}]
-        distributed.broadcast_object_list(shapes, 0, device=self._device)
-        for name, owner, own_name in self._places:
-            if name in self._saved:
-                here, first = getattr(owner, own_name), shapes[0].get(name)
-                if first is None:
-                    setattr(owner, own_name, None)
-                elif here is None or (here.shape, here.dtype) != first:
-                    setattr(owner, own_name, torch.empty(first[0], dtype=first[1], device=self._device))
+        Raises:
+            InputError: A buffer of the state_dict has another shape than at first.
+        """
+        now = self.now()
+        for name, first in self._first.items():
+            shape = now[name].shape if name in now else None
+            if shape != first.shape and name in self._saved:
+                raise InputError(
+                    f"the buffer {name} must keep its shape, or no checkpoint could be loaded, got "
+                    f"{tuple(shape or ())} after {tuple(first.shape)}: create it in __init__ with the shape that it "
+                    "will have"
+                )
+            if shape != first.shape:
+                now[name] = first
+        rank_0s.take((*now.values(), *moving))
 
 
 class KeptBuffers:

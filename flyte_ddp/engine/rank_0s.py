@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from flyte_ddp.engine.torch_compat import broadcast_together
+
 
 def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
     """That of the first of the receivers, by default of all ranks, on the device; the others have the same, or a meta
@@ -17,8 +19,11 @@ def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Ten
 
 @torch.no_grad()
 def take(tensors: Iterable[Tensor]) -> None:
-    """Gives the tensors rank 0's values."""
-    for tensor in tensors:
-        first = broadcast(tensor, tensor.device)
-        if first is not tensor:  # which has been filled in place otherwise
-            tensor.copy_(first)
+    """Give the tensors rank 0's values, many of them in one message."""
+    if distributed.get_world_size() == 1:
+        return
+    sent = [(tensor, tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
+    broadcast_together([dense.view(-1).view(torch.uint8) for _, dense in sent])
+    for tensor, dense in sent:
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.copy_(dense)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._C import DispatchKey
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -292,6 +292,21 @@ def may_round_to_tf32() -> bool:
     """
     backends: Any = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return any(backend.fp32_precision == "tf32" for backend in backends)
+
+
+def version(tensor: Tensor) -> int:
+    """Return a number that grows with each change of the tensor in place."""
+    return tensor._version
+
+
+def broadcast_together(tensors: list[Tensor]) -> None:
+    """Give the tensors, which are dense, the values of rank 0; a collective.
+
+    DistributedDataParallel sends a network's buffers by it, many in one message.
+    """
+    if tensors:
+        group: Any = distributed.group.WORLD
+        distributed._broadcast_coalesced(group, tensors, 250 << 20, 0)  # type: ignore[attr-defined]
 
 
 def device_generator(device: torch.device) -> torch.Generator:

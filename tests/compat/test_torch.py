@@ -274,3 +274,22 @@ def test_weights_can_be_gathered_in_their_own_types_before_and_after_the_first_u
             assert layer.weight.grad.dtype == torch.float32
     finally:
         distributed.destroy_process_group()
+
+
+def test_the_version_of_a_tensor_grows_with_each_change_in_place():
+    weight = nn.Parameter(torch.zeros(2))
+    before = torch_compat.version(weight)
+    with torch.no_grad():
+        weight.add_(1)
+    assert torch_compat.version(weight) > before
+
+
+def test_tensors_are_broadcast_together(tmp_path):
+    """Whatever their types; what a rank gets is seen by tests of virtual ranks."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        sent = [torch.arange(6, dtype=torch.uint8), torch.ones(3)]
+        torch_compat.broadcast_together(sent)
+        assert [tensor.sum().item() for tensor in sent] == [15, 3]
+    finally:
+        distributed.destroy_process_group()

@@ -94,6 +94,7 @@ def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
             "moves_a_teacher",
             r"loss_of must change no weight, .* and teacher.weight was changed: change it after the opt",
         ),
+        ("grows", r"the buffer seen must keep its shape, .* got \(4, 8\) after \(1, 8\): create it in __init__"),
         ("unpacks", r"a batch must go to loop.backward with virtual_ranks, as it has several parts"),
         ("calls_the_network", r"with virtual_ranks a step's gradients must come from loop.backward\(batch, loss_of\)"),
         (

@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flyte_ddp.engine.torch_compat import version
+
 MOST_WAITED = 256  # steps
 LEFT_OUT = (
     "a checkpoint has no gradients in which ranks differ, and an optimizer has some that it has not stepped by in "
@@ -37,7 +39,7 @@ class Optimizers:
         self._stepped.append(optimizer)
         for weight in weights_of([optimizer]):
             if weight.grad is not None:
-                self._stepped_by[weight.grad] = weight.grad._version
+                self._stepped_by[weight.grad] = version(weight.grad)
 
     def pending(self, idle_alone: bool = False) -> dict[int, Tensor]:
         """Return the gradients that no optimizer has stepped by, by their weights' place in weights().
@@ -50,7 +52,7 @@ class Optimizers:
         return {
             number: gradient.detach()
             for number, gradient in gradients.items()
-            if gradient is not None and self._stepped_by.get(gradient) != gradient._version
+            if gradient is not None and self._stepped_by.get(gradient) != version(gradient)
         }
 
     def put_back(self, pending: Mapping[int, Tensor]) -> None:

@@ -14,7 +14,7 @@ from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.step import Step, Totals, gradients_of
-from flyte_ddp.engine.torch_compat import scale
+from flyte_ddp.engine.torch_compat import scale, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.errors import InputError
 
@@ -150,8 +150,8 @@ class _LossStep(Step):
         self.model, self.mode, self.names, self.digests = model, mode, ("loss",), set()
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.carrier = nn.Parameter(self.trainable[0].new_zeros(0))
-        modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
-        self._places = [(path + name, module, name) for path, module in modules for name in module._parameters]
+        names = [name for name, _ in model.named_parameters()]
+        self._places = [(name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The mean loss of the part, and with it its weight."""
@@ -175,6 +175,6 @@ class _LossStep(Step):
         return loss, measured.view(2, 1)
 
     def _versions(self) -> list[tuple[int, ...]]:
-        """What becomes another number where a weight is changed, given other data, or replaced."""
-        weights = (module._parameters.get(name) for _, module, name in self._places)
-        return [() if one is None else (id(one), one._version, one.data_ptr()) for one in weights]
+        """Return numbers of each weight that change where it is changed, given other data, or replaced."""
+        weights = [getattr(module, name) for _, module, name in self._places]
+        return [(id(weight), version(weight), weight.data_ptr()) for weight in weights]
