@@ -19,5 +19,5 @@ def test_a_shard_without_a_sample_has_no_rows_of_the_same_width(tmp_path):
     torch.save(Predicting(Settings()).model().state_dict(), tmp_path / "model.pt")
     subject = subject_of(find_code(f"{__name__}:Predicting"), Settings())
     job = job_of(subject, model_path=tmp_path / "model.pt", logs=tmp_path)
-    run_alone("flyte_ddp.engine.predict:run", (job, "test", 0, 2 * SIZE), 60, lambda event: None)
-    assert np.load(tmp_path / "predictions-0.npy").shape == (0, WIDTH)
+    run_alone("flyte_ddp.engine.predict:run", (job, "test", 2 * SIZE - 1, 2 * SIZE), 60, lambda event: None)
+    assert np.load(tmp_path / f"predictions-{2 * SIZE - 1}.npy").shape == (0, WIDTH)
