@@ -55,7 +55,7 @@ STYLE = """
 .ddp tr:last-child > * { border-bottom: 0; }
 .ddp thead th { color: var(--soft); font-weight: 600; overflow-wrap: normal; vertical-align: bottom; }
 .ddp .number { text-align: right; white-space: nowrap; }
-.ddp thead .number { white-space: normal; padding-left: .6rem; }
+.ddp .scroll thead .number { white-space: normal; padding-left: .6rem; }
 .ddp .apart { margin-top: 1.25rem; }
 .ddp .bar { display: block; height: .5rem; border-radius: .25rem; background: var(--line); min-width: 2rem;
   margin-top: .45rem; }

@@ -18,7 +18,7 @@ from flyte_ddp.text import listed, reason_of
 SAVE_IT = "keep it in its state or param_groups, or add it to state_dict() and load_state_dict()"
 # How many numbers refuse_lost_state steps on, and how many of a state it copies: megabytes and milliseconds, however
 # large the network is
-MOST_NUMBERS, MOST_STATE = 1 << 20, 1 << 24
+MOST_NUMBERS, MOST_STATE = 1 << 18, 1 << 24
 # Before the state is saved, and after: an optimizer that looks ahead does so every few steps, and has no more than its
 # weights then, so seven is a multiple of no usual interval
 STEPS = 7, 10
