@@ -155,3 +155,11 @@ def identical(first: Trained, second: Trained) -> bool:
 def metrics(trained: Trained):
     """All figures of all epochs but the seconds."""
     return [(epoch.epoch, epoch.train, epoch.validation, epoch.test) for epoch in trained.result.epochs]
+
+
+def first_and_slow(first, *others):
+    """Return values for `make test`, and more for `make test-all`; a tuple has a value for each argument."""
+    return [
+        first,
+        *(pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.slow) for one in others),
+    ]

@@ -32,6 +32,7 @@ def pyflyte(workflow: str, *arguments: str, status: int = 0, cwd: Path = ROOT) -
     return words(done.stdout + done.stderr)
 
 
+@pytest.mark.slow
 def test_it_trains_on_a_folder_and_follows_what_becomes_of_it(digits):
     arguments = ["--folder", str(digits), "--images", IMAGES, "--hp", '{"epochs": 4, "precision": "float32"}']
     said = pyflyte("image_folder_wf", *arguments)

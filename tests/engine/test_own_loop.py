@@ -7,7 +7,7 @@ from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, EpochFinished, RanksTimed, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankError
-from tests.small_training import TWO_HOSTS, Unplugged, identical, relative_difference, unplug_at
+from tests.small_training import TWO_HOSTS, Unplugged, first_and_slow, identical, relative_difference, unplug_at
 
 LOOPS, MISTAKES = "tests.engine.own_loops:", "tests.engine.own_loop_mistakes:"
 SMALL = {"keep_checkpoint": False, "batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
@@ -28,7 +28,7 @@ def undisturbed(whole):
     return lambda nproc=2, loop="train", **more: whole(nproc, recipe=LOOPS + loop, **{**SMALL, **more})
 
 
-@pytest.mark.parametrize(("step", "nproc"), [(1, 2), (4, 3), (7, 2)])
+@pytest.mark.parametrize(("step", "nproc"), first_and_slow((4, 3), (1, 2), (7, 2)))
 def test_killed_at_any_step_it_ends_with_the_same_bits(own, undisturbed, step, nproc):
     with pytest.raises(Unplugged):
         own(nproc, on_event=unplug_at(step), checkpoint_seconds=0, name="cut")
@@ -49,7 +49,7 @@ def test_a_checkpoint_waits_for_the_optimizer_while_gradients_are_accumulated(ow
     assert resumed.result.digest == undisturbed(3, "accumulates").result.digest
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("epoch", first_and_slow(1, 0))
 def test_it_waits_for_each_optimizer_and_draws_the_same_before_the_steps_of_an_epoch(own, undisturbed, epoch):
     loop = "trains_layers_at_their_own_pace"
     with pytest.raises(Unplugged):
@@ -57,6 +57,7 @@ def test_it_waits_for_each_optimizer_and_draws_the_same_before_the_steps_of_an_e
     assert own(2, loop, name="cut").result.digest == undisturbed(2, loop).result.digest
 
 
+@pytest.mark.slow
 def test_it_does_not_wait_without_end(mistaken):
     epochs, loop = 40, "never_steps_by_the_last_gradients"
     trained = mistaken(loop, 2, checkpoint_seconds=0, epochs=epochs, log_interval=100)
@@ -66,7 +67,7 @@ def test_it_does_not_wait_without_end(mistaken):
     assert "an optimizer has some that it has not stepped by in 256 steps" in warning.reason
 
 
-@pytest.mark.parametrize(("step", "epoch"), [(4, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("step", "epoch"), first_and_slow((4, 1), (1, 2), (3, 2)))
 def test_what_has_changed_since_the_start_is_as_it_was_in_a_resume(own, undisturbed, step, epoch):
     loop = "changes_what_it_trains"
     with pytest.raises(Unplugged):
@@ -99,6 +100,7 @@ def test_whoever_accumulates_ends_with_a_checkpoint(own, tmp_path):
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_ranks_whose_weights_drift_apart_are_told_of_once(mistaken, undisturbed):
     for loop in ("adds_noise_of_its_own", "learns_a_weight_of_its_loss"):
         (warning,) = mistaken(loop, 3, name=loop).result.warnings
@@ -112,6 +114,7 @@ def test_a_request_to_stop_waits_for_the_optimizer(own, undisturbed):
     assert own(3, "accumulates", name="stopped").result.digest == undisturbed(3, "accumulates").result.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["steps_by_hand", "trains_two"])
 def test_other_ways_to_step_are_kept_at_each_step(own, undisturbed, loop):
     with pytest.raises(Unplugged):
@@ -149,7 +152,7 @@ def test_without_dropout_and_batch_norm_the_number_of_ranks_changes_rounding_alo
     assert relative_difference(undisturbed(1, "plain"), undisturbed(3, "plain")) < 1e-5
 
 
-@pytest.mark.parametrize("batch_size", [10, 18])  # nine steps an epoch, or five
+@pytest.mark.parametrize("batch_size", first_and_slow(10, 18))  # nine steps an epoch, or five
 def test_a_request_to_stop_is_obeyed_by_all_ranks_after_a_checkpoint_also_in_the_last_step(own, whole, batch_size):
     target = "tests.launch.targets:stop_after_the_fifth_step"
     assert own(target=target, name="stopped", batch_size=batch_size) == [(0, 5)] * 2

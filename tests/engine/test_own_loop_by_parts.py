@@ -6,7 +6,7 @@ import torch
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, StepLogged
 from tests.engine.test_own_loop import LOOPS, SMALL
-from tests.small_training import Unplugged, relative_difference, unplug_at
+from tests.small_training import Unplugged, first_and_slow, relative_difference, unplug_at
 
 BY_PARTS, EXACT = "tests.engine.own_loops_by_parts:", {**SMALL, "virtual_ranks": 4}
 
@@ -27,7 +27,7 @@ def one_rank(whole):
     return whole(1, recipe=BY_PARTS + "train", **EXACT)
 
 
-@pytest.mark.parametrize("nproc", [2, 3, 4])
+@pytest.mark.parametrize("nproc", first_and_slow(3, 2, 4))
 def test_it_has_equal_bytes_on_any_number_of_ranks(own, one_rank, nproc):
     """With dropout, batch norm, clipping, a schedule, an average, and what Python and NumPy draw in a step."""
     trained = own(nproc)
@@ -44,6 +44,7 @@ def test_killed_on_three_ranks_it_ends_with_the_same_bits_on_two(own, one_rank):
     assert resumed.result.digest == one_rank.result.digest
 
 
+@pytest.mark.slow
 def test_gradients_are_accumulated_as_without_virtual_ranks(own):
     plain = own(1, "adds_up_two", virtual_ranks=0, name="plain")
     one, three = (own(nproc, "adds_up_two", name=str(nproc)) for nproc in (1, 3))
@@ -54,6 +55,7 @@ def test_gradients_are_accumulated_as_without_virtual_ranks(own):
     assert own(2, "adds_up_two", name="cut").result.digest == one.result.digest
 
 
+@pytest.mark.slow
 def test_losses_of_a_step_may_be_of_very_different_sizes(own):
     plain = own(1, "has_two_losses", virtual_ranks=0, name="plain")
     one = own(1, "has_two_losses", name="one")

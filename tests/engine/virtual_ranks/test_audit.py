@@ -20,16 +20,11 @@ from flyte_ddp.launch.failures import RecoverableRankError
 from flyte_ddp.recipes.images import ImageClassifier
 from tests.commands import ROOT, free_port
 from tests.engine.virtual_ranks.test_same_bits import BATCH_NORM, SHORT
-from tests.small_training import identical
+from tests.small_training import first_and_slow, identical
 
 IN_PLACE = {"recipe": f"{__name__}:InPlace", "batch_size": 15, "train_fraction": 64 / 318}
 HALVES = {"precision": "bfloat16", "validation_fraction": 0.1}
 SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 2)))  # `make faults` tries more
-
-
-def first_and_slow(first, *others):
-    """Values for `make test`, and more for `make test-all`."""
-    return [first, *(pytest.param(one, marks=pytest.mark.slow) for one in others)]
 
 
 class Flipping(ImageClassifier):
