@@ -44,7 +44,9 @@ class Unwaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "finetune_text")) for name in RECIPES]
+)
 def test_a_step_of_every_example_neither_waits_nor_mixes_devices(alone, tmp_path, name):
     if name.startswith("finetune"):
         pytest.importorskip("peft" if name == "finetune_text" else "timm")

@@ -176,6 +176,7 @@ def test_what_cannot_be_read_is_left_out(tmp_path, content):
     assert attempts_in(tmp_path / "progress.jsonl") == attempts_in(tmp_path / "nothing") == []
 
 
+@pytest.mark.slow
 def test_a_training_that_is_cut_off_twice_accounts_for_its_wall_clock(tmp_path, small_data):
     began = time.time()
 

@@ -65,6 +65,7 @@ def gap(first, second):
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_change_the_result(digits, tmp_path):
     first, weights, _ = run(digits, tmp_path / "first")
     labels = np.load(tmp_path / "first" / "predictions.npy")

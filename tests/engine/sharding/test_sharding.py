@@ -23,6 +23,7 @@ FULL = RunOptions(sharding="full", loader_workers=0)
 NAN = {"batch_size": 4, "epochs": 2}
 
 
+@pytest.mark.slow
 def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
     settings = {"batch_size": 16, "validation_fraction": 0.2}
     off = run("Everything", tmp_path / "off", "off", **settings)
