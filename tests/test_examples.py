@@ -68,7 +68,9 @@ def test_the_workflow_of_an_example_trains(name):
         ]
     if name == "tabular":  # one as its user types it; the others only learn something else
         done = pyflyte_process(*command, cwd=project(), environment={"PYTHONPATH": str(ROOT)})
-        assert "warnings=[]" in done.stdout
+        (warned,) = re.findall(r"warnings=(\[.*?])", done.stdout)
+        # A busy machine has slow ranks; whatever else is warned of would be the example's fault
+        assert all("computes" in one or "waits for its data" in one for one in ast.literal_eval(warned)), warned
     else:
         done = pyflyte(*command, cwd=project())
     (found,) = re.findall(r"epoch_measures=(\[.*?])", done.stdout)
