@@ -12,31 +12,26 @@ from torch import Tensor, distributed
 class BatchShare:
     """Which samples of the global batch this rank is working on. All layers of a network share one of these.
 
-    Where a short batch leaves nothing for this rank, it computes a sample (or group) of another rank's like that rank,
-    so that no code ever sees an empty batch; what is borrowed counts for nothing.
+    Where a short batch leaves nothing for this rank, it computes a sample of another rank's like that rank, so that no
+    code ever sees an empty batch; what is borrowed counts for nothing.
 
     Attributes:
         first: position of the rank's first sample.
         count: the number of samples that the rank computes, at least 1.
         size: the number of samples in the whole global batch.
         borrowed: whether the samples that the rank computes are another rank's.
-        ghost_batch_size: if not 0, batch norm sees groups of this many samples, between which shares are cut.
-        part: which of the global batch's parts it is, with virtual ranks.
+        part: which of the global batch's parts it is: with virtual ranks one of theirs, otherwise the rank's.
         alone: whether this is a trial without the other ranks, which must leave no trace.
         stand_in: what gather_rows calls if alone; without it, the rank's own rows are returned.
-        statistics: what batch norm calls if alone, with the features and a number for the layer, for mean and variance
-            by channel; without it, the rank's own rows are the batch.
     """
 
     first: int = 0
     count: int = 0
     size: int = 0
     borrowed: bool = False
-    ghost_batch_size: int = 0
     part: int = 0
     alone: bool = False
     stand_in: Callable[[Tensor], Tensor] | None = None
-    statistics: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
 
     def __deepcopy__(self, memo: Any) -> "BatchShare":
         return self  # copies of a layer share it, too
@@ -50,42 +45,39 @@ def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
     """(N, ...) of the global batch from each rank's (n, ...); a collective, which carries gradients back."""
     if share.alone:
         return share.stand_in(local) if share.stand_in else local
-    return _GatherRows.apply(share.own(local), share.size, share.ghost_batch_size or 1)
+    return _GatherRows.apply(share.own(local), share.size)
 
 
 class _GatherRows(torch.autograd.Function):
-    """Ranks exchange equally many rows, the last of which is padding where the batch does not divide evenly.
-
-    unit: how many rows at least belong together.
-    """
+    """Ranks exchange equally many rows, the last of which is padding where the batch does not divide evenly."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, size: int, unit: int) -> Tensor:
-        most, slots = _places(size, unit, local.device)
-        ctx.arguments = len(local), size, unit
+    def forward(ctx: Any, local: Tensor, size: int) -> Tensor:
+        most, slots = _places(size, local.device)
+        ctx.arguments = len(local), size
         gathered = local.new_empty(distributed.get_world_size() * most, *local.shape[1:])
         distributed.all_gather_into_tensor(_bytes(gathered), _bytes(_padded(local, most, slice(len(local)))))
         return gathered[slots]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _AddRows.apply(gradient, *ctx.arguments), None, None
+        return _AddRows.apply(gradient, *ctx.arguments), None
 
 
 class _AddRows(torch.autograd.Function):
     """The sum of all ranks' rows, of which each gets its own: the gradient of _GatherRows, as that is of this."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, count: int, size: int, unit: int) -> Tensor:
-        most, slots = _places(size, unit, rows.device)
-        ctx.arguments = size, unit
+    def forward(ctx: Any, rows: Tensor, count: int, size: int) -> Tensor:
+        most, slots = _places(size, rows.device)
+        ctx.size = size
         local = rows.new_empty(most, *rows.shape[1:])
         distributed.reduce_scatter_tensor(local, _padded(rows, distributed.get_world_size() * most, slots))
         return local[:count]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _GatherRows.apply(gradient, *ctx.arguments), None, None, None
+        return _GatherRows.apply(gradient, ctx.size), None, None
 
 
 def _bytes(rows: Tensor) -> Tensor:
@@ -99,9 +91,9 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
     return padded
 
 
-def _places(size: int, unit: int, device: torch.device) -> tuple[int, Tensor]:
+def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
     """How many rows each rank sends, and (size,) int64: where each row of the global batch is among all of these."""
-    world_size, rows, units = distributed.get_world_size(), torch.arange(size, device=device), -(-size // unit)
-    ranks = rows // unit * world_size // units  # see batches.rank_slice
-    most = -(-size // (unit * world_size)) * unit
-    return most, ranks * most + rows - -(-units * ranks // world_size) * unit
+    world_size, rows = distributed.get_world_size(), torch.arange(size, device=device)
+    ranks = rows * world_size // size  # see batches.rank_slice
+    most = -(-size // world_size)
+    return most, ranks * most + rows - -(-size * ranks // world_size)

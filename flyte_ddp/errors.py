@@ -88,20 +88,6 @@ class NonFiniteError(ArithmeticError):
         )
 
 
-class UnevenShapesError(ReportedError):
-    """In a step, random numbers of ranks, or of parts by micro_batch, were for samples of different shapes, or ranks
-    called different units of a sharded network; the weights are those before it."""
-
-    def __init__(self, epoch: int, step: int, drawn: "list[tuple[str, tuple[int, ...]]]"):
-        here = ", ".join(f"{operation} {shape}" for operation, shape in drawn[:3]) or "nowhere"
-        super().__init__(
-            f"in epoch {epoch + 1}, step {step + 1}, the ranks' samples, or those of parts by micro_batch, had "
-            f"different shapes where random numbers are drawn (here {here}), so that these would depend on the number "
-            "of ranks: pad all samples to the same length; or not all ranks called the same layers of Recipe.fsdp_units"
-            ": call each for any samples"
-        )
-
-
 class WrongBitsError(RecoverableError):
     """Ranks have computed other bits than others, or than before; an attempt elsewhere goes on from the last
     checkpoint."""

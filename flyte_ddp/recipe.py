@@ -16,21 +16,12 @@ from torch import Tensor, nn
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import warn_renamed
 from flyte_ddp.model_files.model_metadata import needs_metadata
 from flyte_ddp.model_files.weights import REMEDY, load_weights
 
 CPU = torch.device("cpu")
 # A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
 Tree = Any
-RENAMED = {
-    "couples_samples": "uses_global_batch",
-    "everyone": "all_gather",
-    "factor": "lr_lambda",
-    "norm_samples": "ghost_batch_size",
-    "recompute": "activation_checkpointing",
-    "shard": "fsdp_units",
-}
 # By name, for each sample: values (n,), or values (n,) and weights (n,)
 Measures = dict[str, Tensor | tuple[Tensor, Tensor]]
 
@@ -72,8 +63,8 @@ def _undefined(recipe: "Recipe", method: str) -> InputError:
 class Recipe:
     """The parts of a training. A subclass must define data, model and measure; the rest has defaults.
 
-    Each method sees this rank's n samples of a global batch, at least one. What it returns must not depend on how many
-    ranks share the batch; this is checked before each training.
+    Each method sees this rank's n samples of a global batch, at least one, or n samples of one of its parts with
+    virtual ranks.
 
     Attributes:
         settings: the dataclass that the workflow was given. The code of its class counts for the cache if the recipe's
@@ -88,22 +79,18 @@ class Recipe:
             is better), for choosing an epoch, or promoting a model, by one of them.
         has_validation: whether data("validation") returns samples to choose the best epoch by.
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
-        micro_batch: how many of a rank's samples are computed at a time; saves memory, with the same result; 0 is all,
-            -1 as many as fit, which is all of them, halved until a step fits.
+        micro_batch: how many of a rank's samples are computed at a time, to save memory (gradient accumulation); 0 is
+            all, -1 as many as fit, which is all of them, halved until a step fits.
         activation_checkpointing: patterns (fnmatch) of the names of layers that are computed again for the backward
             pass instead of kept for it; saves memory, with the same bits.
         fsdp_units: patterns like these of the layers that options.sharding makes whole one after the other; the blocks
             of a transformer, for example.
-        ghost_batch_size: batch norm sees groups of this many samples of the global batch, as they follow one another in
-            it (ghost batch norm), so that ranks exchange nothing in a forward or backward pass; 0 is the global batch.
         ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; at
             step n it is at most (1 + n) / (10 + n), so that a short training is averaged over its end; 0 is off.
         passes_per_epoch: how often an epoch goes over the training samples.
         train_fraction: share of the training samples that each epoch uses, different ones in each epoch.
         length_window: batches among which samples are sorted by length, so that those of a batch are alike and need
             little padding; 0 is off.
-        uses_global_batch: whether the loss of a sample depends on others of its batch, through all_gather().
-        may_depend_on_ranks: allows a result that depends on the number of ranks; the outputs then carry a warning.
     """
 
     device = CPU
@@ -117,38 +104,16 @@ class Recipe:
     micro_batch = 0
     activation_checkpointing: tuple[str, ...] = ()
     fsdp_units: tuple[str, ...] = ()
-    ghost_batch_size = 0
     ema_decay = 0.0
     passes_per_epoch = 1
     train_fraction = 1.0
     length_window = 0
-    uses_global_batch = False
-    may_depend_on_ranks = False
     has_read_init = False
     _init_path: Path | None = None
 
     def __init__(self, settings: Any, data_path: Any = None):
         self.settings, self.data_path = settings, data_path
         self.share = BatchShare()
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        done = {kind for base in cls.__bases__ if issubclass(base, Recipe) for kind in base.__mro__}
-        for kind in (kind for kind in reversed(cls.__mro__) if kind not in done):
-            for former in RENAMED.keys() & vars(kind).keys():
-                warn_renamed(cls.__name__, former, RENAMED[former])
-                setattr(cls, RENAMED[former], vars(kind)[former])
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in RENAMED:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        warn_renamed(type(self).__name__, name, RENAMED[name])
-        return getattr(self, RENAMED[name])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in RENAMED:
-            warn_renamed(type(self).__name__, name, RENAMED[name])
-        super().__setattr__(RENAMED.get(name, name), value)
 
     def __deepcopy__(self, memo: Any) -> "Recipe":
         """Itself: a layer that has been given all_gather() needs it in copies of the network, too."""
@@ -217,8 +182,8 @@ class Recipe:
     def model(self) -> nn.Module:
         """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.
 
-        What it draws and normalises by the batch, in whatever way, will be that of the whole global batch, or of
-        groups of ghost_batch_size.
+        As with DistributedDataParallel, each rank has its own dropout, batch norm sees the rank's own samples, and
+        buffers are rank 0's.
         """
         raise _undefined(self, "model()")
 

@@ -19,7 +19,6 @@ def view(images: Tensor, random: Random) -> Tensor:
 
 class Contrastive(Recipe):
     samples, headline, percent = "digits", "retrieval", ("retrieval",)
-    uses_global_batch = True  # the loss of a sample depends on the whole global batch
 
     def data(self, split: str) -> Views:
         images = torch.from_numpy(load_digits().images).float()[:, None] / 16

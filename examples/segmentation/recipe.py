@@ -30,7 +30,6 @@ class UNet(nn.Module):
 
 class Segmentation(Recipe):
     samples, headline, percent = "images", "iou", ("iou", "dice")
-    ghost_batch_size = 8  # batch norm by groups, for which the ranks exchange nothing
 
     def data(self, split: str) -> tuple[Tensor, Tensor]:
         random, digits = np.random.default_rng(0), load_digits().images.repeat(2, 1).repeat(2, 2)

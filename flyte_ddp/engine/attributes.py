@@ -28,16 +28,13 @@ class Attributes:
     has_validation: bool = setting(False)
     clip_norm: float = setting(0.0, minimum=0)
     micro_batch: int = setting(0, minimum=-1)
-    ghost_batch_size: int = setting(0, minimum=0)
     ema_decay: float = setting(0.0, minimum=0, below=1)
     passes_per_epoch: int = setting(1, minimum=1)
     length_window: int = setting(0, minimum=0)
     train_fraction: float = setting(1.0, above=0, maximum=1)
-    uses_global_batch: bool = setting(False)
-    may_depend_on_ranks: bool = setting(False)
 
 
-def check_attributes(recipe: Recipe, world_size: int) -> None:
+def check_attributes(recipe: Recipe) -> None:
     """Raises InputError for an attribute that breaks its rule, or is misspelt."""
     owner = type(recipe).__name__
     for kind in type(recipe).__mro__:
@@ -50,8 +47,6 @@ def check_attributes(recipe: Recipe, world_size: int) -> None:
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')
-    if recipe.ghost_batch_size:
-        _check_groups(owner, recipe, world_size)
 
 
 def _check_spelling(kind: type) -> None:
@@ -67,27 +62,6 @@ def _check_spelling(kind: type) -> None:
                 raise InputError(
                     f"{kind.__name__}.{name} is used nowhere in its file (did you mean {nearest[0]}?): rename it"
                 )
-
-
-def _check_groups(owner: str, recipe: Recipe, world_size: int) -> None:
-    """Batch norm's groups have to fill the batch, and each rank's part of it, and be on one rank each."""
-    size, batch_size, micro_batch = recipe.ghost_batch_size, recipe.settings.batch_size, recipe.micro_batch
-    if batch_size % size:
-        raise InputError(
-            f"{owner}.ghost_batch_size must divide batch_size ({batch_size}), got {size}: change one of them"
-        )
-    virtual_ranks = recipe.settings.virtual_ranks
-    ranks, kind = virtual_ranks or world_size, "virtual ranks" if virtual_ranks else "ranks"
-    if batch_size // size < ranks:
-        raise InputError(
-            f"{owner}.ghost_batch_size must be at most {batch_size // ranks}, so that each of {ranks} {kind} has "
-            f"a group of batch_size ({batch_size}), got {size}: lower it or the number of ranks, or raise batch_size"
-        )
-    if micro_batch % size:
-        raise InputError(
-            f"{owner}.micro_batch must be a multiple of ghost_batch_size ({size}), got {micro_batch}: change one of "
-            "them"
-        )
 
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.splits import Split
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.job import Measured
 from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
 from flyte_ddp.engine.monitor.best_tracker import is_lower_better
+from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Recipe
 
@@ -32,13 +32,12 @@ def measure(
     forward: by default the recipe's own; for a network of another recipe, that one's. look: is called with each batch.
     """
     names: Sequence[str] = ()
-    mode = GlobalBatchMode(recipe.share)
     sums = torch.zeros((), dtype=torch.float64, device=split.device)
     for batch in EvaluationBatches(split, recipe.settings.test_batch_size, rank=0, world_size=1):
         vars(recipe.share).update(vars(batch.share), alone=True)
-        with mode.block(batch.seed):
-            outputs = (forward or recipe.forward)(network, batch.tree)
-            pairs = pairs_of(recipe, outputs, batch, names)
+        seed_part(batch.seed, batch.share.part)
+        outputs = (forward or recipe.forward)(network, batch.tree)
+        pairs = pairs_of(recipe, outputs, batch, names)
         names, sums = list(pairs), sums + sums_of(pairs)
         look(batch, pairs)
         link.heartbeat()

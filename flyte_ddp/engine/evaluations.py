@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.elsewhere import Awaited, Elsewhere
 from flyte_ddp.engine.measures import check_rows, mismatched, pairs_of, sums_of
+from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.errors import NonFiniteError
@@ -173,21 +174,20 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up."""
     recipe, model = state.recipe, state.evaluated
     model.eval()
-    mismatches = not (state.loss_monitor.constant_loss or recipe.uses_global_batch)
     rows: list[Tensor] = []
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
     by_part = torch.zeros(split.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     with in_own_types(model):
         for batch in split:
             vars(recipe.share).update(vars(batch.share))
-            with state.block(batch):
-                outputs = recipe.forward(model, batch.tree)
-                sums = by_part[batch.share.part]
-                sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
-                if mismatches and batch.share.count > 1:
-                    others = pairs_of(recipe, mismatched(outputs), batch, state.names)
-                    sums[-2:] += sums_of({"loss": others["loss"]})
-                predictions = recipe.predictions(outputs, batch.tree)
+            seed_part(batch.seed, batch.share.part)
+            outputs = recipe.forward(model, batch.tree)
+            sums = by_part[batch.share.part if split.virtual_ranks else 0]
+            sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
+            if split.is_mixed and batch.share.count > 1:
+                others = pairs_of(recipe, mismatched(outputs), batch, state.names)
+                sums[-2:] += sums_of({"loss": others["loss"]})
+            predictions = recipe.predictions(outputs, batch.tree)
             if predictions is not None:
                 check_rows(recipe, predictions, rows[0] if rows else predictions)
                 rows.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU

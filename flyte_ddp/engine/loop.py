@@ -22,7 +22,7 @@ from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.non_finite import find_non_finite
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.sums import Sums
-from flyte_ddp.errors import NonFiniteError, StopRequested, UnevenShapesError
+from flyte_ddp.errors import NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, GradientsSeen, StepLogged
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -120,8 +120,8 @@ def train_epoch(
 ) -> Sums:
     """Steps through the epoch up to the step end, where it is evaluated; returns the sums since the last evaluation.
 
-    Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError or UnevenShapesError,
-    with the weights as before the bad step; all of them on all ranks at the same step.
+    Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError, with the weights as
+    before the bad step; both on all ranks at the same step.
     """
     state.parallel.train()
     sums = state.sums()
@@ -138,8 +138,6 @@ def train_epoch(
         state.epoch_seconds = seconds_before + time.perf_counter() - started
         before, sums = sums, state.sums()  # which may be of steps after that, and makes the host wait, as saving does
         if sums.steps < state.step:
-            if sums.uneven:
-                raise UnevenShapesError(state.epoch, sums.steps, state.mode.drawn)
             again = next(train.steps(state.epoch, sums.steps))
             raise NonFiniteError.in_step(*find_non_finite(state, again), state.epoch, sums.steps)
         if is_logged:

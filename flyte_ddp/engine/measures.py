@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.torch_compat import device_generator, pytree
+from flyte_ddp.engine.seeds import seed_part
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Random, Recipe
 
@@ -59,9 +60,7 @@ def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int 
     if getattr(recipe.augment, "__func__", None) is Recipe.augment:  # as it is: nothing is drawn
         return tree
     vars(recipe.share).update(vars(share))
-    # What is drawn for a whole batch, by whatever code, is the same on all ranks and after a resume
-    torch.default_generator.manual_seed(seed)
-    device_generator(recipe.device).manual_seed(seed)
+    seed_part(seed, share.part)  # of code that does not draw from the argument random
     changed = recipe.augment(tree, Random(seed, recipe.share, recipe.device, epoch))
     if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
         raise InputError(f"{code_location(recipe, 'augment')} must return tensors of the same {share.count} samples")

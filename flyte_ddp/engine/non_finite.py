@@ -8,6 +8,7 @@ from torch import distributed
 
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.torch_compat import any_batch_size
 
 
 def find_non_finite(state: TrainingState, shares: Sequence[Batch]) -> tuple[str, list[int]]:
@@ -16,8 +17,8 @@ def find_non_finite(state: TrainingState, shares: Sequence[Batch]) -> tuple[str,
     The step itself cannot tell: its gradients are those of all ranks together.
     """
     bad = [False, False]
-    for part in (part for share in shares for part in state.parallel.parts(share, state.micro_batch)):
-        with state.block(part):
+    for part in (part for share in shares for part in state.parts_of(share)):
+        with any_batch_size():
             loss = state.parallel.module(part, (False, False), False)
             gradients = state.parallel.own_gradients(loss)
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]

@@ -5,9 +5,9 @@ from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 
 
-def parallel_of(step: Step, virtual_ranks: int) -> SingleStep:
+def parallel_of(step: Step, virtual_ranks: int, has_unused: bool) -> SingleStep:
     if is_sharded(step.model):
         return ShardedStep(step)
     if virtual_ranks:
         return ExactStep(step, virtual_ranks)
-    return ReplicatedStep(step) if step.world_size > 1 else SingleStep(step)
+    return ReplicatedStep(step, has_unused) if step.world_size > 1 else SingleStep(step)

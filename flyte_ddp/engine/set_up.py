@@ -19,10 +19,9 @@ from flyte_ddp.engine.network.compiled import check_device, compile_layers
 from flyte_ddp.engine.network.first_model import first_model
 from flyte_ddp.engine.network.memory import checkpoint_activations
 from flyte_ddp.engine.network.placement import to_device
-from flyte_ddp.engine.sharding.shardable import check_batch_norm
 from flyte_ddp.engine.sharding.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.virtual_ranks.rules import check_recipe, check_settings, ignored_groups, uneven_parts
+from flyte_ddp.engine.virtual_ranks.rules import check_network, check_recipe, check_settings, uneven_parts
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning, StartUp
 from flyte_ddp.launch.environment import Environment
@@ -59,7 +58,7 @@ def set_up(
     precision: str = "",
     link: Link = SILENT,
 ) -> SetUp:
-    """A collective; InputError for an invalid recipe, or one whose result would depend on the number of ranks.
+    """A collective; InputError for an invalid recipe.
 
     precision: of the checkpoint that is resumed; by default that of the settings, the same on all ranks.
     """
@@ -72,9 +71,8 @@ def set_up(
         check_device(device)
     recipe = load_recipe(job, device)
     check_recipe(recipe)
-    groups = ignored_groups(recipe)
     train, test = (load_split(recipe, split, job, cache) for split in SPLITS)
-    check_attributes(recipe, world_size)
+    check_attributes(recipe)
     kept, validation = validation_of(recipe, train, job, cache)
     batches = TrainBatches(
         kept,
@@ -84,7 +82,6 @@ def set_up(
         world_size,
         recipe.passes_per_epoch,
         recipe.train_fraction,
-        recipe.ghost_batch_size,
         recipe.length_window,
         partial(augment, recipe),
         settings.virtual_ranks,
@@ -95,25 +92,25 @@ def set_up(
             f"{settings.evaluations_per_epoch}: lower it, or batch_size"
         )
     model, left_out, remarks = first_model(recipe, job)
+    check_network(model, settings.virtual_ranks)
     if recipe.passes_per_epoch > 1:
         remarks.append(f"an epoch passes over the training {recipe.samples} {recipe.passes_per_epoch} times")
-    remarks += [*groups, *uneven_parts(settings.virtual_ranks, world_size)]
+    remarks += uneven_parts(settings.virtual_ranks, world_size)
     base = FrozenBase(model, left_out)
     average = to_device(recipe, model, base, job.options, environment, precision)
     constant_loss, total_steps = finite_number(recipe, "constant_loss"), settings.epochs * len(batches)
-    mixed = not (constant_loss or recipe.uses_global_batch)  # then outputs are also paired with other samples
     splits = {"train": train, "test": test}
     if validation and recipe.has_validation:
         splits["validation"] = validation
     link.emit(StartUp("trying the recipe on some samples"))
     with on_trial(recipe, model):
-        probed = probe(recipe, model, splits, total_steps, mixed)
-    check_batch_norm(recipe, model, probed.mode.normalised)
+        probed = probe(recipe, model, splits, total_steps, constant_loss)
     state = TrainingState(
-        recipe, model, probed.mode, probed.names, device, world_size,
+        recipe, model, probed.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
         base=FrozenBase(model, base.names - probed.moving) if probed.moving else base,  # which model() does not provide
-        moving=probed.moving, average=average, log_gradients=job.options.log_gradients,
+        moving=probed.moving, has_unused=probed.has_unused, average=average,
+        log_gradients=job.options.log_gradients,
     )  # fmt: skip
     if state.left_out:
         remarks.append(
@@ -122,11 +119,11 @@ def set_up(
         )
     # After the trials and the average, which are copies without these
     if job.options.compile:
-        compile_layers(recipe, probed.mode, [model, average.model] if average else [model])
-    checkpoint_activations(recipe, model, probed.mode)
+        compile_layers(recipe, [model, average.model] if average else [model])
+    checkpoint_activations(recipe, model)
     if validation:
         state.best_tracker = best_tracker_of(recipe, probed.headline, settings)
-    reasons = [f"the result depends on the number of ranks: {reason}" for reason in probed.reasons]
+    reasons = list[str]()
     if settings.batch_size > batches.samples:
         reasons.append(
             f"batch_size is {settings.batch_size}, but an epoch has no more than {batches.samples} training "
@@ -135,7 +132,7 @@ def set_up(
     warnings = state.loss_monitor.noted(0, 0, (*reasons, *probed.warnings))
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
-    place_in_world = settings.test_batch_size, rank, world_size, mixed, settings.virtual_ranks
+    place_in_world = settings.test_batch_size, rank, world_size, probed.is_mixed, settings.virtual_ranks
     validated = EvaluationBatches(validation, *place_in_world) if validation else None
     tested = EvaluationBatches(test, *place_in_world)
     return SetUp(state, batches, validated, tested, probed, precision, remarks, warnings)

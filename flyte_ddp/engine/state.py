@@ -1,7 +1,7 @@
 """The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,21 +18,21 @@ from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.elsewhere import Awaited
-from flyte_ddp.engine.global_batch.ghost_batch_norm import RunningStatistics
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.parallel import parallel_of
+from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import local, on_shards
 from flyte_ddp.engine.step import Step
 from flyte_ddp.engine.sums import StepSums, Sums
-from flyte_ddp.engine.torch_compat import device_generator
+from flyte_ddp.engine.torch_compat import any_batch_size
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
+from flyte_ddp.random_numbers import Use, key_of
 from flyte_ddp.recipe import Recipe
 
 BINS = 64  # of a histogram
@@ -45,7 +45,6 @@ class TrainingState:
         self,
         recipe: Recipe,
         model: nn.Module,
-        mode: GlobalBatchMode,
         names: Sequence[str],
         device: torch.device,
         world_size: int,
@@ -55,28 +54,25 @@ class TrainingState:
         constant_loss: float = 0.0,
         base: FrozenBase | None = None,
         moving: Iterable[str] = (),
+        has_unused: bool = False,
         average: Average | None = None,
         log_gradients: bool = False,
     ):
         """names: of the measures, "loss" first. base: the weights that model() has frozen. moving: those that forward
-        changes nevertheless. log_gradients: whether
-        events have those of all parameters."""
+        changes nevertheless. has_unused: see ReplicatedStep. log_gradients: whether events have those of all
+        parameters."""
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
-        self.model, self.mode, self.base, self.average = model, mode, base or FrozenBase(model), average
+        self.model, self.base, self.average = model, base or FrozenBase(model), average
         self._buffers, self._moving = Buffers(model), [model.get_parameter(name) for name in moving]
         virtual_ranks: int = recipe.settings.virtual_ranks
-        mode.by_part = virtual_ranks > 0
-        mode.running = RunningStatistics(model) if recipe.ghost_batch_size else None
         self.clock = StepClock(device)
-        mode.waiting = self.clock.waiting
         self.precision = "bfloat16" if autocast else "float32"
-        step = Step(self.model, recipe, mode, self.names, world_size, autocast)
-        self.parallel = parallel_of(step, virtual_ranks)
+        step = Step(self.model, recipe, self.names, world_size, autocast)
+        self.parallel = parallel_of(step, virtual_ranks, has_unused)
         if average and virtual_ranks and world_size > 1:
-            rank_0s.take(
-                (*average.model.parameters(), *average.model.buffers())
-            )  # a copy from before the network had them
+            # A copy from before the network had rank 0's weights
+            rank_0s.take((*average.model.parameters(), *average.model.buffers()))
         optimizer = own_optimizer(recipe, model)
         given = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         # Trainable weights that are not trained all the same, by name
@@ -100,7 +96,6 @@ class TrainingState:
         self.logged: Sums | None = None  # at the last log since the last evaluation
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, dtype=torch.float32, device=device)
-        self._generator = device_generator(device)
         self.history: list[EpochFinished] = []
         self.awaited: Awaited | None = None
         self.evaluated_elsewhere: Mapping[str, Tensor] | None = None  # the weights of the last evaluation, if not here
@@ -128,7 +123,7 @@ class TrainingState:
         stop, save: what this rank asks of all of them, see Sums.
         """
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        before = self.kept() if self._may_repeat(shares) else None
+        before = self.kept() if isinstance(self.parallel, ExactStep) else None
         backward = partial(self._backward, (stop, save), before)
         if self.audit:
             totals = self.audit.added_up(backward, shares, self.epoch, self.step)
@@ -138,17 +133,13 @@ class TrainingState:
         # so flag, scale and clipping, which follow from them, are, too, and either all ranks step or none. Nor does the
         # host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
         new = totals.measured
-        if self.mode.running:
-            self.mode.running.move(totals.statistics)
-        if self.mode.by_part:
-            self._buffers.broadcast(self._moving)
+        self._buffers.broadcast(self._moving)
+        seed_all(key_of(Use.OWN_STEP, shares[0].seed, 1))  # all ranks draw alike again, as an optimizer might
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         self._norms = totals.norms * scale
         norm = torch.linalg.vector_norm(self._norms)
         total = norm + new[self._trained] + new[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
-        if totals.uneven is not None:
-            self.flag.logical_or_(totals.uneven)
         self._sums.add(totals, self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
@@ -164,45 +155,38 @@ class TrainingState:
         self.step += 1
         self.clock.lap(StepPart.COMPUTING)
 
-    def _may_repeat(self, shares: Sequence[Batch]) -> bool:
-        """Whether a step may have more than one forward pass."""
-        return isinstance(self.parallel, ExactStep) or len(self.parallel.parts(shares[0], self.micro_batch)) > 1
-
     def _backward(self, asked: tuple[bool, bool], before: KeptBuffers | None, shares: Sequence[Batch]) -> None:
         """Run the forward and backward passes of this rank's shares.
 
-        before: what forward passes change, as it was before the step. Each pass begins with it, and afterwards it is as
-        the first pass left it.
+        before: where a rank may have several shares, or compute them again, what forward passes change, as it was
+        before the step. Each share begins with it, and afterwards it is as the first share left it.
         """
-        self.parallel.module.digests.clear()
         after: KeptBuffers | None = None
         for share in shares:
-            parts = self.parallel.parts(share, self.micro_batch)
+            if before:
+                before.put_back()
+            parts = self.parts_of(share)
             for number, part in enumerate(parts, 1):
-                if before:
-                    before.put_back()
                 is_last = share is shares[-1] and number == len(parts)
-                with self.block(part), nullcontext() if is_last else self.parallel.no_sync():
+                # Of a single value, batch norm's variance is no number
+                of_one = self.kept() if part.share.count == 1 else None
+                with any_batch_size(), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
                     if self.world_size > 1:
                         torch_compat.after_backward(loss, partial(self.clock.lap, StepPart.COMPUTING))
                     loss.backward()
                     self.clock.lap(StepPart.WAITING if self.world_size > 1 else StepPart.COMPUTING)
-                if before and self.mode.by_part:
-                    if part.share.count == 1:  # of a single value, batch norm's variance is no number
-                        before.replace_not_finite()
-                    after = after or self.kept()
+                if of_one:
+                    of_one.replace_not_finite()
+            after = after or (self.kept() if before else None)
             self.parallel.finish_part(share is shares[-1])
         if after:
             after.put_back()
 
-    @contextmanager
-    def block(self, part: Batch) -> Iterator[None]:
-        """Of the forward and backward pass of a part of a batch: what is drawn in it is the global batch's."""
-        # For what all samples share and torch draws by itself: the same on all ranks
-        self._generator.manual_seed(part.seed)
-        with self.mode.block(part.seed, part.share.part):
-            yield
+    def parts_of(self, share: Batch) -> list[Batch]:
+        """Return the parts that a share is computed in, having seeded what is drawn in all of them."""
+        seed_part(share.seed, share.share.part)
+        return self.parallel.parts(share, self.micro_batch)
 
     def gradient_norms(self) -> dict[str, float]:
         """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""

@@ -16,9 +16,7 @@ class Sums:
     Attributes:
         pairs: value and weight of each measure, alternating.
         step: number of the epoch's steps so far.
-        steps: number of the epoch's steps before the first that was not finite, or whose ranks drew for different
-            shapes.
-        uneven: whether they did.
+        steps: number of the epoch's steps before the first that was not finite.
         stop: whether any rank was asked to stop.
         saves: how often rank 0 wanted a checkpoint.
         seconds: of the epoch's steps.
@@ -27,7 +25,6 @@ class Sums:
     pairs: tuple[float, ...]
     step: int
     steps: int
-    uneven: bool
     stop: bool
     saves: int
     seconds: float
@@ -44,19 +41,17 @@ class StepSums:
     """Adds them up on the device.
 
     Attributes:
-        values: value and weight of each measure, alternating; then the numbers of steps of uneven ranks, to stop, to
-            save, and that were bad.
+        values: value and weight of each measure, alternating; then the numbers of steps to stop, to save, and that
+            were bad.
     """
 
     def __init__(self, measures: int, device: torch.device):
-        self.values = torch.zeros(2 * measures + 4, dtype=torch.float64, device=device)
+        self.values = torch.zeros(2 * measures + 3, dtype=torch.float64, device=device)
         self.readback = Readback(device)
 
     def add(self, totals: Totals, flag: Tensor) -> None:
         """flag: whether this step, or one before it, was bad."""
-        self.values[:-4].add_(totals.measured)
-        if totals.uneven is not None:
-            self.values[-4].add_(totals.uneven)
+        self.values[:-3].add_(totals.measured)
         self.values[-3:-1].add_(totals.asked)
         self.values[-1].add_(flag)
 
@@ -73,5 +68,5 @@ class StepSums:
 
 
 def _sums_of(step: int, values: list[float], seconds: float) -> Sums:
-    *pairs, uneven, stop, saves, bad_steps = values
-    return Sums(tuple(pairs), step, step - round(bad_steps), uneven > 0, stop > 0, round(saves), seconds)
+    *pairs, stop, saves, bad_steps = values
+    return Sums(tuple(pairs), step, step - round(bad_steps), stop > 0, round(saves), seconds)

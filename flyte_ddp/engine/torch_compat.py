@@ -1,6 +1,5 @@
 """The private parts of torch that this package uses, as of version 2.15.0: see tests/compat."""
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._C import DispatchKey
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -39,36 +37,6 @@ def any_batch_size() -> Iterator[None]:
         yield
     finally:
         F._verify_batch_size = check  # type: ignore[attr-defined]
-
-
-def original(operation: Any) -> Callable[..., Any]:
-    """What an operation does by itself, for a function that replaces it on the CPU or GPU, or in autograd there.
-
-    Operations that are made of others stay differentiable. OpOverload.decompose is this for the first key alone.
-    """
-    for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
-        if operation.has_kernel_for_dispatch_key(key):
-            return functools.partial(operation._op_dk, key)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operation(*args, **kwargs)
-
-    return call
-
-
-def plain_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """scaled_dot_product_attention by torch's other operations, dropout among them, instead of a fused kernel.
-
-    torch.nn.attention.sdpa_kernel is public, but changes global state, and imports torch._dynamo.
-    """
-    attended: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
-    return attended
-
-
-def check(are_good: Tensor, message: str) -> None:
-    """RuntimeError with the message if one is False; a GPU fails later, so that nothing waits for it."""
-    torch.ops.aten._assert_async.msg(are_good.all(), message)
 
 
 def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

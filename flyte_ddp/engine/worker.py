@@ -34,7 +34,7 @@ from flyte_ddp.engine.own_loop.rank import run as run_own_loop
 from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.errors import NonFiniteError, UnevenShapesError, WrongBitsError
+from flyte_ddp.errors import NonFiniteError, WrongBitsError
 from flyte_ddp.events import RunStarted, StartUp, all_of, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -106,7 +106,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     for warning in setup.warnings:
         link.emit(warning)
     warn(state.epoch, state.step, unlike(places, job.options))
-    state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, setup.probed.reasons, warn)
+    state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, warn)
     kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
     if kept:
@@ -120,7 +120,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
                 state, setup.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
                 Stragglers(hosts, setup.train.split.remedy, is_sharded(state.model), has_gpus), elsewhere,
             )  # fmt: skip
-    except (NonFiniteError, UnevenShapesError, WrongBitsError):
+    except (NonFiniteError, WrongBitsError):
         # Raised on all ranks at once; the first report of it ends them all
         link.heartbeat(WRITING)
         checkpoints.close()

@@ -24,8 +24,6 @@ class Hyperparameters(TrainingSettings):
         warmup_fraction: share of all steps in which the onecycle rate rises.
         weight_decay: of SGD (an L2 penalty).
         norm_bias_factor: factor of the learning rate of batch norm's biases, whose weight decay is divided by it.
-        ghost_batch_size: batch norm sees groups of this many samples, as they follow one another in the global batch,
-            for which ranks exchange nothing; 0 is the whole batch.
         nesterov: whether to use Nesterov momentum.
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
         train_fraction: share of the training images that each epoch uses, different ones in each epoch.
@@ -45,7 +43,6 @@ class Hyperparameters(TrainingSettings):
     warmup_fraction: float = setting(0.25, above=0, below=1)
     weight_decay: float = setting(5e-5, minimum=0)
     norm_bias_factor: float = setting(1.0, above=0)
-    ghost_batch_size: int = setting(0, minimum=0, formerly="norm_samples")
     nesterov: bool = setting(True)
     clip_norm: float = setting(0.5, minimum=0)
     train_fraction: float = setting(1.0, above=0, maximum=1)

@@ -32,7 +32,7 @@ class ImageClassifier(Classifier):
         self.passes_per_epoch = self.description.passes_per_epoch
         self.train_fraction = settings.train_fraction
         self.clip_norm, self.ema_decay = settings.clip_norm, settings.ema_decay
-        self.label_smoothing, self.ghost_batch_size = settings.label_smoothing, settings.ghost_batch_size
+        self.label_smoothing = settings.label_smoothing
 
     @classmethod
     def load_model(

@@ -40,7 +40,7 @@ class Batch:
         """
         if not most:
             return [self]
-        count, unit = self.share.count, self.share.ghost_batch_size or 1
+        count = self.share.count
         parts = (
             [self]
             if count <= most
@@ -53,7 +53,7 @@ class Batch:
                 for start in range(0, count, most)
             ]
         )
-        largest = -(-self.share.size // (unit * ranks)) * unit if ranks else 0
+        largest = -(-self.share.size // ranks) if ranks else 0
         again = replace(parts[0], share=replace(parts[0].share, borrowed=True))
         return parts + [again] * (-(-largest // most) - len(parts))
 
@@ -96,14 +96,13 @@ class Shuffled:
         pass
 
 
-def rank_slice(start: int, stop: int, rank: int, world_size: int, unit: int = 1) -> tuple[int, int]:
+def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return where the rank's contiguous part of start..stop begins and ends.
 
-    The parts are cut between units, of which the last may be short. The ranks' numbers of units are at most one apart,
-    and a remainder goes to the first ranks, so rank 0 is the last to be without samples.
+    The parts' sizes are at most one apart, and a remainder goes to the first ranks, so rank 0 is the last to be without
+    samples.
     """
-    units = -(-(stop - start) // unit)
-    first, last = (min(start + -(-units * number // world_size) * unit, stop) for number in (rank, rank + 1))
+    first, last = (start + -(-(stop - start) * number // world_size) for number in (rank, rank + 1))
     return first, last
 
 
@@ -113,7 +112,7 @@ def parts_of_rank(virtual_ranks: int, rank: int, world_size: int) -> range:
 
 
 class _Batches:
-    """A rank's shares of the global batches; ghost_batch_size: see BatchShare.
+    """A rank's shares of the global batches.
 
     With virtual ranks, a global batch has so many parts, on any number of ranks, and each of a rank's is a share.
     """
@@ -125,11 +124,10 @@ class _Batches:
         batch_size: int,
         rank: int,
         world_size: int,
-        ghost_batch_size: int = 0,
         virtual_ranks: int = 0,
     ):
         self.split, self.samples, self.batch_size = split, samples, batch_size
-        self.rank, self.world_size, self.ghost_batch_size = rank, world_size, ghost_batch_size
+        self.rank, self.world_size = rank, world_size
         self.virtual_ranks, self.parts = virtual_ranks, parts_of_rank(virtual_ranks, rank, world_size)
 
     def __len__(self) -> int:
@@ -148,7 +146,7 @@ class _Batches:
     def _cut(self, step: int, number: int, count: int = 0) -> slice:
         """One of so many parts of a step's global batch, by default of the virtual ranks'."""
         start, stop = self.samples_until(step), self.samples_until(step + 1)
-        return slice(*rank_slice(start, stop, number, count or self.virtual_ranks, self.ghost_batch_size or 1))
+        return slice(*rank_slice(start, stop, number, count or self.virtual_ranks))
 
     def sizes(self) -> list[int]:
         """Of the rank's shares in the first step and the last; with virtual ranks all sizes that a part may have."""
@@ -180,7 +178,7 @@ class _Batches:
             if lengths:  # of the whole global batch, which all ranks pad alike
                 global_indices = order.at(torch.arange(start, stop))
                 tree = lengths.padded(tree, global_indices[part.start - start : part.stop - start], global_indices)
-            share = BatchShare(part.start - start, count, stop - start, is_borrowed, self.ghost_batch_size)
+            share = BatchShare(part.start - start, count, stop - start, is_borrowed, self.rank)
             yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
 
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
@@ -198,12 +196,9 @@ class _Batches:
                 yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), of_part
 
     def _computed(self, step: int) -> slice:
-        """Return the rank's share of a step's global batch, or the last sample (or group) before it if it is empty."""
+        """Return the rank's share of a step's global batch, or the last sample before it if it is empty."""
         own = self.own(step)
-        if own.start < own.stop:
-            return own
-        begin, unit = self.samples_until(step), self.ghost_batch_size or 1
-        return slice(begin + (own.start - 1 - begin) // unit * unit, own.start)
+        return own if own.start < own.stop else slice(own.start - 1, own.start)
 
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
         """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
@@ -231,13 +226,12 @@ class TrainBatches(_Batches):
         world_size: int,
         passes: int = 1,
         fraction: float = 1.0,
-        ghost_batch_size: int = 0,
         length_window: int = 0,
         augment: Callable[[Any, int, BatchShare, int], Any] = lambda tree, *_: tree,
         virtual_ranks: int = 0,
     ):
         samples = max(1, round(len(split) * passes * fraction))
-        super().__init__(split, samples, batch_size, rank, world_size, ghost_batch_size, virtual_ranks)
+        super().__init__(split, samples, batch_size, rank, world_size, virtual_ranks)
         self.seed, self.passes, self.augment, self.length_window = seed, passes, augment, length_window
         self._order(self._keys(0)).check_room()
 
@@ -274,7 +268,8 @@ class EvaluationBatches(_Batches):
     def __init__(
         self, split: Split, batch_size: int, rank: int, world_size: int, mixed: bool = False, virtual_ranks: int = 0
     ):
-        super().__init__(split, len(split), batch_size, rank, world_size, virtual_ranks=virtual_ranks)
+        super().__init__(split, len(split), batch_size, rank, world_size, virtual_ranks)
+        self.is_mixed = mixed
         self.order = self._order([key_of(Use.TEST_ORDER) if mixed else None])
         self.order.check_room()
 

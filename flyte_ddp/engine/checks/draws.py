@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import flyte_ddp
 from flyte_ddp.code.code_version import is_installed
-from flyte_ddp.engine.global_batch.operators import draws_so_far
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, arguments_of, pytree
 
 TRANSFORMS = "torchvision.transforms"  # compared with names: ranks that don't use it are not to import it
@@ -22,7 +21,7 @@ DRAWN = "torch draw, in augment() from its argument random, in the network by to
 
 
 class Draws(TorchDispatchMode):
-    """Counts the random numbers that torch's operations draw, other than by sample.
+    """Counts the random numbers that torch's operations draw.
 
     Attributes:
         counts: how many, by place and operation, or the transform of torchvision that called it.
@@ -37,13 +36,9 @@ class Draws(TorchDispatchMode):
         self.transforms: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, before = kwargs or {}, draws_so_far()
+        kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if (
-            draws_so_far() == before
-            and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-            and _really_draws(func, args, kwargs)
-        ):
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _really_draws(func, args, kwargs):
             drawn = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
             self.counts[self._caller(func.name().removeprefix("aten::").partition(".")[0])] += drawn
         return result

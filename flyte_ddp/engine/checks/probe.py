@@ -1,7 +1,7 @@
-"""Checks a recipe before training: does its result depend on how many ranks share a batch?
+"""Tries a recipe before training: can it be trained, saved, resumed and evaluated?
 
-A few samples are computed whole and in two parts, as by one rank and by two. Whatever differs, or draws random numbers
-of its own, is reported with its place in the recipe and with what to write instead.
+A few samples are computed as in a training step, and a few as in evaluation. Whatever would fail, or be lost by a
+resume, is reported with its place in the recipe and with what to write instead.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,15 @@ from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.batches.splits import Split, Subset
 from flyte_ddp.engine.checks.comparison import (
-    dependences,
     optimizer_of,
     refuse_coupled_predictions,
-    scaled_rates,
+    refuse_scaled_rates,
+    refuse_unsteady,
 )
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
 from flyte_ddp.engine.checks.refusals import refuse_untrainable
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import count_in_total
@@ -35,7 +34,6 @@ from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
 SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and without gradients as in evaluation
-REMEDY = "If it is meant, set may_depend_on_ranks = True in the recipe"
 
 
 @dataclass(frozen=True)
@@ -45,84 +43,82 @@ class Probed:
     Attributes:
         names: of the measures.
         headline: the name of the main measure.
-        reasons: why the result depends on the number of ranks; only if the recipe allows that.
         warnings: what is hardly meant, such as what changes all samples of a batch alike, or state that a resume loses.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
-        mode: what draws by sample, having seen where samples are in what is drawn.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
+        has_unused: whether some samples leave trained weights unused, as an expert's.
+        is_mixed: whether evaluation pairs outputs with other samples, too, for want of a loss of guessing.
     """
 
     names: tuple[str, ...]
     headline: str
-    reasons: list[str]
     warnings: list[str]
     sample_flops: float
-    mode: GlobalBatchMode
     moving: frozenset[str]
+    has_unused: bool
+    is_mixed: bool
 
 
 class _Tried(NamedTuple):
     """As Probed has them; totals: the sums of values and weights of each measure, alternating."""
 
-    reasons: list[str]
     names: tuple[str, ...]
     totals: list[float]
     sample_flops: float
     moving: frozenset[str]
+    has_unused: bool
+    gathers: bool
     warnings: list[str]
 
 
-def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, mixed: bool) -> Probed:
-    """Raises InputError, with place and remedy, for whatever makes the result depend on the number of ranks, and for
-    what would fail in the first step, or only after an epoch.
+def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, constant_loss: float) -> Probed:
+    """Try a recipe; a collective.
 
-    A collective. splits: by name; those that are computed are "train" and "test". steps: of the whole training. mixed:
-    whether evaluation pairs outputs with other samples.
+    The order matters: a step of the optimizer changes the weights of the trial, so what compares comes before it, and
+    what asks which weights follow the trained ones (_moving) after it.
 
-    The order matters:
-    1. The data, since nothing can be learned by comparing what ranks compute from other samples.
-    2. The whole batch, and what it shows by itself: a recipe that cannot train is told so, rather than that its parts
-       differ.
-    3. Its parts (dependences), from the weights that training starts with.
-    4. A step of the optimizer, which changes the weights of the trial; so what compares comes before it, and what asks
-       which weights follow the trained ones (_moving) after it.
-    5. The test samples in a trial of their own, which starts from the weights of the network again.
-    6. What ranks disagree about, which takes all of them: an InputError above is raised by each rank for itself, and
-       one that comes here alone would wait for the others until it is told of their failure.
+    Args:
+        splits: by name; those that are computed are "train" and "test".
+        steps: of the whole training.
+        constant_loss: of guessing; 0 if it is unknown.
+
+    Raises:
+        InputError: The recipe would fail in the first step, or only after an epoch, or ranks have other data. It names
+            the place and the remedy.
     """
-    reasons, mode = unequal_data(code_location(recipe, "data"), splits), GlobalBatchMode(recipe.share)
-    mode.by_part = recipe.settings.virtual_ranks > 0
+    if reasons := unequal_data(code_location(recipe, "data"), splits):
+        raise InputError(f"all ranks must have the same samples each time: {'; '.join(reasons)}")
     try:
-        training = _try_training(recipe, model, splits["train"], mode, steps)
-        reasons = reasons or training.reasons  # what differs from the start is found again wherever it goes
-        tests = Trials(recipe, model, mode, splits["test"], _count(recipe, splits["test"], is_training=False), False)
-        tested = tests(0, tests.size)
-        _try_results(recipe, tested, mixed)
+        training = _try_training(recipe, model, splits["train"], steps)
+        is_mixed = not (constant_loss or training.gathers)
+        tests = Trials(recipe, model, splits["test"], _count(recipe, splits["test"], is_training=False), False)
+        tested = tests()
+        _try_results(recipe, tested, is_mixed)
         if tested.stages["predictions"] is not None:
-            _try_lengths(recipe, tests, splits["test"], mixed)
-        if mode.by_part:
-            refuse_coupled_predictions(recipe, tests, tested)
-        else:
-            reasons = reasons or dependences(recipe, tests, tested)
-        disagreement = _disagreement(recipe, training.totals + _totals(tested))
+            _try_lengths(recipe, tests, splits["test"], is_mixed)
+        refuse_coupled_predictions(recipe, tests, tested)
+        _refuse_disagreement(recipe, training.totals + _totals(tested))
     finally:
-        vars(recipe.share).update(alone=False, stand_in=None, statistics=None)
-    reasons = reasons or disagreement
-    if reasons and not recipe.may_depend_on_ranks:
-        raise InputError(f"the result would depend on the number of ranks: {'; '.join(reasons)}. {REMEDY}")
+        vars(recipe.share).update(alone=False, stand_in=None)
     headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
-    return Probed(training.names, headline, reasons, training.warnings, training.sample_flops, mode, training.moving)
+    return Probed(
+        training.names, headline, training.warnings, training.sample_flops, training.moving, training.has_unused,
+        is_mixed,
+    )  # fmt: skip
 
 
-def _try_training(recipe: Recipe, model: nn.Module, split: Split, mode: GlobalBatchMode, steps: int) -> _Tried:
+def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) -> _Tried:
     """Some samples as in a training step. What it takes, a copy of the weights and their gradients, is free again when
     it returns."""
-    trials = Trials(recipe, model, mode, split, _count(recipe, split))
+    trials = Trials(recipe, model, split, _count(recipe, split))
     with count_in_total(FlopCounterMode(display=False)) as counter:
-        whole = trials(0, trials.size)
+        whole = trials()
     refuse_untrainable(recipe, model, split, trials, whole)
-    reasons = [] if mode.by_part else dependences(recipe, trials, whole)
-    reasons = reasons or scaled_rates(recipe, trials.model, steps)
+    has_unused = any(p.requires_grad and name not in whole.gradients for name, p in trials.model.named_parameters())
+    whole.gradients.clear()
+    refuse_unsteady(recipe, trials, whole)
+    if recipe.settings.virtual_ranks:
+        refuse_scaled_rates(recipe, trials.model, steps)
     warnings = _try_step(recipe, trials.model)
     moving = _moving(trials, model)
     warnings += [
@@ -131,8 +127,9 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, mode: GlobalBa
         for where, name in whole.alike
     ]
     return _Tried(
-        reasons, tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, warnings
-    )
+        tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, has_unused,
+        bool(trials.gathered), warnings,
+    )  # fmt: skip
 
 
 def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
@@ -150,15 +147,16 @@ def _totals(trial: Trial) -> list[float]:
     return [float(part.detach().double().sum()) for pair in trial.pairs.values() for part in pair]
 
 
-def _disagreement(recipe: Recipe, totals: list[float]) -> list[str]:
-    """Whether the ranks measure the same for the same samples; a collective."""
+def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
+    """Raise InputError, on all ranks, if they measure something else for the same samples; a collective."""
     own = torch.tensor([totals], dtype=torch.float64)
     first = of_first_rank(own)
     unlike = own.shape != first.shape or not torch.allclose(own, first, rtol=1e-3, equal_nan=True)
-    if not any(on_any_rank([unlike], recipe.device)):
-        return []
-    remedy = "let nothing, from the initial weights to the measures, depend on the process that computes it"
-    return [f"{code_location(recipe, 'measure')}: each rank measures something else for the same samples: {remedy}"]
+    if any(on_any_rank([unlike], recipe.device)):
+        raise InputError(
+            f"{code_location(recipe, 'measure')}: each rank measures something else for the same samples: let nothing, "
+            "from the initial weights to the measures, depend on the process that computes it"
+        )
 
 
 def _try_step(recipe: Recipe, model: nn.Module) -> list[str]:
@@ -191,7 +189,7 @@ def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
             if weight.requires_grad:
                 weight.copy_(1.01 * first + 0.01)  # those that begin as zeros, too
     trials.original = None  # the trial goes on from there
-    trials(0, trials.size)
+    trials()
     return frozenset(frozen & changed_weights(trials.model, model).keys())
 
 
@@ -233,8 +231,8 @@ def _try_lengths(recipe: Recipe, tests: Trials, split: Split, mixed: bool) -> No
     rows = []
     for index in (longest[lengths.each[longest].argmin()], longest[lengths.each[longest].argmax()]):
         one = Subset(split, tests.size, index.expand_as)
-        trial = Trials(recipe, tests.model, tests.mode, one, tests.size, False, copied=tests.model)
-        rows.append(trial(0, tests.size).stages["predictions"])
+        trial = Trials(recipe, tests.model, one, tests.size, False, copied=tests.model)
+        rows.append(trial().stages["predictions"])
     check_rows(recipe, *rows)
 
 

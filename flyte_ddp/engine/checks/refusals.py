@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from flyte_ddp.engine.batches.splits import Split, Subset, spread
 from flyte_ddp.engine.checks.trials import Trial, Trials, is_same
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import code_location, trained_measure
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.errors import InputError
@@ -17,31 +16,38 @@ MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradien
 
 def refuse_untrainable(recipe: Recipe, model: nn.Module, split: Split, trials: Trials, whole: Trial) -> None:
     """Raises InputError, with place and remedy. whole: the trial of the whole batch, which may be the first of more."""
-    _refuse_micro_batch(recipe, trials.mode)
+    _refuse_gathering(recipe, trials)
     _refuse_lost(recipe, trials, whole)
+    _refuse_changed(recipe, trials, whole)
     _refuse_without_gradients(recipe, whole)
     if not is_sharded(trials.model):
         _refuse_reentrant(recipe, whole)
     _refuse_unreached(recipe, model, split, trials, whole)
-    if trials.gathered and not recipe.uses_global_batch:
-        raise InputError(
-            f"{code_location(recipe, 'measure')}: a recipe that calls all_gather() needs uses_global_batch = True"
-        )
 
 
-def _refuse_micro_batch(recipe: Recipe, mode: GlobalBatchMode) -> None:
-    if not recipe.micro_batch:
+def _refuse_gathering(recipe: Recipe, trials: Trials) -> None:
+    """all_gather() needs each rank to compute its whole share at once, with the whole network."""
+    if not trials.gathered:
         return
-    why = ""
-    if mode.normalised and not recipe.ghost_batch_size:
-        why = (
-            "with batch norm, whose statistics are those of whole batches (or set ghost_batch_size, or use "
-            "nn.GroupNorm)"
-        )
-    elif recipe.uses_global_batch:
-        why = "with uses_global_batch, which needs whole batches"
-    if why:
-        raise InputError(f"{type(recipe).__name__}.micro_batch must be 0 {why}, got {recipe.micro_batch}")
+    where, virtual_ranks = f"for {type(recipe).__name__}, which calls all_gather()", recipe.settings.virtual_ranks
+    if virtual_ranks:
+        raise InputError(f"virtual_ranks must be 0 {where}, got {virtual_ranks}: set it to 0")
+    if recipe.micro_batch:
+        raise InputError(f"micro_batch must be 0 {where}, got {recipe.micro_batch}: set it to 0")
+    if is_sharded(trials.model):
+        raise InputError(f"options.sharding must be off {where}: leave it out")
+
+
+def _refuse_changed(recipe: Recipe, trials: Trials, whole: Trial) -> None:
+    """Ranks would change weights by their own samples, and drift apart."""
+    trained = {name for name, weight in trials.model.named_parameters() if weight.requires_grad}
+    for name in whole.changed:
+        if name in trained:
+            owner = type(trials.model.get_submodule(name.rpartition(".")[0])).__name__
+            raise InputError(
+                f"{code_location(recipe, 'forward')}: it changes {name} of {owner} by the samples of its rank: change "
+                "no trained weights there; of nn.Embedding, leave out max_norm"
+            )
 
 
 def _refuse_lost(recipe: Recipe, trials: Trials, whole: Trial) -> None:
@@ -113,7 +119,7 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
         if not unreached:
             return
         part = Subset(split, len(chosen), chosen.__getitem__)
-        trial = Trials(recipe, model, trials.mode, part, len(part), copied=trials.model)(0, len(part))
+        trial = Trials(recipe, model, part, len(part), copied=trials.model)()
         unreached = [name for name in unreached if name not in trial.gradients]
     if unreached:
         raise InputError(

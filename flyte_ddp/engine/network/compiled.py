@@ -1,10 +1,11 @@
 """Compiles a network by torch.compile: each of the layers that Recipe.fsdp_units names by itself, or else all of it.
 
-Layers that are alike share what is compiled for the first of them. What they draw is the same with and without this:
-see compiled_draws.py. Where one normalises by the batch of several ranks, or by groups, compiled code ends and begins
-anew.
+Layers that are alike share what is compiled for the first of them.
 """
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -15,12 +16,9 @@ from torch import nn
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.lengths import lengths_of
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
-from flyte_ddp.engine.global_batch.operators import has_triton
-from flyte_ddp.engine.network.compiled_draws import compile_by_position
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import is_batch_norm, only_deterministic, pytree
+from flyte_ddp.engine.torch_compat import any_batch_size, is_batch_norm, only_deterministic, pytree
 from flyte_ddp.engine.tracing_compat import allow_compiling
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.link import Link
@@ -28,6 +26,12 @@ from flyte_ddp.launch.phases import STARTING
 from flyte_ddp.recipe import Recipe
 
 WAYS = 8  # of calling a layer, such as for another size of batch, or for evaluation, that may be compiled
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed, and has the C compiler that it needs, which slim images leave out."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return importlib.util.find_spec("triton") is not None and compiler is not None
 
 
 def check_device(device: torch.device) -> None:
@@ -41,17 +45,15 @@ def check_device(device: torch.device) -> None:
         raise InputError("options.compile needs Triton and a C compiler: install gcc in the image, or leave it out")
 
 
-def compile_layers(recipe: Recipe, mode: GlobalBatchMode, networks: Sequence[nn.Module]) -> None:
+def compile_layers(recipe: Recipe, networks: Sequence[nn.Module]) -> None:
     """Has torch compile what is called from now on."""
-    mode.is_compiled = not mode.by_part
     # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
     dynamic = False if recipe.settings.virtual_ranks else None
     layers = [layer for network in networks for layer in _layers(recipe, network)]
     allow_compiling(WAYS * len(layers))  # layers may differ in what is compiled into each, such as a number of its own
     for layer in layers:
         # Module.compile would take the layer's hooks along
-        backend = "inductor" if mode.by_part else compile_by_position
-        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=dynamic)
+        layer.forward = torch.compile(layer.forward, dynamic=dynamic)
 
 
 def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
@@ -81,15 +83,15 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
             for layer in _layers(state.recipe, network):
                 hooks.callback(layer.register_forward_hook(lambda *_: link.heartbeat(STARTING)).remove)
         for batch in _of_all_sizes(train, next(train.epoch(0))):
-            first, *others = state.parallel.parts(batch, state.micro_batch)
+            first, *others = state.parts_of(batch)
             for part in (first, *others[-1:]):  # which may be smaller
-                with state.block(part), only_deterministic() if settings.virtual_ranks else nullcontext():
+                with any_batch_size(), only_deterministic() if settings.virtual_ranks else nullcontext():
                     state.parallel.module.train()(part, (False, False), True).backward()
                 state.parallel.zero_grad()
                 link.heartbeat(STARTING)
         for batch in _of_all_sizes(test, next(iter(test))):
             vars(state.recipe.share).update(vars(batch.share))
-            with in_own_types(state.evaluated), torch.no_grad(), state.block(batch):
+            with in_own_types(state.evaluated), torch.no_grad():
                 state.recipe.forward(state.evaluated.eval(), batch.tree)
     before.put_back()
 

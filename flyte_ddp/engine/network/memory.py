@@ -11,40 +11,31 @@ from torch.utils.checkpoint import checkpoint
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.checks.data_probe import on_any_rank
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import is_batch_norm
+from flyte_ddp.engine.torch_compat import any_batch_size, is_batch_norm
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
-COUNTS_TWICE = (
-    "which has batch norm, whose running statistics would count each batch twice: use nn.GroupNorm, or name other "
-    "layers"
-)
 
-
-def checkpoint_activations(recipe: Recipe, model: nn.Module, mode: GlobalBatchMode) -> None:
+def checkpoint_activations(recipe: Recipe, model: nn.Module) -> None:
     """Makes layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
 
     It computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers; InputError for what
     cannot be.
     """
     for name, layer in matching_layers(recipe, "activation_checkpointing", model).items():
-        problem = f"{type(recipe).__name__}.activation_checkpointing must not match {name}"
-        if mode.by_part and any(is_batch_norm(inner) for inner in layer.modules()):
-            raise InputError(f"{problem}, {COUNTS_TWICE}")
-        layer.forward = partial(_forward, layer.forward, mode, problem)
+        if any(is_batch_norm(inner) for inner in layer.modules()):
+            raise InputError(
+                f"{type(recipe).__name__}.activation_checkpointing must not match {name}, which has batch norm, whose "
+                "running statistics would count each batch twice: use nn.GroupNorm, or name other layers"
+            )
+        layer.forward = partial(_forward, layer.forward)
 
 
-def _forward(forward: Callable[..., Any], mode: GlobalBatchMode, problem: str, /, *args: Any, **kwargs: Any) -> Any:
+def _forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    before, mode.normalised = mode.normalised, False
-    outputs = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    if mode.normalised:
-        raise InputError(f"{problem}, {COUNTS_TWICE}")
-    mode.normalised = before
-    return outputs
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
@@ -74,7 +65,7 @@ def _fits(state: TrainingState, part: Batch) -> bool:
     try:
         # A first step allocates the optimizer's state: for Adam twice the weights, and seldom more
         reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]
-        with state.block(part):
+        with any_batch_size():
             loss = state.parallel.module.train()(part, (False, False), False)
             torch.autograd.grad(loss, weights, allow_unused=True)
         del reserved

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.audit import Backward
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
+from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.step import Step, Totals, gradients_of
-from flyte_ddp.engine.torch_compat import scale, version
+from flyte_ddp.engine.torch_compat import any_batch_size, scale, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.errors import InputError
 
@@ -67,9 +66,7 @@ class ExactGradients:
     """
 
     def __init__(self, model: nn.Module, virtual_ranks: int):
-        self._mode = GlobalBatchMode(BatchShare())
-        self._mode.by_part = True
-        self._step = _LossStep(model, self._mode)
+        self._step = _LossStep(model)
         self.parallel = ExactStep(self._step, virtual_ranks)
         self.add_up: AddUp = lambda backward, shares, call: self.parallel.added_up(partial(backward, shares), call)
         self._weights = [*model.parameters()]
@@ -111,11 +108,11 @@ class ExactGradients:
         self._step.loss_of = loss_of
 
         def computed(shares: Sequence[Batch]) -> None:
-            self._step.digests.clear()
             after: KeptBuffers | None = None
             for share in shares:
                 before.put_back()
-                with self._mode.block(step_seed, share.share.part, call):
+                seed_part(step_seed, share.share.part, call)
+                with any_batch_size():
                     copied = self.parallel.parts(share, 0)[0]
                     self.parallel(copied, (False, False), share is shares[-1]).backward()
                 if share.share.count == 1:  # of a single value, batch norm's variance is no number
@@ -145,9 +142,9 @@ class _LossStep(Step):
 
     loss_of: Loss
 
-    def __init__(self, model: nn.Module, mode: GlobalBatchMode):
+    def __init__(self, model: nn.Module):
         nn.Module.__init__(self)
-        self.model, self.mode, self.names, self.digests = model, mode, ("loss",), set()
+        self.model, self.names = model, ("loss",)
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.carrier = nn.Parameter(self.trainable[0].new_zeros(0))
         names = [name for name, _ in model.named_parameters()]
@@ -155,7 +152,6 @@ class _LossStep(Step):
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The mean loss of the part, and with it its weight."""
-        vars(self.mode.share).update(vars(batch.share))
         before = self._versions()
         loss = self.loss_of(batch.tree)
         for (name, _, _), now, earlier in zip(self._places, self._versions(), before, strict=True):
@@ -170,7 +166,6 @@ class _LossStep(Step):
                 "loop.backward: loss_of must return a part's mean loss, a tensor of no dimension that depends on the "
                 f"network, got {kind}"
             )
-        self.digests.add(self.mode.digest)
         measured = torch.stack([loss.detach().double(), loss.new_ones((), dtype=torch.float64)])
         return loss, measured.view(2, 1)
 

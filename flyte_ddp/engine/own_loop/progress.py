@@ -16,7 +16,6 @@ from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
-from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
 from flyte_ddp.engine.hosts.machine import machine, moved
 from flyte_ddp.engine.hosts.places import places_of_ranks
 from flyte_ddp.engine.hosts.unlike import unlike
@@ -31,7 +30,7 @@ from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, MOST_WAITED, Optimize
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.own_loop.results import result_of, write_model
 from flyte_ddp.engine.own_loop.started import run_started
-from flyte_ddp.engine.step import Totals
+from flyte_ddp.engine.step import Totals, constants
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
@@ -102,7 +101,7 @@ class Progress:
     def _set_to_zero(self) -> None:
         count = len(self.names)
         self._sums, self._flag = StepSums(count, self.device), torch.zeros((), dtype=torch.bool, device=self.device)
-        zero = Sums((0.0,) * 2 * count, 0, 0, uneven=False, stop=False, saves=0, seconds=0.0)
+        zero = Sums((0.0,) * 2 * count, 0, 0, stop=False, saves=0, seconds=0.0)
         self._last, self._told = zero, zero
 
     @property
@@ -193,7 +192,7 @@ class Progress:
         values, requests = totals.split([len(own), 2])
         self._flag.logical_or_((values - values).sum())  # 0 if finite, else NaN, which counts as true
         measured = torch.stack([values, torch.full_like(values, self._environment.world.size)], 1).flatten()
-        self._sums.add(Totals(measured, measured[:0], None, requests, measured[:0]), self._flag)
+        self._sums.add(Totals(measured, requests, measured[:0]), self._flag)
         is_logged, self.logged, self.is_stepping = self._is_logged, {}, False
         self.step += 1
         self._link.heartbeat()

@@ -8,7 +8,7 @@ from torch import nn
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.measures import code_location
-from flyte_ddp.engine.sharding.sharding import OFF, is_sharded
+from flyte_ddp.engine.sharding.sharding import OFF
 from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
@@ -31,7 +31,6 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
             f'{owner}.fsdp_units must name layers with sharding, such as ("blocks.*",), got none: do so',
         ),
         (recipe.micro_batch < 0, f"{owner}.micro_batch must not be -1 with sharding: give a number of samples"),
-        (recipe.uses_global_batch, f"{owner}.uses_global_batch must be False with sharding: compare no samples"),
         (options.log_gradients, "log_gradients must be false with sharding, as no rank has a gradient: leave it out"),
         (on_gpus_by_gloo, f"backend must be nccl to shard over GPUs, got {world.backend}: choose it"),
     ):
@@ -55,12 +54,3 @@ def check_weights(recipe: Recipe, model: nn.Module) -> None:
                 f"{type(recipe).__name__}.fsdp_units must keep tied weights together, but {name} is {first}, too: name "
                 f"a layer that has both, or none that has one, {OFF}"
             )
-
-
-def check_batch_norm(recipe: Recipe, model: nn.Module, is_normalised: bool) -> None:
-    """Raises InputError where batch norm of a sharded network sees the whole global batch."""
-    if is_sharded(model) and is_normalised and not recipe.ghost_batch_size:
-        raise InputError(
-            f"{type(recipe).__name__}.ghost_batch_size must be set where a network with batch norm is sharded, got 0: "
-            f"set it, or use nn.GroupNorm, {OFF}"
-        )

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.sharding.mesh import copies
 from flyte_ddp.engine.step import SingleStep, Step, Totals, gradients_of
@@ -178,9 +176,6 @@ class ShardedStep(SingleStep):
     def __init__(self, step: Step):
         super().__init__(step)
         step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
-        for name, unit in step.model.named_modules():
-            if is_sharded(unit):  # ranks that call others exchange what doesn't belong together
-                unit.register_forward_pre_hook(partial(_note, step.mode, f"call {name}"))
 
     def forward(self, *args: Any) -> Tensor:
         return self.module.reaching(self.module(*args))
@@ -204,10 +199,6 @@ class ShardedStep(SingleStep):
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """None: what a rank's samples add to the gradients is added to the others' at once."""
         return []
-
-
-def _note(mode: GlobalBatchMode, what: str, *_: Any) -> None:
-    mode.note(what)
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:

@@ -17,8 +17,7 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import sum_of
-from flyte_ddp.engine.global_batch.ghost_batch_norm import constants
-from flyte_ddp.engine.step import SingleStep, Step, Totals, gradients_of
+from flyte_ddp.engine.step import SingleStep, Step, Totals, constants, gradients_of
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.whole_numbers import make_buckets
 from flyte_ddp.errors import InputError
@@ -128,7 +127,7 @@ class ExactStep(SingleStep):
                     weight.grad = None
         measured = self._words[2:].view(torch.float64).view_as(self._measured).sum(0)
         norms = torch_compat.norms(gradients_of(self.module))
-        return Totals(measured, measured[:0], None, self._words[:2], norms)
+        return Totals(measured, self._words[:2], norms)
 
     def finish_part(self, is_last: bool) -> None:
         if self._is_looking:

@@ -1,12 +1,14 @@
 """What a training by virtual ranks needs, and what it costs: see exact_step.py."""
 
+from torch import nn
+
 from flyte_ddp.engine.batches.batches import parts_of_rank
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import check_ranks
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
-OFF = "set virtual_ranks to 0, with which the result is the same up to rounding"
+OFF = "set virtual_ranks to 0"
 
 
 def check_settings(settings: TrainingSettings, options: RunOptions, world_size: int) -> None:
@@ -30,14 +32,8 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raises InputError where a loss needs the whole batch, of which a part is computed at a time, and where a
-    machine's memory would decide the result."""
+    """Raises InputError where a machine's memory would decide the result."""
     virtual_ranks, owner = recipe.settings.virtual_ranks, type(recipe).__name__
-    if virtual_ranks and recipe.uses_global_batch:
-        raise InputError(
-            f"virtual_ranks must be 0 for {owner}, whose uses_global_batch needs the whole batch, got {virtual_ranks}: "
-            f"{OFF}"
-        )
     if virtual_ranks and recipe.micro_batch == -1:
         raise InputError(
             f"virtual_ranks must be 0 for {owner}, whose micro_batch of -1 goes by what fits into memory, got "
@@ -45,13 +41,14 @@ def check_recipe(recipe: Recipe) -> None:
         )
 
 
-def ignored_groups(recipe: Recipe) -> list[str]:
-    """Return a remark, and leave the groups of batch norm out, where virtual ranks have batch norm see one part."""
-    groups = recipe.ghost_batch_size
-    if not (groups and recipe.settings.virtual_ranks):
-        return []
-    recipe.ghost_batch_size = 0
-    return [f"ghost_batch_size: {groups} has no effect with virtual_ranks, where batch norm sees one part at a time"]
+def check_network(model: nn.Module, virtual_ranks: int) -> None:
+    """Raise InputError for layers that exchange something between the ranks."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    if virtual_ranks and names:
+        raise InputError(
+            f"virtual_ranks must be 0 with nn.SyncBatchNorm ({names[0]}), whose statistics are of all ranks' samples, "
+            f"got {virtual_ranks}: use nn.BatchNorm2d or nn.GroupNorm, or set virtual_ranks to 0"
+        )
 
 
 def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:
