@@ -5,7 +5,7 @@ then, which Meta's Llama 3 met six times in 54 days on 16,384 GPUs (arXiv 2407.2
 on, a processor of another kind.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
 from flyte_ddp.engine.blame import Cause, Verdict, judge
-from flyte_ddp.engine.digest import sum_of_all
+from flyte_ddp.engine.drift import RANKS, Warn, difference, of_ranks
 from flyte_ddp.engine.hosts.places import Place, tried
-from flyte_ddp.engine.hosts.unlike import all_named, minority, wrong_products
+from flyte_ddp.engine.hosts.unlike import all_named, wrong_products
 from flyte_ddp.engine.step import SingleStep, Totals
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
@@ -25,7 +25,6 @@ from flyte_ddp.errors import InputError, WrongBitsError
 from flyte_ddp.random_numbers import Use, key_of
 
 Backward = Callable[[Sequence[Batch]], None]
-Warn = Callable[[int, int, Sequence[str]], None]  # of epoch, step and reasons
 
 REPEATS = 4  # more than a processor that errs now and then can get wrong
 GRADIENTS = "gradients of the same samples"
@@ -37,11 +36,6 @@ CODE = (
 PROCESSOR = (
     f"computed {GRADIENTS} wrongly, if not each time: its processor or memory has errors, unless code draws or counts "
     "now and then; take its host, or its GPU, out of service, and go on elsewhere from the last checkpoint"
-)
-RANKS = (
-    "code reads its rank or host, or counts calls outside of a buffer, or one of these has errors in its processor or "
-    "memory, or is of another kind; if no code does, go on from the last checkpoint without one of these hosts, then "
-    "without the other"
 )
 
 
@@ -79,17 +73,10 @@ class Audit:
             self._refuse_or_warn(verdict, epoch, step)
         with self._step.watching(part):
             totals = add_up()
-        in_step = self._of_all(self._step.seen.sum())[owner]
+        in_step = of_ranks(self._step.seen.sum())[owner]
         if in_step != found[owner]:
             raise self._error(self._judge(compute, {owner: [found[owner], in_step]}), epoch, step)
         return totals
-
-    def compare_states(self, tensors: Iterable[Tensor], epoch: int, step: int) -> None:
-        """Raises WrongBitsError, on all ranks, unless all of them have the same tensors; a collective."""
-        digests = self._of_all(sum_of_all(tensors, self._device))
-        if len({*digests}) > 1:
-            verdict = Verdict(Cause.RANKS, *minority(dict(enumerate(digests))))
-            raise WrongBitsError(epoch, step, f"{self._difference(verdict, 'weights, or the optimizer,')}: {RANKS}")
 
     def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
         """Have all ranks compute the part some more times, and a product of matrices; a collective.
@@ -99,7 +86,7 @@ class Audit:
         ranks = range(len(self._places))
         again = [self._digests(compute, ranks) for _ in range(REPEATS)]
         digests = {rank: [*found.get(rank, []), *(one[rank] for one in again)] for rank in ranks}
-        products = self._of_all(torch.tensor(tried(self._device)[1]))
+        products = of_ranks(torch.tensor(tried(self._device)[1], device=self._device))
         wrong = {rank for odd, others in wrong_products(self._places, products) if others for rank in odd}
         wrong |= {rank for rank in ranks if products[rank] != self._places[rank].product}  # as it was before
         return judge(digests, wrong)
@@ -111,11 +98,8 @@ class Audit:
             return WrongBitsError(epoch, step, f"{self._difference(verdict)}: {RANKS}")
         return WrongBitsError(epoch, step, f"{all_named(verdict.odd, self._places)} {PROCESSOR}")
 
-    def _difference(self, verdict: Verdict, what: str = GRADIENTS) -> str:
-        odd = all_named(verdict.odd, self._places)
-        if verdict.others:
-            return f"{what} have other bits on {odd} than on {all_named(verdict.others[:1], self._places)}"
-        return f"{what} have other bits on each of {odd}"
+    def _difference(self, verdict: Verdict) -> str:
+        return difference(GRADIENTS, verdict.odd, verdict.others, self._places)
 
     def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
         """Of ranks that differ from the first step on, maybe because their processors are of several kinds."""
@@ -157,16 +141,8 @@ class Audit:
     def _digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
         """What these ranks compute, by rank; a collective of all ranks."""
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
-        digests = self._of_all(compute() if self._rank in ranks else zero)
+        digests = of_ranks(compute() if self._rank in ranks else zero)
         return {rank: digests[rank] for rank in sorted(ranks)}
-
-    def _of_all(self, own: Tensor) -> list[int]:
-        """Each rank's, by rank."""
-        digests = torch.zeros(len(self._places), dtype=torch.int64, device=self._device)
-        digests[self._rank] = own
-        distributed.all_reduce(digests)
-        found: list[int] = digests.tolist()
-        return found
 
 
 def audit_of(step: SingleStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn) -> Audit | None:

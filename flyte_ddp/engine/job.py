@@ -157,6 +157,11 @@ class Job(Subject):
     storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
+    def checkpoint_identity(self) -> dict[str, Any]:
+        """What must be equal to resume from a checkpoint: compiled code draws other numbers."""
+        return {**self.identity, "compile": self.options.compile}
+
+    @property
     def is_output(self) -> bool:
         """Whether all these are in one folder, which the user has named, and which may have another training's."""
         return self.chosen_by == OUTPUT

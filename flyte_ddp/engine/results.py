@@ -41,7 +41,7 @@ def write_last(setup: SetUp, job: Job) -> None:
             measures = state.history[-1].validation
             write_weights(setup, job, Path(job.logs, LAST), measures, state.evaluated_elsewhere)
         if job.options.keep_checkpoint or job.settings.stop_after:
-            path, content = Path(job.logs, FINAL), {"identity": job.identity, "state": state.state_dict()}
+            path, content = Path(job.logs, FINAL), {"identity": job.checkpoint_identity, "state": state.state_dict()}
             if distributed.get_rank():
                 fill(None, content, state.device)
             else:

@@ -21,7 +21,7 @@ from flyte_ddp.engine.network.memory import checkpoint_activations
 from flyte_ddp.engine.network.placement import to_device
 from flyte_ddp.engine.sharding.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.virtual_ranks.rules import check_network, check_recipe, check_settings, uneven_parts
+from flyte_ddp.engine.virtual_ranks.rules import check_recipe, check_settings, uneven_parts
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning, StartUp
 from flyte_ddp.launch.environment import Environment
@@ -92,7 +92,6 @@ def set_up(
             f"{settings.evaluations_per_epoch}: lower it, or batch_size"
         )
     model, left_out, remarks = first_model(recipe, job)
-    check_network(model, settings.virtual_ranks)
     if recipe.passes_per_epoch > 1:
         remarks.append(f"an epoch passes over the training {recipe.samples} {recipe.passes_per_epoch} times")
     remarks += uneven_parts(settings.virtual_ranks, world_size)

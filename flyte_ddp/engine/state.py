@@ -17,6 +17,7 @@ from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.elsewhere import Awaited
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
@@ -25,7 +26,7 @@ from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.parallel import parallel_of
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
-from flyte_ddp.engine.sharding.sharding import local, on_shards
+from flyte_ddp.engine.sharding.sharding import is_sharded, local, on_shards
 from flyte_ddp.engine.step import Step
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import any_batch_size
@@ -103,6 +104,7 @@ class TrainingState:
         self.loss_monitor = LossMonitor(constant_loss, recipe.settings.epochs)
         self.best_tracker: BestTracker | None = None  # None without a validation split
         self.audit: Audit | None = None
+        self.drift: Drift | None = None  # None on a rank that is alone
 
     @property
     def evaluated(self) -> nn.Module:
@@ -275,12 +277,17 @@ class TrainingState:
         return weights
 
     def compare_between_ranks(self, step: int) -> None:
-        """After this step of the epoch; a collective if steps are audited, see Audit.compare_states."""
-        if self.audit and self.audit.every:
-            content = self.state_dict()
-            compared = [content["model"], content["average"], content["optimizer"]]
-            tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(compared) if isinstance(leaf, Tensor)]
-            self.audit.compare_states(tensors, self.epoch, step)
+        """After this step of the epoch compare the weights, or with audits all that a checkpoint has; a collective.
+
+        Ranks of a sharded network have other rows, and are not compared.
+        """
+        if not self.drift or is_sharded(self.model):
+            return
+        content, is_audited = self.state_dict(), bool(self.audit and self.audit.every)
+        compared = [content[part] for part in (("model", "average", "optimizer") if is_audited else ("model",))]
+        tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(compared) if isinstance(leaf, Tensor)]
+        what = "weights, or the optimizer," if is_audited else "weights"
+        self.drift.compare(tensors, what, self.epoch, step)
 
     def digest(self) -> str:
         """Of the weights that are evaluated; a collective."""

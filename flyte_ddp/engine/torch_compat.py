@@ -165,7 +165,7 @@ def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
 
 def norms(tensors: list[Tensor]) -> Tensor:
     """(N,): the Euclidean norm of each tensor; torch.nn.utils.get_total_norm returns only that of all."""
-    return torch.stack(torch._foreach_norm(tensors))
+    return torch.stack(torch._foreach_norm(tensors)) if tensors else torch.zeros(0)
 
 
 def scale(tensors: list[Tensor], factor: Tensor) -> None:

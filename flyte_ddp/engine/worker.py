@@ -17,6 +17,7 @@ from flyte_ddp.engine.checkpoints.resume import resume
 from flyte_ddp.engine.checkpoints.same_training import check_same_training
 from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
+from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.elsewhere import elsewhere_of
 from flyte_ddp.engine.evaluations import look_at_test
 from flyte_ddp.engine.hosts.machine import machine, moved
@@ -94,7 +95,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     if device.type == "cuda":  # without what the trials have taken
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    state.ran_on, moves = moved(state.ran_on, machine(places, setup.precision, job.options))
+    state.ran_on, moves = moved(state.ran_on, machine(places, setup.precision, job.options), settings.virtual_ranks)
     setup.remarks.extend(moves)
     hosts = [place.host for place in places]
     link.emit(run_started(setup, environment, job, hosts))
@@ -106,6 +107,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     for warning in setup.warnings:
         link.emit(warning)
     warn(state.epoch, state.step, unlike(places, job.options))
+    state.drift = Drift(places, device, warn) if len(places) > 1 else None
     state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, warn)
     kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
     checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)

@@ -49,7 +49,7 @@ class CheckpointFiles(TorchCheckpointIO):
             self._is_readable = True
         try:
             state[KEPT] = self._kept.keep(state["callbacks"])
-            write_checkpoint(Path(path), {"identity": self._job.identity, "state": state})
+            write_checkpoint(Path(path), {"identity": self._job.checkpoint_identity, "state": state})
         except OSError as error:  # training need not fail because a disk does
             self._emit(CheckpointFailed(f"{path}: {error.strerror}"))
         else:

@@ -76,10 +76,6 @@ class TaughtFast(Taught):
         return outputs
 
 
-class TaughtInParts(Taught):
-    micro_batch = 3
-
-
 class Typed(Sound):
     """The weights of its layers have the types that are set here."""
 

@@ -241,11 +241,6 @@ class WithAFunction(Sound):
         return network
 
 
-class Synchronised(Sound):
-    def model(self):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-
-
 class NoNetwork(Sound):
     """Its author has forgotten a return, as those of the next have."""
 

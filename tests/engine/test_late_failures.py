@@ -31,7 +31,6 @@ REFUSED = {
     "Bytes": ["Bytes.data", "shape (8, 8) in a batch is uint8", "Byte", ".float()"],
     "Lazy": ["Lazy.model", "0.weight has no shape yet", "call the network once in model()"],
     "Scripted": ["Scripted.model", "the network must not come from torch.jit, or must be frozen", "return the module"],
-    "Synchronised": ["Synchronised.model", "1 must not be nn.SyncBatchNorm", "leave convert_sync_batchnorm out"],
     "InGraphs": ["InGraphs.model", "must not be compiled into CUDA graphs", "max-autotune-no-cudagraphs"],
     "LayerInGraphs": ["LayerInGraphs.model", "0 must not be compiled into CUDA graphs"],
     "ForwardInGraphs": ["ForwardInGraphs.model", "0 must not be compiled into CUDA graphs"],
@@ -108,13 +107,11 @@ def test_every_recipe_of_the_module_is_tested():
         ("ema_decay", 1.5, "at least 0 and below 1, got 1.5"),
         ("micro_batch", -2, "at least -1, got -2"),
         ("micro_batch", 2.5, "a whole number, got 2.5"),
-        ("ghost_batch_size", -1, "at least 0, got -1"),
-        ("ghost_batch_size", 2.5, "a whole number, got 2.5"),
-        ("ghost_batch_size", True, "a whole number, got true"),
+        ("length_window", True, "a whole number, got true"),
         ("passes_per_epoch", 0, "at least 1, got 0"),
         ("passes_per_epoch", 1.5, "a whole number, got 1.5"),
         ("train_fraction", 2, "above 0 and at most 1, got 2"),
-        ("uses_global_batch", "yes", 'true or false, got "yes"'),
+        ("has_validation", "yes", 'true or false, got "yes"'),
         ("percent", "accuracy", "a tuple of names, such as (\"accuracy\",), got 'accuracy'"),
     ],
 )
@@ -122,38 +119,15 @@ def test_an_attribute_that_breaks_its_rule_is_refused(name, value, rule):
     recipe = Sound(Settings())
     setattr(recipe, name, value)
     with pytest.raises(InputError, match=re.escape(f"Sound.{name} must be {rule}")):
-        check_attributes(recipe, 1)
+        check_attributes(recipe)
 
 
 def test_attributes_may_be_numbers_of_numpy_and_get_their_own_type():
     recipe: Any = Sound(Settings())
-    recipe.ema_decay, recipe.micro_batch, recipe.ghost_batch_size = np.float64(0.9), np.int64(4), 2.0
-    check_attributes(recipe, 1)
-    assert [type(value) for value in (recipe.ema_decay, recipe.micro_batch, recipe.ghost_batch_size)] == [
+    recipe.ema_decay, recipe.micro_batch, recipe.length_window = np.float64(0.9), np.int64(4), 2.0
+    check_attributes(recipe)
+    assert [type(value) for value in (recipe.ema_decay, recipe.micro_batch, recipe.length_window)] == [
         float,
         int,
         int,
     ]
-
-
-@pytest.mark.parametrize(
-    ("ghost_batch_size", "micro_batch", "ranks", "rule"),
-    [
-        (3, 0, 1, "Sound.ghost_batch_size must divide batch_size (8), got 3"),
-        (
-            4,
-            0,
-            3,
-            "Sound.ghost_batch_size must be at most 2, so that each of 3 ranks has a group of batch_size (8), got 4",
-        ),
-        (16, 0, 1, "Sound.ghost_batch_size must divide batch_size (8), got 16"),
-        (4, 6, 1, "Sound.micro_batch must be a multiple of ghost_batch_size (4), got 6"),
-    ],
-)
-def test_groups_of_batch_norm_that_cannot_be_shared_out_are_refused(ghost_batch_size, micro_batch, ranks, rule):
-    recipe: Any = Sound(Settings())
-    recipe.ghost_batch_size, recipe.micro_batch = ghost_batch_size, micro_batch
-    with pytest.raises(InputError, match=re.escape(rule)):
-        check_attributes(recipe, ranks)
-    recipe.ghost_batch_size, recipe.micro_batch = 2, 4
-    check_attributes(recipe, ranks)

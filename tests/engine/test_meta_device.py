@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from torch import Tensor
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checks.trials import Trials
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure

@@ -40,7 +40,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     messages: list[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
-            content = read_checkpoint(path, job.identity, job.hashes)
+            content = read_checkpoint(path, job.checkpoint_identity, job.hashes)
             if content["state"].get("base", "") != state.base.digest:  # of which all ranks have rank 0's weights
                 raise OtherTrainingError(OTHER_BASE)
             manifest = read_manifest(path)

@@ -25,7 +25,7 @@ def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.de
     path, objects = Path(job.checkpoint_path), [None]
     if distributed.get_rank() == 0 and os.path.exists(job.checkpoint_path):
         try:
-            state = read_checkpoint(path, job.identity, job.hashes)["state"]
+            state = read_checkpoint(path, job.checkpoint_identity, job.hashes)["state"]
             objects = [(checksum(path), pytree.tree_map_only(Tensor, lambda one: one.to("meta"), state))]  # type: ignore[list-item]
         except CheckpointError as error:
             refuse(error, job.options, emit, output=path.parent if job.is_output else None)

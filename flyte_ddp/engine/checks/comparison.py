@@ -122,8 +122,8 @@ def refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
         with among_ranks(rank, world_size):
-            few = [finite_number(recipe, "lr_lambda", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
-            results.append({"optimizer": _plain_groups(optimizer_of(recipe, model)), "lr_lambda": few})
+            groups = _plain_groups(optimizer_of(recipe, model))
+            results.append({"optimizer": groups, "lr_lambda": some_rates(recipe, steps)})
     one, two = results
     for method in one:
         if one[method] != two[method]:
@@ -131,6 +131,11 @@ def refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
                 f"{code_location(recipe, method)}: with virtual_ranks what it returns must not depend on the rank or "
                 "the number of ranks: read neither, since batch_size is that of all ranks together"
             )
+
+
+def some_rates(recipe: Recipe, steps: int) -> list[float]:
+    """What lr_lambda() returns for a few of the steps; InputError if that is no finite number."""
+    return [finite_number(recipe, "lr_lambda", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from flyte_ddp.engine.checks.comparison import (
     refuse_coupled_predictions,
     refuse_scaled_rates,
     refuse_unsteady,
+    some_rates,
 )
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
 from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
@@ -117,6 +118,7 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) ->
     has_unused = any(p.requires_grad and name not in whole.gradients for name, p in trials.model.named_parameters())
     whole.gradients.clear()
     refuse_unsteady(recipe, trials, whole)
+    some_rates(recipe, steps)
     if recipe.settings.virtual_ranks:
         refuse_scaled_rates(recipe, trials.model, steps)
     warnings = _try_step(recipe, trials.model)

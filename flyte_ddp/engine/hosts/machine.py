@@ -22,10 +22,25 @@ def machine(places: Sequence[Place], precision: str, options: RunOptions) -> dic
     }
 
 
-def moved(ran_on: Sequence[dict[str, Any]], now: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """What a training has run on, with what it runs on now as the last; and a remark, if that is other hardware."""
+def moved(
+    ran_on: Sequence[dict[str, Any]], now: dict[str, Any], virtual_ranks: int | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what a training has run on, with what it runs on now as the last; and remarks on what its bits follow.
+
+    virtual_ranks: None where there can be none, as under Lightning.
+    """
     if not ran_on or ran_on[-1] == now:
         return [*ran_on[:-1], now], []
-    before, here = ran_on[-1]["hardware"], now["hardware"]
-    remark = f"The checkpoint is from other hardware ({before}) than this ({here}): from here on, bits may differ"
-    return [*ran_on, now], [remark] if before != here else []
+    before, remarks = ran_on[-1], []
+    if before["hardware"] != now["hardware"]:
+        remarks.append(
+            f"The checkpoint is from other hardware ({before['hardware']}) than this ({now['hardware']}): from here "
+            "on, bits may differ"
+        )
+    if before["ranks"] != now["ranks"] and not virtual_ranks:
+        remedy = "" if virtual_ranks is None else ", which only virtual_ranks would keep"
+        remarks.append(
+            f"The checkpoint is from {before['ranks']} ranks, and {now['ranks']} go on from it: the result is not that "
+            f"of the former number{remedy}"
+        )
+    return [*ran_on, now], remarks

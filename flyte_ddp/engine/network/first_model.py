@@ -131,8 +131,14 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
 
 
 def _check_layers(recipe: Recipe, model: nn.Module) -> None:
-    """Raises InputError for trained layers from torch.jit, since torch loses their gradients, for nn.SyncBatchNorm,
-    which no part of a batch can wait for, and for CUDA graphs, whose memory is the next pass's, too."""
+    """Raise InputError for layers that torch could not train, or not resume, as they are.
+
+    torch loses the gradients of what torch.jit has made; the memory of a CUDA graph is the next pass's, too; and on a
+    GPU, recurrent layers draw their dropout by a state of cuDNN's that no checkpoint has, whichever generator is
+    seeded (as by reading torch's source; it was not tried on a GPU). Parts of a batch cannot wait for the statistics of
+    others.
+    """
+    virtual_ranks = recipe.settings.virtual_ranks
     for name, layer in model.named_modules():
         problem = ""
         if isinstance(layer, torch.jit.ScriptModule) and any(weight.requires_grad for weight in layer.parameters()):
@@ -140,10 +146,16 @@ def _check_layers(recipe: Recipe, model: nn.Module) -> None:
                 "must not come from torch.jit, or must be frozen, since its copies have no gradients: return the "
                 "module that it was made of"
             )
-        elif isinstance(layer, nn.SyncBatchNorm):
+        elif isinstance(layer, nn.SyncBatchNorm) and virtual_ranks:
             problem = (
-                "must not be nn.SyncBatchNorm: leave convert_sync_batchnorm out, since any batch norm sees the global "
-                "batch"
+                f"must not be nn.SyncBatchNorm with virtual_ranks, got {virtual_ranks}, since a part of a batch is "
+                "computed without the others: leave convert_sync_batchnorm out, or set virtual_ranks to 0"
+            )
+        elif isinstance(layer, nn.RNNBase) and layer.dropout and layer.num_layers > 1 and recipe.device.type == "cuda":
+            kind = type(layer).__name__
+            problem = (
+                f"must have no dropout on a GPU, where cuDNN draws it by a state that no checkpoint has: give {kind} "
+                f"none, and put nn.Dropout between layers of one nn.{kind} each"
             )
         elif records_graphs(layer):
             problem = (

@@ -115,7 +115,7 @@ class Progress:
             raise InputError(f"call {missing} before loop.epochs: a checkpoint could not be resumed without")
         job, world = self._job, self._environment.world
         places = places_of_ranks(self._environment, self.device, job, self.parts["model"])
-        self.ran_on, moves = moved(self.ran_on, machine(places, precision, job.options))
+        self.ran_on, moves = moved(self.ran_on, machine(places, precision, job.options), job.settings.virtual_ranks)
         hosts = [place.host for place in places]
         self._stragglers = Stragglers(hosts, self.batches.split.remedy, meet_within=True)  # in the backward pass
         remarks = [*moves, *uneven_parts(job.settings.virtual_ranks, world.size)]

@@ -1,7 +1,5 @@
 """What a training by virtual ranks needs, and what it costs: see exact_step.py."""
 
-from torch import nn
-
 from flyte_ddp.engine.batches.batches import parts_of_rank
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import check_ranks
@@ -38,16 +36,6 @@ def check_recipe(recipe: Recipe) -> None:
         raise InputError(
             f"virtual_ranks must be 0 for {owner}, whose micro_batch of -1 goes by what fits into memory, got "
             f"{virtual_ranks}: give micro_batch a number, or {OFF}"
-        )
-
-
-def check_network(model: nn.Module, virtual_ranks: int) -> None:
-    """Raise InputError for layers that exchange something between the ranks."""
-    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
-    if virtual_ranks and names:
-        raise InputError(
-            f"virtual_ranks must be 0 with nn.SyncBatchNorm ({names[0]}), whose statistics are of all ranks' samples, "
-            f"got {virtual_ranks}: use nn.BatchNorm2d or nn.GroupNorm, or set virtual_ranks to 0"
         )
 
 

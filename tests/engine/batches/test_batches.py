@@ -101,16 +101,6 @@ def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_last_one_before_it
     assert cuts == [[[0, 1], [4]], [[2], [5]], [[3], []]]
 
 
-def test_shares_are_cut_between_groups_and_a_rank_without_one_borrows_a_whole_one():
-    split = Resident(torch.arange(22), CPU)
-    steps = zip(
-        *(batches.TrainBatches(split, 16, 1, rank, 3, ghost_batch_size=4).epoch(0) for rank in range(3)), strict=True
-    )
-    found = [[(batch.share.first, batch.share.count, batch.share.borrowed) for batch in step] for step in steps]
-    assert found[0] == [(0, 8, False), (8, 4, False), (12, 4, False)]
-    assert found[1] == [(0, 4, False), (4, 2, False), (4, 2, True)]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_is_read_sample_by_sample(workers):
     split = Streamed(Squares(), CPU, workers)

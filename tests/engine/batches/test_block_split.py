@@ -40,12 +40,12 @@ def split_of(tmp_path, monkeypatch):
 def check_any_shape(split_of, data):
     lengths = data.draw(some.lists(some.integers(1, 9), min_size=1, max_size=12))
     batch_size, window, streams = (data.draw(some.integers(1, 12)) for _ in range(3))
-    world, ghost_batch_size = data.draw(some.integers(1, min(4, batch_size))), data.draw(some.integers(0, 3))
+    world = data.draw(some.integers(1, min(4, batch_size)))
     fraction, first = data.draw(some.sampled_from([1.0, 0.6])), data.draw(some.integers(0, 3))
     split = split_of(lengths, window, streams)
 
     def epoch(rank, ranks, first_step=0):
-        train = TrainBatches(split, batch_size, 3, rank, ranks, 1, fraction, ghost_batch_size)
+        train = TrainBatches(split, batch_size, 3, rank, ranks, 1, fraction)
         return [batch.share.own(batch.tree).tolist() for batch in train.epoch(1, first_step)]
 
     def evaluated(rank, ranks):

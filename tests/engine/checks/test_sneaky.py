@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.trials import Trials
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.errors import InputError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
+from flyte_ddp.engine.global_batch.operators import dropout_kernel
 
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.global_batch.operators import dropout_kernel
 from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.engine.network.compiled import check_device
 from flyte_ddp.errors import InputError

@@ -121,16 +121,9 @@ class Counting(Sound):
     body = Counter
 
 
-class CountingInParts(Counting):
-    micro_batch = 3
-
-
-@pytest.mark.parametrize(("recipe", "virtual_ranks"), [("Counting", 3), ("CountingInParts", 0)])
-def test_a_buffer_that_forward_replaces_moves_once_per_step_in_however_many_parts(
-    alone, tmp_path, recipe, virtual_ranks
-):
-    settings = Settings(epochs=2, batch_size=6, virtual_ranks=virtual_ranks)
-    trained = training.train(f"{__name__}:{recipe}", settings, RunOptions(tracking="off"), output=tmp_path)
+def test_a_buffer_that_forward_replaces_moves_once_per_step_in_however_many_parts(alone, tmp_path):
+    settings = Settings(epochs=2, batch_size=6, virtual_ranks=3)
+    trained = training.train(f"{__name__}:Counting", settings, RunOptions(tracking="off"), output=tmp_path)
     assert torch.load(trained.model_path, weights_only=True)["1.calls"] == 2 * SIZE / 6
 
 
@@ -206,7 +199,6 @@ def test_more_ranks_than_virtual_ones_are_refused_with_both_remedies(train):
     ("recipe", "sharding", "words"),
     [
         ("tests.engine.probe_recipes:Sound", "full", "virtual_ranks must be 0 with sharding, .* got 2: set options"),
-        (f"{__name__}:Coupled", "off", "virtual_ranks must be 0 for Coupled, .* got 2: set virtual_ranks to 0"),
         (f"{__name__}:Fitted", "off", "virtual_ranks must be 0 for Fitted, .* got 2: give micro_batch a number"),
     ],
 )
@@ -216,15 +208,11 @@ def test_what_cannot_be_done_by_parts_is_refused_before_data_are_read(alone, tmp
         training.train(recipe, replace(Settings(), virtual_ranks=2), options, output=tmp_path)
 
 
-class Coupled(Sound):
-    uses_global_batch = True
+class Fitted(Sound):
+    micro_batch = -1
 
     def data(self, split):
         raise AssertionError("refused before data are read")
-
-
-class Fitted(Coupled):
-    uses_global_batch, micro_batch = False, -1
 
 
 @pytest.mark.slow

@@ -1,0 +1,59 @@
+"""Whether all ranks have the same weights, which DistributedDataParallel takes for granted and never looks at."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, distributed
+
+from flyte_ddp.engine.digest import sum_of_all
+from flyte_ddp.engine.hosts.places import Place
+from flyte_ddp.engine.hosts.unlike import all_named, minority
+from flyte_ddp.errors import WrongBitsError
+
+Warn = Callable[[int, int, Sequence[str]], None]  # of epoch, step and reasons
+
+RANKS = (
+    "code reads its rank or host, or counts calls outside of a buffer, or one of these has errors in its processor or "
+    "memory, or is of another kind; if no code does, go on from the last checkpoint without one of these hosts, then "
+    "without the other"
+)
+
+
+class Drift:
+    """Compares the ranks' tensors before each checkpoint."""
+
+    def __init__(self, places: Sequence[Place], device: torch.device, warn: Warn):
+        """places: of each rank. warn is called on all ranks."""
+        self._places, self._device, self._warn, self._is_told = places, device, warn, False
+
+    def compare(self, tensors: Iterable[Tensor], what: str, epoch: int, step: int) -> None:
+        """Look for ranks whose tensors differ; a collective. Where processors of several kinds may round otherwise, it
+        warns, once.
+
+        Raises:
+            WrongBitsError: Ranks with one kind of processor differ; on all ranks.
+        """
+        digests = of_ranks(sum_of_all(tensors, self._device))
+        if len({*digests}) == 1 or self._is_told:
+            return
+        reason = difference(what, *minority(dict(enumerate(digests))), self._places)
+        if len({place.hardware for place in self._places}) == 1:
+            raise WrongBitsError(epoch, step, f"{reason}: {RANKS}")
+        self._is_told = True
+        self._warn(epoch, step, [f"{reason}: use processors of one kind, so that all ranks train the same network"])
+
+
+def of_ranks(own: Tensor) -> list[int]:
+    """Return each rank's whole number (), by rank; a collective."""
+    numbers = torch.zeros(distributed.get_world_size(), dtype=torch.int64, device=own.device)
+    numbers[distributed.get_rank()] = own
+    distributed.all_reduce(numbers)
+    found: list[int] = numbers.tolist()
+    return found
+
+
+def difference(what: str, odd: Sequence[int], others: Sequence[int], places: Sequence[Place]) -> str:
+    """Return a clause on the ranks that differ; others: those that they differ from, if a majority agrees."""
+    if others:
+        return f"{what} have other bits on {all_named(odd, places)} than on {all_named(others[:1], places)}"
+    return f"{what} have other bits on each of {all_named(odd, places)}"

@@ -1,0 +1,169 @@
+"""Without virtual ranks a training is DistributedDataParallel's, and exact where that can be."""
+
+import random as stdlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+
+from flyte_ddp import training
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import RunStarted
+from flyte_ddp.launch.failures import RankError
+from flyte_ddp.recipes.images import ImageClassifier
+from flyte_ddp.settings import RunOptions
+from tests.engine.probe_recipes import WIDTH, Settings, Sound
+from tests.small_training import Unplugged, identical, relative_difference, unplug_at
+
+# Of 33 samples a step the shares of two and three ranks differ, and the last step has 21
+UNEVEN = {"batch_size": 33, "epochs": 2}
+
+
+class Drawing(ImageClassifier):
+    """Draws by all generators, in augment() and in the network, and normalises by its samples."""
+
+    def augment(self, batch, random):
+        images, labels = batch
+        moved = images.roll(int(torch.randint(-2, 3, ())), -1)
+        return (moved.flip(-1) if np.random.rand() < 0.5 or random.epoch + stdlib.random() < 0.2 else moved), labels
+
+    def model(self):
+        super().model()  # which says how images are normalised
+        side = self.description.image_shape[-1]
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.2), nn.Flatten(),
+            nn.Linear(4 * side * side, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 10),
+        )  # fmt: skip
+
+
+class InMicroBatches(Drawing):
+    micro_batch = 7
+
+
+class Nudging(Drawing):
+    """Has an optimizer that draws."""
+
+    def optimizer(self, model):
+        return Langevin(model.parameters(), lr=0.01)
+
+
+class Langevin(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.add_(torch.randn_like(weight), alpha=1e-3)
+
+
+def named(recipe):
+    return f"{__name__}:{recipe}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nproc"),
+    [("Drawing", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [("Drawing", 3), ("InMicroBatches", 2)])],
+)
+def test_as_many_virtual_ranks_compute_the_same_up_to_rounding(train, recipe, nproc):
+    plain = train(nproc, name="plain", recipe=named(recipe), **UNEVEN)
+    exact = train(1, name="exact", recipe=named(recipe), virtual_ranks=nproc, **UNEVEN)
+    alone = train(1, name="alone", recipe=named(recipe), **UNEVEN)
+    assert relative_difference(plain, exact) < 1e-3
+    assert relative_difference(plain, alone) > 0.1  # which draws, and normalises, otherwise
+
+
+@pytest.mark.parametrize("recipe", ["InMicroBatches", pytest.param("Nudging", marks=pytest.mark.slow)])
+def test_a_run_that_was_cut_off_goes_on_with_as_many_ranks_to_the_same_bits(train, recipe):
+    settings = {"recipe": named(recipe), "log_interval": 1, **UNEVEN}
+    expected = train(2, name="whole", **settings)
+    with pytest.raises(Unplugged):
+        train(2, name="cut", checkpoint_seconds=0, on_event=unplug_at(6), **settings)
+    resumed = train(2, name="cut", **settings)
+    assert resumed.events[0].first_step > 0
+    assert identical(expected, resumed)
+
+
+def test_on_another_number_of_ranks_it_goes_on_and_says_that_the_result_is_another(train):
+    settings = {"recipe": named("Drawing"), "log_interval": 1, **UNEVEN}
+    with pytest.raises(Unplugged):
+        train(2, name="cut", checkpoint_seconds=0, on_event=unplug_at(6), **settings)
+    (started, *_) = train(1, name="cut", **settings).events
+    assert isinstance(started, RunStarted)
+    (remark,) = (remark for remark in started.remarks if "2 ranks" in remark)
+    assert "1 go on from it" in remark
+    assert "virtual_ranks" in remark
+
+
+class Nines(nn.Module):
+    """Has an expert that only samples of the last class use, in few steps."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.head, self.expert = nn.Linear(features, 10), nn.Linear(features, 10)
+
+    def forward(self, images, labels):
+        rows, is_nine = images.flatten(1), labels == 9
+        outputs = self.head(rows)
+        if is_nine.any():
+            outputs = outputs.index_add(0, is_nine.nonzero()[:, 0], self.expert(rows[is_nine]))
+        return outputs
+
+
+class Routed(ImageClassifier):
+    def model(self):
+        super().model()
+        return Nines(self.description.image_shape[-1] ** 2)
+
+    def forward(self, model, batch):
+        return model(self.normalise(batch[0]), batch[1])
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.3)
+
+
+@pytest.mark.parametrize("virtual_ranks", [0, 2])
+def test_weights_that_no_rank_uses_in_a_step_stay_as_they_are(train, virtual_ranks):
+    settings = {"recipe": named("Routed"), "batch_size": 4, "train_fraction": 0.2}
+    alone = train(1, name="alone", **settings)
+    both = train(2, name="both", virtual_ranks=virtual_ranks, **settings)
+    assert relative_difference(alone, both) < 1e-3  # decay in each step would halve them
+
+
+class FollowsRank(Drawing):
+    """Its rate follows the rank."""
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + distributed.get_rank()))
+
+
+def test_weights_that_drift_apart_end_the_run_before_a_checkpoint_has_them(train):
+    words = (
+        r"WrongBitsError: in epoch 1, step 10, weights have other bits on each of rank 0 .* and rank 1 .*: code reads"
+    )
+    with pytest.raises(RankError, match=words):
+        train(2, recipe=named("FollowsRank"), batch_size=33)
+
+
+def test_of_three_ranks_the_one_that_drifts_is_named(train):
+    words = r"weights have other bits on rank 2 on .* than on rank 0"
+    with pytest.raises(RankError, match=words):
+        train(3, recipe=named("LastDrifts"), batch_size=33)
+
+
+class LastDrifts(Drawing):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1 if distributed.get_rank() < 2 else 0.2)
+
+
+class Synchronized(Sound):
+    body = staticmethod(lambda: nn.SyncBatchNorm(WIDTH))
+
+
+def test_statistics_of_all_ranks_are_refused_with_virtual_ranks(alone, tmp_path):
+    settings = replace(Settings(), virtual_ranks=2)
+    with pytest.raises(
+        InputError, match=r"1 must not be nn.SyncBatchNorm with virtual_ranks, got 2, .*: leave convert_"
+    ):
+        training.train(named("Synchronized"), settings, RunOptions(tracking="off"), output=tmp_path)
