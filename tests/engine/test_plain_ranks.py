@@ -17,7 +17,7 @@ from flyte_ddp.settings import RunOptions
 from tests.engine.probe_recipes import WIDTH, Settings, Sound
 from tests.small_training import Unplugged, identical, relative_difference, unplug_at
 
-# Of 33 samples a step the shares of two and three ranks differ, and the last step has 21
+# Of 33 samples a step the shares of two ranks differ, and the last step has 21
 UNEVEN = {"batch_size": 33, "epochs": 2}
 
 
@@ -67,10 +67,11 @@ def named(recipe):
     [("Drawing", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [("Drawing", 3), ("InMicroBatches", 2)])],
 )
 def test_as_many_virtual_ranks_compute_the_same_up_to_rounding(train, recipe, nproc):
-    plain = train(nproc, name="plain", recipe=named(recipe), **UNEVEN)
-    exact = train(1, name="exact", recipe=named(recipe), virtual_ranks=nproc, **UNEVEN)
-    alone = train(1, name="alone", recipe=named(recipe), **UNEVEN)
-    assert relative_difference(plain, exact) < 1e-3
+    settings = {"recipe": named(recipe), **UNEVEN, "train_fraction": 54 / 318}  # few steps, as each amplifies rounding
+    plain = train(nproc, name="plain", **settings)
+    exact = train(1, name="exact", virtual_ranks=nproc, **settings)
+    alone = train(1, name="alone", **settings)
+    assert relative_difference(plain, exact) < 1e-4
     assert relative_difference(plain, alone) > 0.1  # which draws, and normalises, otherwise
 
 
@@ -140,7 +141,7 @@ class FollowsRank(Drawing):
 
 def test_weights_that_drift_apart_end_the_run_before_a_checkpoint_has_them(train):
     words = (
-        r"WrongBitsError: in epoch 1, step 10, weights have other bits on each of rank 0 .* and rank 1 .*: code reads"
+        r"WrongBitsError: in epoch 1, step 10, weights have other bits on each of rank 0 .*, rank 1 .*: code reads"
     )
     with pytest.raises(RankError, match=words):
         train(2, recipe=named("FollowsRank"), batch_size=33)
