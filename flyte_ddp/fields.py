@@ -11,7 +11,6 @@ import json
 import math
 import re
 import textwrap
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
@@ -41,14 +40,9 @@ def setting(
     maximum: float = math.inf,
     below: float = math.inf,
     choices: Sequence[str] = (),
-    formerly: str = "",
 ) -> Any:
-    """Declares a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices.
-
-    formerly: the name that inputs and files of weights may still have for it.
-    """
+    """Declares a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices."""
     rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
-    rules["formerly"] = formerly
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
     # A factory, because for each plain default Flyte's JSON schema generates and compiles a class: a quarter second in
@@ -76,11 +70,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def warn_renamed(owner: str, former: str, name: str) -> None:
-    """For one minor version, after which only the new name is known."""
-    warnings.warn(f"{owner}.{former} is called {name} now: rename it", FutureWarning, stacklevel=3)
 
 
 def refuse_repeated(names: Sequence[str]) -> None:
@@ -128,11 +117,6 @@ class Settings(DataClassJsonMixin):
         """Checks before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
         UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing."""
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        former = {old: name for name in fields if (old := _rules_of(cls, name).get("formerly", ""))}
-        for old in former.keys() & values.keys():
-            warn_renamed(cls.__name__, old, former[old])
-        refuse_repeated([former.get(name, name) for name in values])
-        values = {former.get(name, name): value for name, value in values.items()}
         for name, value in values.items():
             if name not in fields:
                 known = ", ".join(one for one in fields if one not in cls.refused)
@@ -151,7 +135,7 @@ def _rules_of(kind: type, name: str) -> Mapping[str, Any]:
     """Those of the nearest class that gives some by setting(), since a new default alone, as in `epochs: int = 30`,
     leaves them as they are."""
     declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in kind.__mro__)
-    return next((field.metadata for field in declared if field and "formerly" in field.metadata), {})
+    return next((field.metadata for field in declared if field and "minimum" in field.metadata), {})
 
 
 def described(kind: type[Settings]) -> dict[str, str]:

@@ -287,11 +287,3 @@ def test_an_object_in_settings_is_the_same_after_it_has_been_json(weights, words
         Weighted(weights=weights)
     kept = Weighted(weights={"0": [1, 2.5, None, {"deep": True}], "1": {}})
     assert Weighted.from_json(kept.to_json()) == kept
-
-
-@pytest.mark.parametrize("read", [Hyperparameters.from_json, JSONDecoder(Hyperparameters).decode])
-def test_a_field_is_read_by_its_former_name_with_a_warning_that_has_the_new_one(read):
-    with pytest.warns(FutureWarning, match="Hyperparameters.norm_samples is called ghost_batch_size now"):
-        assert read('{"norm_samples": 8, "epochs": 3}') == Hyperparameters(ghost_batch_size=8, epochs=3)
-    with pytest.warns(FutureWarning), pytest.raises(InputError, match='"ghost_batch_size" is given twice'):
-        read('{"norm_samples": 8, "ghost_batch_size": 8}')

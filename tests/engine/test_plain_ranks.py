@@ -140,9 +140,7 @@ class FollowsRank(Drawing):
 
 
 def test_weights_that_drift_apart_end_the_run_before_a_checkpoint_has_them(train):
-    words = (
-        r"WrongBitsError: in epoch 1, step 10, weights have other bits on each of rank 0 .*, rank 1 .*: code reads"
-    )
+    words = r"WrongBitsError: in epoch 1, step 10, weights have other bits on each of rank 0 .*, rank 1 .*: code reads"
     with pytest.raises(RankError, match=words):
         train(2, recipe=named("FollowsRank"), batch_size=33)
 
