@@ -23,9 +23,11 @@ def say_cached(outputs: Mapping[str, Literal]) -> None:
     if not outputs.keys() >= {"model_state", "summary", "report"}:
         return
     model, report = (outputs[name].scalar.blob.uri for name in ("model_state", "report"))
+    summary = msgpack.loads(outputs["summary"].scalar.binary.value)
+    ranks = f"{summary['world_size']} rank" + "s" * (summary["world_size"] != 1)
     lines = [
-        ("Cached", f"trained before with the same inputs, so nothing was trained now. {TRAIN_AGAIN}"),
-        ("Tested", _measured(msgpack.loads(outputs["summary"].scalar.binary.value))),
+        ("Cached", f"trained before on {ranks} with the same inputs, so nothing was trained now. {TRAIN_AGAIN}"),
+        ("Tested", _measured(summary)),
         ("Model", model),
         ("Report", report),
         ("Next", f"python3 -m webbrowser {Path(report).as_uri()}"),
