@@ -1,12 +1,12 @@
-"""Recipes whose samples depend on one another: by their batch, by all_gather() or by a norm's groups."""
-
-from typing import Any
+"""Recipes whose samples depend on one another: on those of their rank, or by all_gather() on all of the batch."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.engine.probe_recipes import WIDTH, Sound, body
+from tests.engine.dataset_recipes import Rows
+from tests.engine.probe_recipes import WIDTH, Sound, body, table
+from tests.engine.random_recipes import LSTM
 
 
 class MeanOfBatch(Sound):
@@ -29,176 +29,135 @@ class Contrastive(Sound):
         return {"loss": F.cross_entropy(outputs @ batch.T, torch.arange(len(batch)), reduction="none")}
 
 
-class UndeclaredEveryone(Sound):
+class RunningMean(nn.Module):
+    """gather: may be the recipe's all_gather(), of which trials and the average must not make a copy."""
+
+    mean: torch.Tensor
+
+    def __init__(self, gather=lambda rows: rows):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.gather = gather
+
+    def forward(self, features):
+        if self.training:
+            self.mean.lerp_(self.gather(features.detach()).mean(0), 0.1)
+        return features - self.mean
+
+
+class MeanOfRank(Sound):
+    body = RunningMean
+
+
+class BatchNormInParts(Sound):
+    micro_batch, body = 2, staticmethod(lambda: nn.BatchNorm1d(WIDTH))
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, features):
+        return features.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm().clamp(min=1e-6)
+
+
+class NormalisedBackward(Sound):
+    body = body(_Normalised.apply)
+
+
+class ClampedByHook(Sound):
+    def model(self):
+        model = super().model()
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return model
+
+
+class ClampedAfterwards(Sound):
+    def model(self):
+        model = super().model()
+        model[0].weight.register_post_accumulate_grad_hook(clamp_gradient)
+        return model
+
+
+def clamp_gradient(weight):
+    weight.grad.clamp_(-0.01, 0.01)
+
+
+class CentredInEvaluation(Sound):
+    def forward(self, model, batch):
+        outputs = model(batch)
+        return outputs if model.training else outputs - outputs.mean(0)
+
+
+class CentredPredictions(LSTM):
+    """An LSTM calls what may draw in evaluation, too, but does not draw there."""
+
+    def predictions(self, outputs, batch):
+        return outputs - outputs.mean(0)
+
+
+# --- samples that are read together ---
+
+
+class MixingReader(Rows):
+    def read_batch(self, indices):
+        rows = table()[indices]
+        return rows + rows[::-1]
+
+
+class MixedByReader(Sound):
+    def data(self, split):
+        return MixingReader()
+
+
+class PaddingReader(Rows):
+    def read_batch(self, indices):
+        lengths = 1 + indices % WIDTH
+        return table()[indices][:, : lengths.max()], lengths
+
+
+class Padded(Sound):
+    """Its rows are as long as the longest of the samples that are read together."""
+
+    def data(self, split):
+        return PaddingReader()
+
+    def model(self):
+        return nn.Sequential(nn.Linear(1, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1))
+
+    def forward(self, model, batch):
+        return model(batch[0][:, :, None])[:, :, 0]
+
+    def measure(self, outputs, batch):
+        rows, lengths = batch
+        is_there = torch.arange(rows.shape[1]) < lengths[:, None]
+        return {"loss": ((outputs - rows).square() * is_there).sum(1)}
+
+
+# --- all_gather() ---
+
+
+class Everyone(Sound):
     def measure(self, outputs, batch):
         places = self.share.first + torch.arange(len(batch))
         return {"loss": F.cross_entropy(outputs @ self.all_gather(batch).T, places, reduction="none")}
 
 
-class Everyone(UndeclaredEveryone):
-    uses_global_batch = True
-
-
-class EveryoneFromZero(Sound):
-    """Forgets where in the global batch the rank's samples are: right on one rank alone."""
-
-    uses_global_batch = True
-
-    def measure(self, outputs, batch):
-        scores = outputs @ self.all_gather(batch).T
-        return {"loss": F.cross_entropy(scores, torch.arange(len(batch)), reduction="none")}
-
-
-class RunningMean(nn.Module):
-    mean: torch.Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, features):
-        self.mean.lerp_(features.detach().mean(0), 0.1)
-        return features
-
-
-class Deep(Sound):
-    """Whose activations would be infinite, were it not for batch norm."""
-
-    last: Any = nn.Identity
-
-    def model(self):
-        layers = [
-            (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), body(lambda features: 30 * features)()) for _ in range(40)
-        ]
-        return nn.Sequential(*(layer for some in layers for layer in some), nn.BatchNorm1d(WIDTH), self.last())
-
-
-class DeepMean(Deep):
-    last = body(lambda features: features - features.mean(0))
-
-
-class Buffer(Sound):
-    body = RunningMean
-
-
-class MeanOfAll(RunningMean):
-    """Is given the recipe's all_gather(), of which trials and the average must not make a copy."""
-
-    def __init__(self, everyone):
-        super().__init__()
-        self.all_gather = everyone
-
-    def forward(self, features):
-        if self.training:
-            self.mean.lerp_(self.all_gather(features.detach()).mean(0), 0.1)
-        return features - self.mean
-
-
-class EveryonesBuffer(Sound):
-    uses_global_batch, ema_decay = True, 0.5
-
-    def body(self):
-        return MeanOfAll(self.all_gather)
-
-
-class SpectralNorm(Sound):
-    """Its buffers change, but follow no samples."""
-
-    def model(self):
-        return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-class Permitted(MeanOfBatch):
-    may_depend_on_ranks = True
-
-
-class MicroBatchNorm(Sound):
-    micro_batch, body = 2, staticmethod(lambda: nn.BatchNorm1d(WIDTH))
-
-
-class MicroEveryone(Everyone):
+class EveryoneInParts(Everyone):
     micro_batch = 2
 
 
-class GroupedNorm(Sound):
-    """Three rows for each sample, one after another."""
+class EveryoneInEvaluation(Sound):
+    """Ranks each sample among all of the batch, once it is trained."""
 
-    ghost_batch_size, micro_batch = 2, 4
-
-    def model(self):
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, eps=0.01), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, model, batch):
-        return model(batch.repeat_interleave(3, 0)).unflatten(0, (-1, 3)).mean(1)
+    def predictions(self, outputs, batch):
+        return (outputs.sum(1) < self.all_gather(outputs.sum(1))[:, None]).sum(0)
 
 
-class GroupedNormOfSteps(GroupedNorm):
-    """Three rows for each sample, the first ones of all samples coming first."""
-
-    def forward(self, model, batch):
-        return model(batch.repeat(3, 1)).unflatten(0, (3, -1)).mean(0)
-
-
-class GroupedNormOfSome(GroupedNorm):
-    """Not as many rows for each sample."""
-
-    def forward(self, model, batch):
-        return torch.cat([model(batch[:-1]), batch[-1:]])
-
-
-class Counted(nn.Module):
-    """Counts its calls, where no state_dict has it."""
-
-    calls: torch.Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()), persistent=False)
-
-    def forward(self, features):
-        self.calls += 1
-        return features * (1 + 1 / self.calls)
-
-
-class LostBuffer(Sound):
-    body = Counted
-
-
-class Mask(nn.Module):
-    """Makes its mask at the first call."""
-
-    mask: torch.Tensor | None
-
-    def __init__(self, persistent=True):
-        super().__init__()
-        self.register_buffer("mask", None, persistent)
-
-    def forward(self, features):
-        if self.mask is None:
-            self.mask = torch.ones(features.shape[1])
-        return features * self.mask
-
-
-class LateBuffer(Sound):
-    body = Mask
-
-
-class LateCache(Sound):
-    """In front of other buffers, so that it has the place of one of them."""
-
-    ema_decay = 0.9
+class EveryonesBuffer(Sound):
+    ema_decay = 0.5
 
     def body(self):
-        return nn.Sequential(Mask(persistent=False), nn.BatchNorm1d(WIDTH))
-
-
-class Noted(nn.Identity):
-    def get_extra_state(self):
-        return {"version": 1}
-
-    def set_extra_state(self, state):
-        pass
-
-
-class ExtraState(Sound):
-    body = Noted
+        return RunningMean(self.all_gather)

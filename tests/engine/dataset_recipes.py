@@ -206,6 +206,11 @@ class FreshGeneratorDataset(OfDataset):
     dataset = FreshGenerator
 
 
+class NoisyTestSplit(Sound):
+    def data(self, split):
+        return Rows() if split == "train" else FreshGenerator()
+
+
 class NoisyReaderDataset(OfDataset):
     dataset = NoisyReader
 

@@ -31,18 +31,17 @@ class Experts(Sound):
 
 
 class NeverEmpty(nn.Module):
-    """Layers that fail without samples, and layers that see the global batch."""
+    """Layers that fail without samples."""
 
     def __init__(self):
         super().__init__()
         self.experts = Routed()
         self.gru = nn.GRU(1, WIDTH, batch_first=True)
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, eps=0.01), nn.Dropout(0.2))
 
     def forward(self, rows):
         features = F.instance_norm(self.experts(rows).unflatten(1, (2, -1))).flatten(1)
         packed = pack_padded_sequence(features[:, :, None], torch.full((len(rows),), WIDTH), batch_first=True)
-        return self.body(self.gru(packed)[1][0])
+        return self.gru(packed)[1][0]
 
 
 class Borrowing(Everyone):
@@ -59,5 +58,11 @@ class Borrowing(Everyone):
         return outputs
 
 
-class BorrowingGroups(Borrowing):
-    ghost_batch_size = 2
+class BorrowingAlone(Borrowing):
+    """Compares no samples, and draws and normalises by rank."""
+
+    def model(self):
+        return nn.Sequential(NeverEmpty(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2))
+
+    def measure(self, outputs, batch):
+        return Sound.measure(self, outputs, batch)

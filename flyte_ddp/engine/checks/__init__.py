@@ -1,4 +1,4 @@
-"""What is tried before training: does the result depend on how many ranks share a batch, or on what nobody keeps?
+"""What is tried before training: can a recipe be trained, saved, resumed and evaluated?
 
-Nothing here changes the training; what it finds, it refuses or tells.
+Nothing here changes the training: these checks refuse, or warn.
 """

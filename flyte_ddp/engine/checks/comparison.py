@@ -1,4 +1,4 @@
-"""Compares what a recipe computes for a batch with what it computes again, or in parts."""
+"""Comparisons: a recipe's results for a batch with those of its parts, or of another time, or among other ranks."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine.checks.draws import DRAWN
 from flyte_ddp.engine.checks.trials import Trial, Trials
 from flyte_ddp.engine.measures import code_location, finite_number
 from flyte_ddp.engine.sharding.sharding import on_shards
@@ -16,39 +15,48 @@ from flyte_ddp.engine.torch_compat import may_round_to_tf32, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
-# Of a number and of those around it, or of what the coarsest type in use rounds by: for other numbers of rows libraries
-# choose other kernels, which add in another order
+# The tolerance is relative, and at least eight roundings of the coarsest dtype. It can't be zero: for other numbers of
+# rows libraries choose other kernels, which add in another order.
 TOLERANCE, ROUNDINGS = 1e-3, 8
 SIZES = 1 << 16  # how many numbers of a tensor are looked at for their size
 
 
 def refuse_unsteady(recipe: Recipe, trials: Trials, whole: Trial) -> None:
-    """Raise InputError if a method returns something else for the same samples and random numbers: a training that
-    is resumed would go on with other bits."""
+    """Refuse a method that returns something else when the same samples are tried again.
+
+    A training that is resumed would go on with other bits: no checkpoint has what such a method goes by.
+
+    Raises:
+        InputError: One of them does. It names the first.
+    """
     again = trials()
     for stage in whole.stages:
-        if _gaps(stage, whole, [again], tolerance_of(trials.model)) is not None:
+        if _differ(stage, whole, [again], tolerance_of(trials.model)):
             raise InputError(
                 f"{code_location(recipe, stage)}: returns something else each time, so that no training could be "
-                f"resumed: let {DRAWN}; count in a buffer"
+                "resumed: draw from torch.rand, numpy.random or random, whose generators each step seeds, and count "
+                "in a buffer"
             )
 
 
 def refuse_coupled_predictions(recipe: Recipe, trials: Trials, whole: Trial) -> None:
-    """Raise InputError if the predictions of a sample depend on the others of its batch."""
-    if whole.stages["predictions"] is None or whole.draws:
+    """Refuse predictions of a sample that depend on the others of its batch: they would depend on test_batch_size.
+
+    Nothing is refused where evaluation draws random numbers, which are others for other samples.
+    """
+    if whole.stages["predictions"] is None or whole.has_drawn or trials.size == 1:
         return
-    parts = [trials(first, last) for first, last in trials.parts]
-    gaps = _gaps("predictions", whole, parts, tolerance_of(trials.model))
-    if gaps:
+    # Of two halves, both might have the mean of the whole
+    cut = max(1, 3 * trials.size // 8)
+    if _differ("predictions", whole, [trials(0, cut), trials(cut, trials.size)], tolerance_of(trials.model)):
         raise InputError(
-            f"{code_location(recipe, 'predictions')}: {gaps} of a sample depends on the others of its batch: to "
-            "compare samples, call all_gather(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
+            f"{code_location(recipe, 'predictions')}: those of a sample depend on the others of its batch: to compare "
+            "samples, call all_gather(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
         )
 
 
 def tolerance_of(model: nn.Module) -> float:
-    """By what part of their size numbers may differ that should be the same."""
+    """Return by what part of their size numbers may differ that should be the same."""
     steps = [torch.finfo(weight.dtype).eps for weight in model.parameters() if weight.is_floating_point()]
     if may_round_to_tf32() and any(weight.is_cuda for weight in model.parameters()):
         steps.append(2.0**-10)
@@ -56,29 +64,30 @@ def tolerance_of(model: nn.Module) -> float:
 
 
 @torch.no_grad()  # with gradients, torch may refuse a view of a weight that has changed since
-def _gaps(stage: str, whole: Trial, parts: Sequence[Trial], tolerance: float) -> str | None:
-    """The name of what differs between the whole and the joined parts; None if nothing does or can be compared, such
-    as rows that are padded to the longest of their part."""
-    leaves = pytree.tree_flatten_with_path(whole.stages[stage])[0]
+def _differ(stage: str, whole: Trial, parts: Sequence[Trial], tolerance: float) -> bool:
+    """Return whether a stage of the whole differs from that of the joined parts.
+
+    What can't be compared doesn't count, such as rows that are padded to the longest of their part.
+    """
+    leaves = pytree.tree_leaves(whole.stages[stage])
     others = [pytree.tree_leaves(part.stages[stage]) for part in parts]
     if any(len(part) != len(leaves) for part in others):
-        return None
-    for (path, leaf), *pieces in zip(leaves, *others, strict=True):
+        return False
+    for leaf, *pieces in zip(leaves, *others, strict=True):
         if not all(isinstance(one, Tensor) and one.ndim and one.shape[1:] == leaf.shape[1:] for one in (leaf, *pieces)):
             continue
         if any(len(one) * whole.count != len(leaf) * part.count for one, part in zip(pieces, parts, strict=True)):
             continue  # not as many rows for each sample
-        joined = torch.cat(pieces)
-        if not is_close(leaf, joined, tolerance):
-            first = path[0] if path else None
-            name = repr(first.key) if isinstance(first, pytree.MappingKey) else "what it gives"
-            return f"{name} (by {(leaf.double() - joined.double()).abs().max().item():.2g})"
-    return None
+        if not is_close(leaf, torch.cat(pieces), tolerance):
+            return True
+    return False
 
 
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether each number differs by little, compared with itself or with most others: one near 0 may be the difference
-    of two that are not."""
+    """Return whether each number differs by little, compared with itself or with most others.
+
+    A number near 0 may be the difference of two that are not, so it is compared with the others.
+    """
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):
@@ -88,7 +97,7 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _size_of(numbers: Tensor) -> float:
-    """The lower quartile of the sizes of those that are neither 0 nor infinite: a few may stand for a mask."""
+    """Return the lower quartile of the sizes, without 0 and infinity, since a few may stand for a mask."""
     sizes = numbers.detach().abs().flatten()
     sizes = sizes[:: max(1, len(sizes) // SIZES)].double()
     sizes = sizes[sizes.isfinite() & (sizes > 0)].sort().values
@@ -99,7 +108,7 @@ def _size_of(numbers: Tensor) -> float:
 
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """The recipe's optimizer; InputError if it returns anything else."""
+    """Return the recipe's optimizer; InputError if it returns anything else."""
     optimizer = recipe.optimizer(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(
@@ -117,8 +126,10 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
-    """Raise InputError if another number of ranks has optimizer() or lr_lambda() return something else; steps: of the
-    whole training."""
+    """Refuse what optimizer() or lr_lambda() return if another number of ranks has them return something else.
+
+    steps: of the whole training.
+    """
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
         with among_ranks(rank, world_size):
@@ -139,7 +150,7 @@ def some_rates(recipe: Recipe, steps: int) -> list[float]:
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of the parameter groups, as far as they can be compared."""
+    """Return the options of the parameter groups, as far as they can be compared."""
     return [
         {
             name: value.tolist() if isinstance(value, Tensor) else value
@@ -152,7 +163,7 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @contextmanager
 def among_ranks(rank: int, size: int) -> Iterator[None]:
-    """While the block runs, torch.distributed and torchrun's variables say that this is that rank of so many."""
+    """Have torch.distributed and torchrun's variables say, within the block, that this is that rank of so many."""
     groups: Any = distributed.group  # the type checker would insist on a group's own class
     group = groups.WORLD
     before = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}

@@ -1,5 +1,6 @@
-"""Checks a recipe's data before training: do all ranks have the same samples, and are they the same each time?"""
+"""A check of a recipe's data before training: all ranks must have the same samples, and the same each time."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,21 +8,28 @@ import numpy as np
 import torch
 from torch import distributed
 
+from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
-from flyte_ddp.engine.checks.draws import DRAWN, host_state
 from flyte_ddp.engine.checks.held_generators import SEED, generator_states
+from flyte_ddp.engine.checks.trials import is_same
 from flyte_ddp.engine.checks.worker_probe import Fault, fault_of_workers, sample_digests
 from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipe import Recipe
 
 SAMPLES = 4  # how many samples are read twice
 COMPARED = 16  # how many samples the ranks compare
+AUGMENT = "draw in augment() from its argument random"
 
 
 def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
-    """What is wrong if the ranks' samples differ, or a Dataset returns other samples each time; a collective, which
-    returns the same on all ranks. owner: the code that they are from."""
+    """Return what is wrong if the ranks' samples differ, or a Dataset returns other samples each time.
+
+    A collective, which returns the same on all ranks. owner: the code that the samples are from.
+    """
     device = next(iter(splits.values())).device
     digests, unsteady, faults = {}, {}, dict[str, Fault]()
     for name, split in splits.items():
@@ -60,26 +68,45 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     return [f"{owner}, {' and '.join(where)}: {reason}" for reason, where in reasons.items()]
 
 
+def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
+    """Refuse a read_batch that returns a sample otherwise beside others: a rank reads all of its parts at once.
+
+    With lengths(split), samples are padded to the longest of the global batch, whatever read_batch has padded.
+    """
+    dataset = getattr(split, "dataset", None)
+    if not hasattr(dataset, "read_batch") or lengths_of(split):
+        return
+    chosen = spread(split, min(SAMPLES, len(split)))
+    together, *alone = map(pytree.tree_leaves, split.fetch([chosen, *chosen.split(1)]))
+    for leaf, *rows in zip(together, *alone, strict=True):
+        if any(not is_same(row[0], one) for row, one in zip(rows, leaf, strict=True)):
+            raise InputError(
+                f"{code_location(recipe, 'data')}: with virtual_ranks {type(dataset).__name__}.read_batch must return "
+                "a sample as it is, whatever others it reads: mix samples in augment(), and to pad them, let the "
+                "recipe's lengths(split) return their lengths"
+            )
+
+
 def of_first_rank(value: Any) -> Any:
-    """What rank 0 has given; a collective, which costs a rank the same among any number of them."""
+    """Return what rank 0 has given; a collective, which costs a rank the same among any number of them."""
     values = [value]
     distributed.broadcast_object_list(values)
     return values[0]
 
 
 def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
-    """For each flag, whether it is set on any rank; a collective."""
+    """Return, for each flag, whether it is set on any rank; a collective."""
     counts = torch.tensor(flags, dtype=torch.float32, device=device)
     distributed.all_reduce(counts)
     return [count > 0 for count in counts.tolist()]
 
 
 def _remedy(dataset: Any, call: str) -> str:
-    """call: what seeds the generator that the dataset draws from; empty if none was found."""
+    """Say what to write instead. call: what seeds the generator that the dataset draws from; empty if none is found."""
     if hasattr(dataset, "read_batch"):
         return (
-            "read_batch must not draw, since ranks read other samples together: draw in a __getitem__ instead, or let "
-            f"{DRAWN}"
+            "read_batch must not draw, since ranks read other samples together: draw in a __getitem__ instead, or "
+            f"{AUGMENT}"
         )
     if call:
         return (
@@ -88,8 +115,14 @@ def _remedy(dataset: Any, call: str) -> str:
         )
     return (
         "let __getitem__ draw from numpy.random, random or torch.rand alone, which begin anew with each sample, give "
-        f"{SEED} to what else takes a seed, and keep nothing from one sample to the next; or let {DRAWN}"
+        f"{SEED} to what else takes a seed, and keep nothing from one sample to the next; or {AUGMENT}"
     )
+
+
+def host_state() -> Any:
+    """Return the state of NumPy's and Python's random number generators, which changes when something draws."""
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), keys.tobytes(), position  # type: ignore[union-attr]
 
 
 class _Twice:

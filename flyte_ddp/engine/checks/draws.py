@@ -1,82 +1,60 @@
-"""Finds the random numbers that a recipe draws, and the lines of the user's code that draw them."""
+"""A look at what draws random numbers, and at the lines of the user's code that it is called from."""
 
-import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 import flyte_ddp
 from flyte_ddp.code.code_version import is_installed
-from flyte_ddp.engine.torch_compat import TorchDispatchMode, arguments_of, pytree
+from flyte_ddp.engine.torch_compat import TorchDispatchMode, arguments_of
 
 TRANSFORMS = "torchvision.transforms"  # compared with names: ranks that don't use it are not to import it
-# The remedy for other random numbers
-DRAWN = "torch draw, in augment() from its argument random, in the network by torch.rand, randn, randint or bernoulli"
+OURS = str(Path(flyte_ddp.__path__[0], "engine"))
 
 
 class Draws(TorchDispatchMode):
-    """Counts the random numbers that torch's operations draw.
+    """A block in which it is noted which of torch's operations draw random numbers.
 
     Attributes:
-        counts: how many, by place and operation, or the transform of torchvision that called it.
-        transforms: the names of these.
+        has_drawn: whether one of them has.
+        transforms: how often each of torchvision's transforms has, by the place that calls it and its name.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.transforms: set[str] = set()
+        self.has_drawn = False
+        self.transforms: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _really_draws(func, args, kwargs):
-            drawn = sum(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-            self.counts[self._caller(func.name().removeprefix("aten::").partition(".")[0])] += drawn
-        return result
+            self.has_drawn = True
+            self.transforms.update(_calling_transform())
+        return func(*args, **kwargs)
 
-    def _caller(self, operation: str) -> tuple[str, str]:
-        """'file, line n' of the user's code that the call comes from, and the layer, transform or operation that
-        draws."""
-        frame, lines, transform = sys._getframe(2), [], ""
-        while frame:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.RNNBase):
-                operation = owner.mode.split("_")[0]
-            elif type(owner).__module__.startswith(TRANSFORMS):
-                transform = transform or type(owner).__name__
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-            frame = frame.f_back  # type: ignore[assignment]
-        self.transforms |= {transform} - {""}
-        return users_line(iter(lines)) or "the network", transform or operation
+
+def _calling_transform() -> list[tuple[str, str]]:
+    """Return 'file, line n' of the user's code and the innermost transform of torchvision that it called, if any."""
+    frame, place, name = sys._getframe(1), "", ""
+    while frame:
+        file, kind = frame.f_code.co_filename, type(frame.f_locals.get("self"))
+        if not name and kind.__module__.startswith(TRANSFORMS):
+            name = kind.__name__
+        if not place and not file.startswith((OURS, "<")) and not is_installed(file):
+            place = f"{file}, line {frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return [(place or "the network", name)] if name else []
 
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Attention and recurrent layers always call operations that may draw; their dropout says whether they do."""
+    """Return whether a call draws: attention and recurrent layers always call operations that may."""
     arguments = arguments_of(func, args, kwargs)
     probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
     is_training = next((arguments[name] for name in ("train", "training") if name in arguments), True)
     return bool(probability) and is_training is not False
-
-
-def users_line(lines: Iterator[tuple[str, int]]) -> str:
-    """The innermost line of code that is neither installed nor ours; empty if there is none."""
-    ours = str(Path(flyte_ddp.__path__[0], "engine"))
-    places = (
-        f"{file}, line {line}" for file, line in lines if not file.startswith((ours, "<")) and not is_installed(file)
-    )
-    return next(places, "")
-
-
-def host_state() -> Any:
-    """The state of numpy's and Python's random number generators, which changes when something draws from them."""
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), keys.tobytes(), position  # type: ignore[union-attr]

@@ -23,9 +23,9 @@ from flyte_ddp.engine.checks.comparison import (
     refuse_unsteady,
     some_rates,
 )
-from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, unequal_data
+from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, refuse_coupled_reading, unequal_data
 from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
-from flyte_ddp.engine.checks.refusals import refuse_untrainable
+from flyte_ddp.engine.checks.refusals import refuse_gathering, refuse_untrainable
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
 from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -61,7 +61,12 @@ class Probed:
 
 
 class _Tried(NamedTuple):
-    """As Probed has them; totals: the sums of values and weights of each measure, alternating."""
+    """The findings of a training step, as Probed has them.
+
+    Attributes:
+        totals: the sums of values and weights of each measure, alternating.
+        gathers: whether the recipe calls all_gather().
+    """
 
     names: tuple[str, ...]
     totals: list[float]
@@ -89,11 +94,15 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     """
     if reasons := unequal_data(code_location(recipe, "data"), splits):
         raise InputError(f"all ranks must have the same samples each time: {'; '.join(reasons)}")
+    if recipe.settings.virtual_ranks:
+        for split in splits.values():
+            refuse_coupled_reading(recipe, split)
     try:
         training = _try_training(recipe, model, splits["train"], steps)
         is_mixed = not (constant_loss or training.gathers)
         tests = Trials(recipe, model, splits["test"], _count(recipe, splits["test"], is_training=False), False)
         tested = tests()
+        refuse_gathering(recipe, tests)
         _try_results(recipe, tested, is_mixed)
         if tested.stages["predictions"] is not None:
             _try_lengths(recipe, tests, splits["test"], is_mixed)
@@ -109,8 +118,10 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
 
 
 def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) -> _Tried:
-    """Some samples as in a training step. What it takes, a copy of the weights and their gradients, is free again when
-    it returns."""
+    """Try some samples as in a training step.
+
+    The memory of a copy of the weights, and of their gradients, is free again when it returns.
+    """
     trials = Trials(recipe, model, split, _count(recipe, split))
     with count_in_total(FlopCounterMode(display=False)) as counter:
         whole = trials()
@@ -126,7 +137,7 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) ->
     warnings += [
         f"{where}: torchvision's {name} changes all samples of a batch alike, by the same random numbers: call it on "
         "each sample, in a Dataset, or draw from the argument random of augment()"
-        for where, name in whole.alike
+        for where, name in _changing_all(trials, whole)
     ]
     return _Tried(
         tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, has_unused,
@@ -134,8 +145,16 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) ->
     )  # fmt: skip
 
 
+def _changing_all(trials: Trials, whole: Trial) -> list[tuple[str, str]]:
+    """Return the transforms, by place and name, that draw as often for half of the samples as for all."""
+    if not whole.transforms or trials.size < 4:
+        return []
+    half = trials(0, trials.size // 2)
+    return [one for one, times in whole.transforms.items() if half.transforms[one] == times]
+
+
 def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
-    """How many samples to compute; not more, apart from two, than a rank computes at once, which fits into memory."""
+    """Return how many samples to try: two, or at most as many as a rank computes at once, which fit into memory."""
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size
     at_once = -(-size // distributed.get_world_size())
@@ -145,7 +164,7 @@ def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
 
 
 def _totals(trial: Trial) -> list[float]:
-    """The sums of values and weights of each measure, alternating."""
+    """Return the sums of values and weights of each measure, alternating."""
     return [float(part.detach().double().sum()) for pair in trial.pairs.values() for part in pair]
 
 
@@ -162,8 +181,10 @@ def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
 
 
 def _try_step(recipe: Recipe, model: nn.Module) -> list[str]:
-    """A step of the optimizer with gradients for what has some from the last trial, which changes the weights; what a
-    checkpoint would lack of the optimizer then."""
+    """Step the optimizer, which changes the weights that have a gradient from the last trial.
+
+    Returns a warning if a checkpoint would lack a part of the optimizer.
+    """
     optimizer = optimizer_of(recipe, model)
     for weight in () if is_sharded(model) else model.parameters():
         if weight.grad is not None:  # any will do: the weights themselves take no memory besides
@@ -182,7 +203,7 @@ def _try_step(recipe: Recipe, model: nn.Module) -> list[str]:
 
 
 def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
-    """The frozen weights that change once those that are trained have: a teacher starts as a copy of these."""
+    """Return the frozen weights that change once the trained ones have: a teacher starts as a copy of these."""
     frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
     if not frozen or not trials.original:
         return frozenset()
@@ -197,7 +218,7 @@ def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
 
 @torch.no_grad()
 def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
-    """What becomes of outputs after an epoch, and after the last one."""
+    """Try what is made of the outputs after an epoch, and after the last one."""
     facts: Any = recipe.facts()
     if not isinstance(facts, dict):  # which the metadata of the weights could not be read with
         raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
@@ -224,7 +245,7 @@ def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
 
 
 def _try_lengths(recipe: Recipe, tests: Trials, split: Split, mixed: bool) -> None:
-    """Whether what is saved of the batch that is padded to the fewest and of that to the most fits together."""
+    """Check that the predictions of the shortest and of the longest padded batch have rows of the same shape."""
     lengths, size = lengths_of(split), recipe.settings.test_batch_size
     if not lengths:
         return

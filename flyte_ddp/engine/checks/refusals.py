@@ -1,4 +1,4 @@
-"""What a trial of a recipe shows by itself, whatever the number of ranks: that it cannot be trained, or not resumed."""
+"""Refusals by a single trial of a recipe: what it shows can't be trained, or not resumed."""
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradien
 
 
 def refuse_untrainable(recipe: Recipe, model: nn.Module, split: Split, trials: Trials, whole: Trial) -> None:
-    """Raises InputError, with place and remedy. whole: the trial of the whole batch, which may be the first of more."""
-    _refuse_gathering(recipe, trials)
+    """Raise InputError, with place and remedy. whole: the trial of all samples."""
+    refuse_gathering(recipe, trials)
     _refuse_lost(recipe, trials, whole)
     _refuse_changed(recipe, trials, whole)
     _refuse_without_gradients(recipe, whole)
@@ -25,21 +25,21 @@ def refuse_untrainable(recipe: Recipe, model: nn.Module, split: Split, trials: T
     _refuse_unreached(recipe, model, split, trials, whole)
 
 
-def _refuse_gathering(recipe: Recipe, trials: Trials) -> None:
-    """all_gather() needs each rank to compute its whole share at once, with the whole network."""
+def refuse_gathering(recipe: Recipe, trials: Trials) -> None:
+    """Refuse all_gather() unless each rank computes its whole share at once, with the whole network."""
     if not trials.gathered:
         return
     where, virtual_ranks = f"for {type(recipe).__name__}, which calls all_gather()", recipe.settings.virtual_ranks
     if virtual_ranks:
         raise InputError(f"virtual_ranks must be 0 {where}, got {virtual_ranks}: set it to 0")
-    if recipe.micro_batch:
+    if recipe.micro_batch and trials.is_training:
         raise InputError(f"micro_batch must be 0 {where}, got {recipe.micro_batch}: set it to 0")
     if is_sharded(trials.model):
         raise InputError(f"options.sharding must be off {where}: leave it out")
 
 
 def _refuse_changed(recipe: Recipe, trials: Trials, whole: Trial) -> None:
-    """Ranks would change weights by their own samples, and drift apart."""
+    """Refuse forward passes that change trained weights: by its own samples, each rank would change them otherwise."""
     trained = {name for name, weight in trials.model.named_parameters() if weight.requires_grad}
     for name in whole.changed:
         if name in trained:
@@ -51,8 +51,11 @@ def _refuse_changed(recipe: Recipe, trials: Trials, whole: Trial) -> None:
 
 
 def _refuse_lost(recipe: Recipe, trials: Trials, whole: Trial) -> None:
-    """What no file can have, buffers that a step changes and a checkpoint lacks, and those that it creates and that
-    model() has no place for."""
+    """Refuse what a checkpoint would lack, and what model() has no place for.
+
+    That is a state_dict with more than tensors, buffers that a step changes and that aren't persistent, and persistent
+    buffers that a step creates, or gives another shape.
+    """
     kept = trials.model.state_dict()
     for name, value in kept.items():
         if not isinstance(value, Tensor):
@@ -95,7 +98,7 @@ def _refuse_without_gradients(recipe: Recipe, whole: Trial) -> None:
 
 
 def _refuse_reentrant(recipe: Recipe, whole: Trial) -> None:
-    """Its parameters would get gradients twice in a step, which DistributedDataParallel takes for an error."""
+    """Refuse reentrant checkpoints: parameters would get gradients twice in a step, an error to DDP."""
     seen, ahead = set(), [whole.pairs[trained_measure(list(whole.pairs))][0].grad_fn]
     while ahead:
         node = ahead.pop()
@@ -111,7 +114,7 @@ def _refuse_reentrant(recipe: Recipe, whole: Trial) -> None:
 
 
 def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Trials, whole: Trial) -> None:
-    """A few samples need not reach every expert of a network: only what many more do not reach either is refused."""
+    """Refuse parameters that get no gradient from MORE_SAMPLES; few samples need not reach every expert."""
     trainable = [name for name, parameter in trials.model.named_parameters() if parameter.requires_grad]
     unreached = [name for name in trainable if name not in whole.gradients]
     some = spread(split, min(MORE_SAMPLES, len(split)))

@@ -1,4 +1,4 @@
-"""Tries a recipe on some samples of a batch, as one rank would compute them, without the other ranks."""
+"""A recipe, tried on some samples of a batch as one rank would compute them, without the other ranks."""
 
 import re
 from collections import Counter
@@ -33,8 +33,8 @@ class Trial:
         count: of the samples.
         stages: what each method of the recipe was given ("data") and returned, by name.
         pairs: values and weights of each measure.
-        draws: how many random numbers torch drew, by place and operation.
-        alike: the transforms of torchvision, with their places, that drew for the whole batch at once.
+        has_drawn: whether torch drew random numbers.
+        transforms: how often each of torchvision's transforms drew, by place and name.
         buffers: of the network, afterwards.
         changed: the names of the weights that are not as they were before.
         gradients: of the sum of what is trained, by parameter; none in evaluation.
@@ -43,16 +43,15 @@ class Trial:
     count: int
     stages: dict[str, Any]
     pairs: dict[str, tuple[Tensor, Tensor]]
-    draws: "Counter[tuple[str, str]]"
-    alike: list[tuple[str, str]]
+    has_drawn: bool
+    transforms: "Counter[tuple[str, str]]"
     buffers: dict[str, Tensor]
     changed: list[str]
     gradients: dict[str, Tensor]
 
 
 class Trials:
-    """Computes samples first..last of a batch, spread over the split, without the other ranks; always from the same
-    state.
+    """Trials of samples that are spread over a split, each from the same state, without the other ranks.
 
     is_training: with augmentation and gradients; otherwise as in evaluation, with predictions.
     """
@@ -73,14 +72,12 @@ class Trials:
         self.original = None if is_sharded(model) else model
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.gathered: list[Tensor] = []  # what all_gather() returned for the whole batch, call by call
-        # Two parts, spread over the split too, or of sorted samples each would have a class of its own; and one is
-        # larger, or both might have the mean of the whole
-        some, cut = spread(split, size), max(1, 3 * size // 8)
-        self.parts = [(0, cut), (cut, size)] if size > 1 else []
+        # Parts are spread over the split, too, or of sorted samples each would have a class of its own
+        some = spread(split, size)
         (self.tree,) = split.fetch([torch.cat([some[::2], some[1::2]])])
 
     def __call__(self, first: int = 0, last: int | None = None) -> Trial:
-        """By default the whole batch."""
+        """Compute samples first..last, by default the whole batch."""
         last = self.size if last is None else last
         recipe, share, is_whole = self.recipe, self.recipe.share, last - first == self.size
         vars(share).update(first=first, count=last - first, size=self.size, part=0, borrowed=False, alone=True)
@@ -104,8 +101,8 @@ class Trials:
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         changed = [*changed_weights(self.model, self.original)] if self.original else []
-        alike = [(where, operation) for where, operation in draws.counts if operation in draws.transforms]
-        return Trial(last - first, stages, pairs, draws.counts, alike, buffers, changed, gradients)
+        count, transforms = last - first, draws.transforms
+        return Trial(count, stages, pairs, draws.has_drawn, transforms, buffers, changed, gradients)
 
     def _start_afresh(self) -> None:
         self.model.train(self.is_training).zero_grad()
@@ -126,20 +123,20 @@ class Trials:
 
 
 def changed_weights(model: nn.Module, original: nn.Module) -> dict[str, Tensor]:
-    """By name, with every name of tied ones, the network's parameters that are not as in the original."""
+    """Return the network's parameters that differ from the original, by each of their names."""
     before = dict(original.named_parameters(remove_duplicate=False))
     now = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
     return {name: weight for name, weight in now.items() if not is_same(weight, before[name])}
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Bit by bit, but for those of a NaN, which equals no other to torch."""
+    """Return whether two tensors have the same bits; a NaN is the same as any other NaN."""
     return torch.equal(one, other) or (one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True))
 
 
 @contextmanager
 def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
-    """What numpy computes is float64, embeddings are often float16, pictures uint8: layers take none of them."""
+    """Name a type of the batch that layers don't take: NumPy computes float64, pictures are uint8."""
     try:
         yield
     except RuntimeError as error:

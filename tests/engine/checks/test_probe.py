@@ -1,4 +1,4 @@
-"""Every way in which a recipe's result would depend on the number of ranks is found before the first step."""
+"""What cannot be trained, saved, resumed or evaluated is found before the first step; all else is trained."""
 
 import json
 import multiprocessing
@@ -11,42 +11,42 @@ import torch
 
 from benchmarks.faults import has_ended
 from flyte_ddp.batch_share import BatchShare
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.engine.measures import augment
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import Event, NotLearning, Printed
+from flyte_ddp.events import Printed
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import (
+    buffer_recipes,
     coupled_recipes,
     dataset_recipes,
     measure_recipes,
     probe_recipes,
     random_recipes,
+    rank_recipes,
     routed_recipes,
 )
 from tests.engine.probe_recipes import SIZE, Settings, Sound
 
-MODULES = (coupled_recipes, dataset_recipes, measure_recipes, probe_recipes, random_recipes, routed_recipes)
+MODULES = (
+    buffer_recipes, coupled_recipes, dataset_recipes, measure_recipes, probe_recipes, random_recipes, rank_recipes,
+    routed_recipes,
+)  # fmt: skip
 CLASSES = {name: kind for module in MODULES for name, kind in vars(module).items() if isinstance(kind, type)}
 FILES = rf"{re.escape(str(Path(__file__).parents[1]))}/\w+_recipes\.py"
 REFUSED = {
-    "RandomLeakyReLU": ["rrelu_with_noise", "let torch draw"],
-    "AugmentByTorch": ["(randn)", "in augment() from its argument random"],
-    "AugmentByNumpy": ["AugmentByNumpy.augment", "numpy's or Python's random numbers", "its argument random"],
-    "ForwardByPython": ["ForwardByPython.forward", "numpy's or Python's random numbers"],
-    "ForwardByGenerator": ["ForwardByGenerator.forward", "something else each time", "count in a buffer"],
-    "DeepMean": ["DeepMean.forward", "depends on the others of its batch"],
-    "MeanOfBatch": ["forward", "depends on the others of its batch", "all_gather()", "nn.BatchNorm"],
-    "Mixup": ["Mixup.augment", "depends on the others of its batch", "mix no samples"],
-    "Ranked": ["Ranked.measure", "'worst' (", "depends on the others of its batch"],
-    "Contrastive": ["Contrastive.measure", "'loss' (", "to compare samples, call all_gather()"],
-    "UndeclaredEveryone": ["uses_global_batch = True"],
-    "EveryoneFromZero": ["EveryoneFromZero.measure", "'loss' (", "depends on the others"],
-    "Buffer": ["the buffer 1.mean of RunningMean", "all_gather()"],
+    "ForwardByGenerator": ["ForwardByGenerator.forward", "something else each time", "numpy.random or random"],
+    "LostNumber": ["LostNumber.forward", "something else each time", "count in a buffer"],
     "LostBuffer": ["LostBuffer.model", "forward changes the buffer 1.calls of Counted", "persistent=True"],
     "LateBuffer": ["LateBuffer.model", "forward creates the buffer 1.mask of Mask", "in its __init__"],
     "ExtraState": ["ExtraState.model", "must have nothing but tensors", "1._extra_state (dict)"],
+    "ScaledTable": ["ScaledTable.forward", "changes weight of Embedding by the samples of its rank", "max_norm"],
+    "CentredPredictions": ["CentredPredictions.predictions", "depend on the others of its batch", "all_gather()"],
     "Reentrant": ["Reentrant.forward", "use_reentrant=False", "activation_checkpointing"],
     "CheckpointedFirst": [
         "the network of CheckpointedFirst.model",
@@ -58,6 +58,7 @@ REFUSED = {
         "torch.randint(2**31, ()).item() to what else takes a seed",
         "in augment()",
     ],
+    "NoisyTestSplit": ["NoisyTestSplit.data", 'split "test"', "FreshGenerator gives another sample each time"],
     "OwnGeneratorDataset": ["self.steps[0]['rng'] = numpy.random.default_rng(torch.randint(2**31, ()).item())"],
     "OwnTransformDataset": ["begin with self.transform.set_random_seed(torch.randint(2**31, ()).item())"],
     "NoisyReaderDataset": ["its NoisyReader gives another sample each time: read_batch must not draw"],
@@ -78,30 +79,25 @@ REFUSED = {
     "NoLoss": ["NoLoss.measure", 'must return a dict with "loss"', "['error']"],
     "Headline": ["Headline.headline must be one of loss, got 'acuracy': name one of them, or let measure()"],
     "AugmentDrops": ["AugmentDrops.augment", "must return tensors of the same 8 samples"],
-    "TurnedEach": ["draws random numbers of its own (RandomAffine)", "let torch draw, in augment()"],
-    "MicroBatchNorm": ["MicroBatchNorm.micro_batch must be 0", "nn.GroupNorm"],
-    "MicroEveryone": ["MicroEveryone.micro_batch must be 0", "uses_global_batch"],
-    "GroupedNormOfSteps": ["GroupedNormOfSteps.forward", "depends on the others", "in the order of the samples"],
-    "GroupedNormOfSome": ["ghost_batch_size must be 0", "got 3 rows of 4 samples"],
+    "EveryoneInParts": ["micro_batch must be 0 for EveryoneInParts, which calls all_gather(), got 2: set it to 0"],
     "NotARecipe": ["must be a subclass of flyte_ddp.Recipe, or to train a function"],
 }
-WITHOUT_LINE = {"Headline", "MicroBatchNorm", "MicroEveryone", "GroupedNormOfSome", "NotARecipe"}
+BY_VIRTUAL_RANKS = {
+    "Everyone": ["virtual_ranks must be 0 for Everyone, which calls all_gather(), got 2: set it to 0"],
+    "EveryoneInEvaluation": ["virtual_ranks must be 0 for EveryoneInEvaluation, which calls all_gather()"],
+    "ScaledRate": ["ScaledRate.optimizer", "must not depend on the rank or the number of ranks", "batch_size"],
+    "ScaledSchedule": ["ScaledSchedule.lr_lambda", "must not depend on the rank or the number of ranks"],
+    "VariableRate": ["VariableRate.optimizer", "must not depend on the rank or the number of ranks"],
+    "MixedByReader": ["MixedByReader.data", "MixingReader.read_batch must return a sample as it is", "lengths(split)"],
+    "Padded": ["Padded.data", "PaddingReader.read_batch must return a sample as it is"],
+}
+WITHOUT_LINE = {"Headline", "EveryoneInParts", "Everyone", "EveryoneInEvaluation", "NotARecipe"}
 SOUND = [
     "Sound",
-    "FunctionalDropout",
-    "RandnLike",
-    "DropPath",
-    "TorchvisionDropPath",
-    "LSTM",
-    "Transformer",
-    "OneForTheBatch",
-    "Everyone",
+    "EveryoneInEvaluation",
     "EveryonesBuffer",
-    "Experts",
     "SpectralNorm",
     "LateCache",
-    "GroupedNorm",
-    "Deep",
     "SeededDataset",
     "NoisyDataset",
     "OpenFilesDataset",
@@ -114,6 +110,16 @@ SOUND = [
     "ViewOfWeights",
     "Undirected",
 ]
+# Their results depend on the number of ranks, as with any DistributedDataParallel; not so by virtual ranks, each of
+# which draws, normalises and compares samples by itself
+BY_RANK = [
+    "Transformer", "BatchNormInParts", "AugmentByNumpy", "MeanOfBatch", "Mixup", "Ranked", "Contrastive", "MeanOfRank",
+    "NormalisedBackward", "ClampedByHook", "ClampedAfterwards", "CentredInEvaluation", "DropPath", "RandomLeakyReLU",
+    "LSTM", "OneForTheBatch", "AugmentByTorch", "ForwardByPython", "RarelyLonger", "TurnedAlike", "TurnedEach",
+    "Experts", "BorrowingAlone",
+]  # fmt: skip
+# Even by virtual ranks
+NEVER_THE_SAME = ["Everyone", "ScaledRate", "ScaledSchedule", "MixedByReader", "Padded"]
 
 
 def run(name, output, nproc=0, on_event=lambda event: None, **settings):
@@ -121,19 +127,56 @@ def run(name, output, nproc=0, on_event=lambda event: None, **settings):
     return train(CLASSES[name], Settings(**settings), options, output=output, on_event=on_event)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_depend_on_the_number_of_ranks_or_cannot_be_trained_is_refused(alone, tmp_path, name):
+def assert_refused(name, words, output, **settings):
     with pytest.raises(InputError) as caught:
-        run(name, tmp_path)
+        run(name, output, **settings)
     message = caught.value.message
-    assert all(words in message for words in REFUSED[name]), message
+    assert all(word in message for word in words), message
     assert name in WITHOUT_LINE or re.search(rf"{FILES}, line \d+", message), message
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_resumed_or_evaluated_is_refused(alone, tmp_path, name):
+    assert_refused(name, REFUSED[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", BY_VIRTUAL_RANKS)
+def test_what_virtual_ranks_cannot_repeat_is_refused(alone, tmp_path, name):
+    assert_refused(name, BY_VIRTUAL_RANKS[name], tmp_path, virtual_ranks=2)
+
+
 @pytest.mark.parametrize("name", SOUND)
-def test_what_does_not_depend_on_it_passes(alone, tmp_path, name):
-    assert not any("the number of ranks" in warning for warning in run(name, tmp_path).warnings)
+def test_what_is_sound_is_trained_without_a_word(alone, tmp_path, name):
+    assert not [one for one in run(name, tmp_path).warnings if "guessing" not in one]
+
+
+def trained(folder, names, virtual_ranks, counts):
+    """By recipe, the results of trainings on each of these numbers of ranks."""
+    asked = []
+    for name in names:
+        code = find_code(f"{CLASSES[name].__module__}:{name}")
+        subject = subject_of(code, Settings(batch_size=10, epochs=2, virtual_ranks=virtual_ranks))
+        for ranks in counts:
+            place = folder / f"{name} {ranks}"
+            place.mkdir(parents=True)
+            asked.append((job_in(place, subject, RunOptions(loader_workers=0)), ranks))
+    world = World(max(counts), max(counts), "gloo", "cpu")
+    results = iter(launcher.launch("tests.engine.many_targets:train_each", world, asked, 120, lambda event: None)[0])
+    return {name: [next(results) for _ in counts] for name in names}
+
+
+def test_what_depends_on_the_number_of_ranks_is_trained_on_two(tmp_path):
+    for name, (result,) in trained(tmp_path, [*BY_RANK, *NEVER_THE_SAME], 0, [2]).items():
+        assert np.isfinite(result.tested["loss"]), name
+
+
+@pytest.mark.parametrize("names", [BY_RANK[:3], pytest.param(BY_RANK[3:], marks=pytest.mark.slow)])
+def test_by_virtual_ranks_it_has_the_same_bits_on_any_number_of_ranks(tmp_path, names):
+    """The last batch of twelve samples has two, for four parts."""
+    for name, (one, *others) in trained(tmp_path, names, 4, [1, 2, 3]).items():
+        for other in others:
+            assert (other.digest, other.tested) == (one.digest, one.tested), name
 
 
 def test_a_loss_that_no_sample_counts_for_is_told_once(alone, tmp_path):
@@ -143,27 +186,22 @@ def test_a_loss_that_no_sample_counts_for_is_told_once(alone, tmp_path):
     ]
 
 
-def test_a_dataset_that_draws_is_the_only_reason(alone, tmp_path):
-    with pytest.raises(InputError) as caught:
-        run("FreshGeneratorDataset", tmp_path)
-    assert "depends on the others" not in caught.value.message
-
-
 def test_a_transform_that_changes_a_batch_alike_is_named_and_trained(alone, tmp_path):
     found = [run("TurnedAlike", tmp_path / name).warnings for name in ("one", "other")]
     assert found[0] == found[1]
     (warning,) = (one for one in found[0] if "alike" in one)
     assert re.search(rf"{FILES}, line \d+: torchvision's RandomAffine changes all samples of a batch alike", warning)
+    assert not [one for one in run("TurnedEach", tmp_path / "each").warnings if "alike" in one]
 
 
-def test_what_is_drawn_for_a_batch_depends_on_its_position_alone():
-    share = BatchShare(count=SIZE)
+def test_what_torch_draws_in_augment_depends_on_the_step_and_the_part_alone():
     found: list[torch.Tensor] = []
-    for seed in (7, 7, 8):
+    for seed, part in ((7, 0), (7, 0), (8, 0), (7, 1)):
         torch.rand(seed + len(found))
+        share = BatchShare(count=SIZE, part=part)
         found.append(augment(CLASSES["TurnedByOne"](Settings()), torch.ones(SIZE, 2), seed, share))
     assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    assert not any(torch.equal(found[0], other) for other in found[2:])
 
 
 @pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights", "NaNParameter"])
@@ -174,27 +212,14 @@ def test_weights_of_loss_or_network_that_are_not_finite_end_the_run(alone, tmp_p
 
 def test_every_recipe_of_the_modules_is_tested():
     recipes = {name for name, kind in CLASSES.items() if issubclass(kind, Sound)}
-    assert recipes - {*REFUSED, *SOUND} == {
-        "Permitted", "OneRankRaises", "RarelyLonger", "RarelyLongerPart", "Chatty", "Unseeded", "Borrowing",
-        "BorrowingGroups", "TurnedAlike", "TurnedByOne", "NaNWeights", "InfiniteWeights", "NaNParameter", "Ignored",
+    assert recipes - {*REFUSED, *BY_VIRTUAL_RANKS, *SOUND, *BY_RANK, *NEVER_THE_SAME} == {
+        "OneRankRaises", "ProcessInMeasure", "Chatty", "Unseeded", "Borrowing", "TurnedByOne", "NaNWeights",
+        "InfiniteWeights", "NaNParameter", "Ignored",
         "OfDataset",  # from which others derive
         # of tests/engine/test_validation.py
         "Overflowing", "OverflowingTest", "OverflowingValidation", "OverflowingTestAfterValidation", "BrokenScore",
         "BrokenScoreOfValidation",
     }  # fmt: skip
-
-
-def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
-    result = run("Permitted", tmp_path, nproc=2, stop_after=1, epochs=2)
-    (warning,) = [one for one in result.warnings if "the result depends on the number of ranks" in one]
-    assert re.search(FILES, warning)
-    assert result.epochs[-1].test["loss"] > 0
-
-    said: list[Event] = []
-    first = tmp_path / "final-checkpoint"
-    options = RunOptions(nproc=2, loader_workers=1, tracking="off")
-    train(CLASSES["Permitted"], Settings(epochs=2), options, output=tmp_path / "on", init=first, on_event=said.append)
-    assert warning in [one.reason for one in said if isinstance(one, NotLearning)]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +235,7 @@ def test_a_recipe_can_let_it_pass_and_the_result_says_so(tmp_path):
                 "default_rng(0)",
             ],
         ),
-        ("RarelyLonger", ["epoch 1, step ", "samples, or", "had different shapes", "dropout (", "pad all samples"]),
+        ("ProcessInMeasure", ["ProcessInMeasure.measure", "each rank measures something else for the same samples"]),
         ("OneRankRaises", ["rank ", "ZeroDivisionError", "only where the share begins later"]),
     ],
 )
@@ -222,18 +247,10 @@ def test_ranks_that_refuse_end_the_run_with_their_reason_and_leave_no_process(tm
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_parts_of_other_shapes_end_the_run_on_any_number_of_ranks(tmp_path, nproc):
-    """All of an epoch is in one batch: micro_batch would change the result."""
-    with pytest.raises(RankError, match=r"epoch 1, step 1, .* parts .* had different shapes .*dropout \("):
-        run("RarelyLongerPart", tmp_path, nproc, batch_size=SIZE)
-
-
-@pytest.mark.parametrize("name", ["Borrowing", "BorrowingGroups"])
-def test_ranks_without_a_sample_of_the_last_batch_borrow_one_that_counts_for_nothing(tmp_path, request, name):
+def test_ranks_without_a_sample_of_the_last_batch_borrow_one_that_counts_for_nothing(tmp_path, request):
     def trained(nproc):
         folder = tmp_path / f"{nproc}"
-        result = run(name, folder, nproc, batch_size=SIZE - 2, test_batch_size=SIZE - 1, epochs=3)
+        result = run("Borrowing", folder, nproc, batch_size=SIZE - 2, test_batch_size=SIZE - 1, epochs=3)
         weights = torch.load(result.model_path, weights_only=True)
         measures = [value for epoch in result.epochs for value in (epoch.train["loss"], epoch.test["loss"])]
         return [*weights.values(), np.load(folder / "predictions.npy"), np.array(measures)]

@@ -29,7 +29,7 @@ def test_the_trials_peak_at_what_a_step_takes(tmp_path):
             name: Resident(recipe.data(name), torch.device("cpu")) for name in ("train", "test")
         }
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            probe(recipe, model, splits, 10, mixed=True)
+            probe(recipe, model, splits, steps=10, constant_loss=0)
     used = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
