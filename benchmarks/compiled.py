@@ -20,7 +20,6 @@ from benchmarks.many_ranks import Repeated, names_of
 from examples.charlm.recipe import CharLM
 from examples.charlm.settings import Settings
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.network.compiled import compile_layers, compile_now
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.launch.link import Link
@@ -69,11 +68,11 @@ def one(size: str, is_compiled: bool) -> tuple[float, float]:
         recipe.device = device
         split = Repeated(recipe, SAMPLES * STEPS)
         train, test = TrainBatches(split, SAMPLES, 1, 0, 1), EvaluationBatches(split, SAMPLES, 0, 1)
-        mode, model = GlobalBatchMode(recipe.share), recipe.model().to(device)
+        model = recipe.model().to(device)
         names = names_of(recipe, model, train)
         if is_compiled:
-            compile_layers(recipe, mode, [model])
-        state = TrainingState(recipe, model, mode, names, device, 1, autocast=False, total_steps=STEPS)
+            compile_layers(recipe, [model])
+        state = TrainingState(recipe, model, names, device, 1, autocast=False, total_steps=STEPS)
         started = time.perf_counter()
         compile_now(state, train, test, Link())
         seconds = time.perf_counter() - started

@@ -32,7 +32,6 @@ from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.sample_seeds import NOWHERE
 from flyte_ddp.engine.batches.splits import Resident
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.measures import augment
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.step import ReplicatedStep
@@ -108,13 +107,12 @@ def one_rank(name: str, ranks: int, is_virtual: bool, folder: Path) -> tuple[flo
     recipe: Recipe = pkgutil.resolve_name(kind)(settings, data(folder))
     split = Repeated(recipe, SAMPLES * ranks * STEPS)
     batches = TrainBatches(
-        split, settings.batch_size, 1, ranks // 2, ranks, ghost_batch_size=recipe.ghost_batch_size,
+        split, settings.batch_size, 1, ranks // 2, ranks,
         augment=lambda *given: augment(recipe, *given), virtual_ranks=virtual_ranks,
     )  # fmt: skip
     model, device = recipe.model(), torch.device("cpu")
     state = TrainingState(
-        recipe, model, GlobalBatchMode(recipe.share), names_of(recipe, model, batches), device, ranks,
-        autocast=False, total_steps=STEPS,
+        recipe, model, names_of(recipe, model, batches), device, ranks, autocast=False, total_steps=STEPS,
     )  # fmt: skip
     if isinstance(state.parallel, ReplicatedStep):
         state.parallel.replicated.register_comm_hook(None, nothing_exchanged)

@@ -25,7 +25,7 @@ class Slowed(Classifier):
         return features, (features.sum(1) > 0).long()
 
     def model(self) -> nn.Module:
-        # for batch norm the ranks meet in the middle of a step, too
+        # The ranks meet a second time in a step, to broadcast the buffers of batch norm
         width = self.settings.width
         return nn.Sequential(nn.Linear(FEATURES, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2))
 

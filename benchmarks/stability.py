@@ -76,7 +76,6 @@ SUITES = {
     "mnist, presets/tutorial.yaml": Suite("mnist", 3, preset("tutorial.yaml")),
     "fashion_mnist": Suite("fashion_mnist", 10, kind=FashionMNISTHyperparameters),
     "cifar10": Suite("cifar10", 5, kind=CIFAR10Hyperparameters),
-    "cifar10, presets/cifar10-groups.yaml": Suite("cifar10", 5, preset("cifar10-groups.yaml"), CIFAR10Hyperparameters),
     "cifar10, presets/cifar10-94.yaml": Suite("cifar10", 3, preset("cifar10-94.yaml"), CIFAR10Hyperparameters),
     "image_folder": Suite("image_folder", 10, kind=FolderHyperparameters),
     "autoencoder": Suite("digits", 10, kind=AutoencoderSettings, recipe=AUTOENCODER),

@@ -1,83 +1,53 @@
-"""Cases on arithmetic: batch norm, attention, TF32, reproducible bits, and what the probe takes for the same."""
+"""Cases on arithmetic: random numbers, TF32, reproducible bits, and what the probe takes for the same."""
 
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu_rows.row import Missing, expect
+from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.comparison import is_close, tolerance_of
 from flyte_ddp.engine.evaluations import gather
-from flyte_ddp.engine.global_batch.batch_norm import Normalise
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from flyte_ddp.engine.hosts.places import facts_of, room, serial, tried
 from flyte_ddp.launch.nvml import why_slow
 from flyte_ddp.recipes.models import build_model
 
-SHAPES = ((16, 6, 8, 8), (16, 6), (16, 6, 1, 1), (16, 6, 9), (16, 6, 4, 4, 4))
-LENGTH = 8192  # of a sequence
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    "words": lambda *position: random_numbers.words(*position),  # looked up when it is called
+    "uniform": random_numbers.uniform,
+    "normal": random_numbers.normal,
+    "integers": partial(random_numbers.integers, low=-3, high=10),
+}
 
 
-def batch_norm(device: torch.device) -> str:
-    """The one that ranks share, forward and backward, in each layout, against float64 on the CPU."""
-    worst, cases = 0.0, 0
-    for shape in SHAPES:
-        formats = [torch.contiguous_format, *([torch.channels_last] if len(shape) == 4 else [])]
-        for layout in formats:
-            for dtype in (torch.float32, torch.bfloat16):
-                worst, cases = max(worst, _norm_error(device, shape, layout, dtype)), cases + 1
-    return f"{cases} layouts and types, largest error in float32 {worst:.1e}"
-
-
-def _norm_error(device: torch.device, shape: tuple[int, ...], layout: torch.memory_format, dtype: torch.dtype) -> float:
-    torch.manual_seed(0)
-    features, slopes = (torch.randn(shape).to(dtype) for _ in range(2))
-    features = features * 3 + 5
-    weight, bias = torch.rand(6) + 0.5, torch.randn(6)
-    exact = [one.double().requires_grad_() for one in (features, weight, bias)]
-    expected = F.batch_norm(exact[0], None, None, exact[1], exact[2], training=True)
-    expected.backward(slopes.double())
-    given = [one.to(device) for one in (features, weight, bias)]
-    given[0] = given[0].contiguous(memory_format=layout)
-    given = [one.requires_grad_() for one in given]
-    found = Normalise.apply(*given, 1e-5, False, GlobalBatchMode(BatchShare()).waiting)[0]
-    found.backward(slopes.to(device).contiguous(memory_format=layout))
-    errors = [
-        _error(one, other)
-        for one, other in [(found, expected), *((a.grad, b.grad) for a, b in zip(given, exact, strict=True))]
-    ]
-    most = 1e-4 if dtype == torch.float32 else 3e-2
-    expect(max(errors) < most, f"{shape}, {layout}, {dtype}: off by {max(errors):.1e}")
-    return max(errors) if dtype == torch.float32 else 0.0
+def numbers(device: torch.device) -> str:
+    """Compare the streams of a GPU with those that torch's operations give on a CPU."""
+    if device.type != "cuda":
+        raise Missing("no GPU")
+    for name, draw in DRAWS.items():
+        for first, count in ((0, 9), (7, 1000), ((1 << 40) + 5, 30)):
+            found = draw(5, first, count, device).cpu()
+            with patch.object(random_numbers, "words", random_numbers.split_mix):
+                expected = draw(5, first, count, torch.device("cpu"))
+            same = torch.allclose(found, expected, atol=1e-5) if name == "normal" else torch.equal(found, expected)
+            expect(same, f"{name}: other numbers")
+    return f"{', '.join(DRAWS)}: as computed on a CPU"
 
 
 def _error(found: Any, exact: Any) -> float:
     exact = exact.detach()
     return float((found.detach().cpu().double() - exact).norm() / exact.norm().clamp(min=1e-12))
-
-
-def attention(device: torch.device) -> str:
-    """Without dropout a fused kernel, whose memory does not grow with the square of the length."""
-    if device.type != "cuda":
-        raise Missing("no GPU")
-    square, peaks = 8 * LENGTH * LENGTH * 2, []
-    for dropout in (0.0, 0.1):
-        query = torch.randn(1, 8, LENGTH, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with GlobalBatchMode(BatchShare(0, 1, 1)).block(1):
-            F.scaled_dot_product_attention(query, query, query, dropout_p=dropout).sum().backward()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-    expect(peaks[0] < square / 4, f"{peaks[0] >> 20} MiB without dropout: not a fused kernel")
-    return f"length {LENGTH}, 8 heads: {peaks[0] >> 20} MiB without dropout, {peaks[1] >> 20} MiB with it"
 
 
 def ieee(device: torch.device) -> str:

@@ -52,7 +52,7 @@ class Faulty(Classifier):
         return features, labels
 
     def model(self) -> nn.Module:
-        # batch norm has collectives of its own in the middle of a step
+        # The ranks meet a second time in a step, to broadcast the buffers of batch norm
         return nn.Sequential(nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
 
     def augment(self, batch: Any, random: Random) -> Any:
@@ -68,7 +68,7 @@ class Faulty(Classifier):
         if self.is_due():
             self.break_step()
         scores: Tensor = model(batch[0])
-        # from then on, so that it recurs when the step is repeated; after batch norm, which would spread it
+        # From then on, so that it recurs when the step is repeated
         is_broken = self.fault == "nan" and self.steps >= self.settings.step and not self.share.alone
         return scores * torch.nan if is_broken else scores
 

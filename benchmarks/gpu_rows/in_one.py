@@ -8,12 +8,7 @@ from flyte_ddp.launch import launcher
 from flyte_ddp.launch.failures import RankError
 
 CASES = {
-    "random numbers by position": "drawing:numbers",
-    "dropout by the kernel for GPUs, and without it": "drawing:dropouts",
-    "what layers draw is that of the global batch": "drawing:by_position",
-    "what is compiled draws the same": "drawing:compiled",
-    "batch norm of all ranks, forward and backward": "computing:batch_norm",
-    "attention without dropout takes a fused kernel": "computing:attention",
+    "random numbers by position": "computing:numbers",
     "products and convolutions in IEEE's float32": "computing:ieee",
     "operations that add up, in the same order": "computing:deterministic",
     "rounding is not taken for coupling": "computing:close_enough",

@@ -1,5 +1,6 @@
 """The forward pass of a training step, with all that the ranks have to add up."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -175,8 +176,9 @@ class ReplicatedStep(SingleStep):
         return batch.parts(most, self.module.world_size)
 
 
+@functools.lru_cache(maxsize=1000)  # copying them to a device would make the host wait at each step
 def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return (len(values),) float32."""
+    """Return (len(values),) float32, which the caller must not change."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
