@@ -30,8 +30,9 @@ REPEATS = 4  # more than a processor that errs now and then can get wrong
 GRADIENTS = "gradients of the same samples"
 CODE = (
     f"{GRADIENTS} have other bits each time that a rank computes them: code draws from a random generator of its own, "
-    "or counts calls outside of a buffer; draw by torch.rand, randn, randint or bernoulli without a generator, and "
-    "count in a buffer of the network (register_buffer)"
+    "counts calls outside of a buffer, or exchanges something by torch.distributed; draw by torch.rand, randn, randint "
+    "or bernoulli without a generator, count in a buffer of the network (register_buffer), and compute a part of a "
+    "batch without the others"
 )
 PROCESSOR = (
     f"computed {GRADIENTS} wrongly, if not each time: its processor or memory has errors, unless code draws or counts "
@@ -75,6 +76,8 @@ class Audit:
             totals = add_up()
         in_step = of_ranks(self._step.seen.sum())[owner]
         if in_step != found[owner]:
+            if is_first and len({*found.values()}) == 1:  # as code that exchanges something, beside other parts
+                raise self._error(Verdict(Cause.CODE, [owner]), epoch, step)
             raise self._error(self._judge(compute, {owner: [found[owner], in_step]}), epoch, step)
         return totals
 

@@ -45,7 +45,11 @@ def test_each_machine_is_kept_and_other_hardware_is_remarked_upon():
     assert moved([], ONE) == ([ONE], [])
     assert moved([ONE], dict(ONE)) == ([ONE], [])
     more = {**ONE, "ranks": 3}
-    assert moved([ONE], more) == ([ONE, more], [])
+    machines, (remark,) = moved([ONE], more, 0)
+    assert machines == [ONE, more]
+    assert "from 2 ranks, and 3 go on from it: the result is not that" in remark
+    assert "which only virtual_ranks would keep" in remark
+    assert moved([ONE], more, 4) == ([ONE, more], [])
     other = {**more, "hardware": "NVIDIA H100"}
     machines, (remark,) = moved([ONE, more], other)
     assert machines == [ONE, more, other]

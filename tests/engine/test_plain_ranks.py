@@ -151,6 +151,23 @@ def test_of_three_ranks_the_one_that_drifts_is_named(train):
         train(3, recipe=named("LastDrifts"), batch_size=33)
 
 
+class Exchanging(Drawing):
+    """Centres its samples by the mean of all ranks' samples."""
+
+    def forward(self, model, batch):
+        images = self.normalise(batch[0])
+        mean = images.mean()
+        distributed.all_reduce(mean)
+        return model(images - mean / distributed.get_world_size())
+
+
+def test_code_that_exchanges_something_trains_and_is_refused_with_virtual_ranks(train):
+    settings = {"recipe": named("Exchanging"), **UNEVEN, "train_fraction": 54 / 318}
+    assert train(2, name="plain", **settings).result.epochs
+    with pytest.raises(InputError, match=r"in epoch 1, step 1, gradients .* other bits .* by torch.distributed"):
+        train(2, name="exact", virtual_ranks=2, **settings)
+
+
 class LastDrifts(Drawing):
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), lr=0.1 if distributed.get_rank() < 2 else 0.2)
