@@ -37,11 +37,10 @@ def train(loop: Loop) -> None:
             loop.log(loss=loss)
 
         model.eval()
-        loss_sum, correct, samples = 0.0, 0, 0
         with torch.no_grad():
             for images, labels in test:
                 outputs = model(images)
-                loss_sum += F.cross_entropy(outputs, labels, reduction="sum").item()
-                correct += (outputs.argmax(1) == labels).sum().item()
-                samples += len(labels)
-        loop.evaluated(loss=(loss_sum, samples), accuracy=(correct, samples))
+                loop.measured(
+                    loss=F.cross_entropy(outputs, labels, reduction="none"), accuracy=outputs.argmax(1) == labels
+                )
+        loop.evaluated()

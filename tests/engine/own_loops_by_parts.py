@@ -185,6 +185,38 @@ def counts(loop: Loop, network=None):
         evaluate(loop, model, tests)
 
 
+def follows_its_evaluations(loop: Loop):
+    """Its learning rate follows what the last evaluation has measured, which draws, too."""
+    model, batches, tests, optimizer = linear(loop)
+
+    def loss_of(part):
+        return F.cross_entropy(model(part[0]), part[1])
+
+    for _ in loop.epochs():
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = loop.backward(batch, loss_of)
+            optimizer.step()
+            loop.log(loss=loss)
+        with torch.no_grad():
+            for inputs, labels in tests:
+                loss = F.cross_entropy(model(inputs + 0.1 * torch.randn_like(inputs)), labels, reduction="sum")
+                loop.measured(loss=(loss, len(labels)), drawn=torch.rand(len(labels)))
+        found = loop.evaluated(one=1.0)
+        assert found["one"] == 1
+        for group in optimizer.param_groups:
+            group["lr"] *= 1 + found["loss"] / 1000 + found["drawn"] / 1000
+        for weight in model.parameters():  # all ranks draw alike, however many batches each has evaluated
+            weight.data += 1e-3 * torch.rand_like(weight)
+
+
+def measures_outside(loop: Loop):
+    """Measures what is no batch of an evaluation."""
+    *_, batches, _, _ = linear(loop)
+    for _ in loop.epochs():
+        loop.measured(loss=1.0)
+
+
 class Two(nn.Module):
     def __init__(self):
         super().__init__()

@@ -74,6 +74,20 @@ def test_buffers_draws_and_unused_weights_are_alike_on_any_number_of_ranks(own, 
         assert sum(isinstance(event, CheckpointWritten) for event in run.events) > 2
 
 
+def test_evaluations_have_the_same_bits_on_any_number_of_ranks(own):
+    one, *others = (own(nproc, "follows_its_evaluations", name=str(nproc), epochs=3) for nproc in (1, 2, 3))
+    for other in others:
+        assert other.result.digest == one.result.digest
+        assert [epoch.test for epoch in other.result.epochs] == [epoch.test for epoch in one.result.epochs]
+    plain = own(2, "follows_its_evaluations", name="plain", virtual_ranks=0, epochs=3)
+    assert plain.result.tested["loss"] == pytest.approx(one.result.tested["loss"], rel=0.05)
+
+
+def test_measures_belong_to_batches_of_an_evaluation(own):
+    with pytest.raises(InputError, match=r"loop.measured must be called for each batch, while you iterate over loop"):
+        own(1, "measures_outside")
+
+
 def test_without_virtual_ranks_it_is_the_loop_as_people_write_it(own, plain):
     trained = own(loop="plain", virtual_ranks=0)
     assert all(torch.equal(weight, plain.weights[name]) for name, weight in trained.weights.items())

@@ -85,9 +85,17 @@ class TrainSteps:
 class Evaluation:
     """A rank's trees of tensors for one evaluation."""
 
-    def __init__(self, split: Split, size: int, environment: Environment, link: Link, progress: Progress):
-        self._batches = EvaluationBatches(split, size, environment.rank, environment.world.size)
-        self._link, self._progress = link, progress
+    def __init__(
+        self,
+        split: Split,
+        settings: TrainingSettings,
+        environment: Environment,
+        link: Link,
+        progress: Progress,
+    ):
+        rank, ranks, parts = environment.rank, environment.world.size, settings.virtual_ranks
+        self._batches = EvaluationBatches(split, settings.test_batch_size, rank, ranks, virtual_ranks=parts)
+        self._link, self._progress, self._seed = link, progress, settings.seed
         progress.test_samples += len(split)
 
     def __len__(self) -> int:
@@ -97,7 +105,15 @@ class Evaluation:
         if buffers := [buffer for model in self._progress.wrapped for buffer in model.buffers()]:
             self._progress.agree(Call.EVALUATION)
             rank_0s.take(buffers)  # as before each step
-        for batch in self._batches:
-            self._link.heartbeat()
-            if not batch.share.borrowed:
-                yield batch.tree
+        progress, parts = self._progress, self._batches.virtual_ranks
+        try:
+            for batch in self._batches:
+                self._link.heartbeat()
+                if not batch.share.borrowed:
+                    seed_part(batch.seed, batch.share.part)
+                    progress.part = batch.share.part if parts else 0
+                    yield batch.tree
+        finally:
+            progress.part = None
+            # All ranks draw alike again, however many batches each has had
+            seed_all(key_of(Use.OWN_STEP, self._seed, progress.epoch, progress.step, 1))

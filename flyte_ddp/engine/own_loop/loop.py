@@ -108,9 +108,9 @@ class Loop:
 
     def evaluation(self, data: Any) -> Evaluation:
         """This rank's part of the data, in batches of settings.test_batch_size samples, all ranks together; each sample
-        comes once, whatever the number of ranks."""
-        size = self.settings.test_batch_size
-        return Evaluation(self._split(data, "test"), size, self._environment, self._link, self._progress)
+        comes once, whatever the number of ranks. With virtual ranks each part of a batch comes by itself."""
+        split = self._split(data, "test")
+        return Evaluation(split, self.settings, self._environment, self._link, self._progress)
 
     def autocast(self) -> torch.autocast:
         """The context in which settings.precision is computed; auto is float32."""
@@ -193,27 +193,45 @@ class Loop:
             for name, value in measures.items()
         }
 
+    def measured(self, **measures: Number | tuple[Number, Number]) -> None:
+        """For each batch of loop.evaluation: its measures, which loop.evaluated adds up.
+
+        Each is a pair of a sum and its weight, (correct, samples), say, or values, whose number is their weight. With
+        virtual ranks they are added up by part, so that the result has the same bits on any number of ranks.
+        """
+        progress, parts = self._progress, self.settings.virtual_ranks or 1
+        if progress.part is None:
+            raise InputError("loop.measured must be called for each batch, while you iterate over loop.evaluation")
+        for name, pair in _pairs(measures).items():
+            sums = progress.measured.setdefault(name, torch.zeros(parts, 2, dtype=torch.float64))
+            sums[progress.part] += torch.tensor(pair, dtype=torch.float64)
+
     def evaluated(self, **measures: Number | tuple[Number, Number]) -> dict[str, float]:
-        """Once in each epoch: its measures. Returns them for all ranks' samples together; a collective.
+        """Once in each epoch: its measures, besides those of loop.measured. Returns all of them, for all ranks' samples
+        together; a collective.
 
         Each is a value, or values, of this rank, or a pair of these and their weights: (correct, samples), say. What
         counts is the sum of all ranks' values, over that of their weights.
         """
-        self._progress.agree(Call.EVALUATED)
-        names = names_on_all_ranks("loop.evaluated", measures)
-        values = [measures[name] for name in names]
-        pairs = [value if isinstance(value, tuple) else (value, _count(value)) for value in values]
-        rows = [[float(torch.as_tensor(one).detach().sum()) for one in pair] for pair in pairs]
-        sums = torch.tensor(rows, dtype=torch.float64).to(self.device)
+        progress, parts = self._progress, self.settings.virtual_ranks or 1
+        progress.agree(Call.EVALUATED)
+        own, progress.measured, progress.evaluated = progress.measured, {}, {}
+        for name, pair in _pairs(measures).items():
+            own[name] = torch.zeros(parts, 2, dtype=torch.float64)
+            own[name][0] = torch.tensor(pair, dtype=torch.float64)
+        names = names_on_all_ranks("loop.evaluated", own, may_lack=not measures)
+        if not names:
+            raise InputError("loop.evaluated must have measures: give them, or call loop.measured for each batch")
+        none = torch.zeros(parts, 2, dtype=torch.float64)
+        sums = torch.stack([own.get(name, none) for name in names]).to(self.device)
         distributed.all_reduce(sums)
-        totals, self._progress.evaluated = zip(names, sums.tolist(), strict=True), {}
-        for name, (value, weight) in totals:
+        for name, (value, weight) in zip(names, sums.sum(1).tolist(), strict=True):
             if not weight:
                 raise InputError(f"loop.evaluated: {name} must have samples, or weights that are not 0, on some rank")
-            self._progress.evaluated[name] = value / weight
-        if not math.isfinite(self._progress.evaluated.get("loss", 0.0)):
-            raise NonFiniteError.in_evaluation(self._progress.evaluated["loss"], "test", self.epoch + 1)
-        return dict(self._progress.evaluated)
+            progress.evaluated[name] = value / weight
+        if not math.isfinite(progress.evaluated.get("loss", 0.0)):
+            raise NonFiniteError.in_evaluation(progress.evaluated["loss"], "test", self.epoch + 1)
+        return dict(progress.evaluated)
 
     def _split(self, data: Any, name: str) -> Any:
         self._splits += 1  # a name of its own in the cache, or one split would be given another's blocks
@@ -271,6 +289,16 @@ class _Replicated(SettledBuckets):
                 "call what loop.wrap has returned, not the network in it, in each step: its gradients are this rank's "
                 "own, and ranks would train networks of their own"
             )
+
+
+def _pairs(measures: dict[str, Number | tuple[Number, Number]]) -> dict[str, tuple[float, float]]:
+    """Return the sum of each measure's values, and that of their weights."""
+    pairs = {name: one if isinstance(one, tuple) else (one, _count(one)) for name, one in measures.items()}
+    return {name: (_sum(value), _sum(weight)) for name, (value, weight) in pairs.items()}
+
+
+def _sum(value: Number) -> float:
+    return float(torch.as_tensor(value).detach().sum())
 
 
 def _count(value: Number) -> float:

@@ -7,13 +7,13 @@ from torch import distributed
 from flyte_ddp.errors import InputError
 
 
-def names_on_all_ranks(call: str, names: Collection[str]) -> list[str]:
+def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False) -> list[str]:
     """Of measures, in the order of rank 0, as what is added up goes by place; InputError if ranks have others than it.
-    A collective."""
+    A collective. may_lack: whether a rank may have none, as one without samples."""
     of_ranks: list[list[str]] = [[]] * distributed.get_world_size()
     distributed.all_gather_object(of_ranks, [*names])
     for rank, others in enumerate(of_ranks):
-        if {*others} != {*of_ranks[0]}:
+        if {*others} != {*of_ranks[0]} and not (may_lack and not others):
             got = f"{', '.join(of_ranks[0]) or 'none'} on rank 0 and {', '.join(others) or 'none'} on rank {rank}"
             raise InputError(
                 f"{call} must have the same measures on all ranks, got {got}: what one rank alone measures is nobody "

@@ -64,6 +64,8 @@ class Progress:
         trains_on: what the steps of the current epoch come from; None before the first of this attempt.
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
+        part: of the batch that loop.evaluation has given; None outside of it.
+        measured: by name (parts, 2) float64, the sums and weights that loop.measured was given for each part.
         is_stepping: whether the user's code is in a step.
         step_seed: the seed of the current step.
         backward_calls: how many times the current step has called Loop.backward.
@@ -85,6 +87,8 @@ class Progress:
         self.step_seed = self.backward_calls = 0
         self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
+        self.part: int | None = None
+        self.measured: dict[str, Tensor] = {}
         self.clock, self.names = StepClock(device), list[str]()
         self._environment, self._link, self._job = environment, link, job
         self._started: RunStarted | None = None
