@@ -23,8 +23,8 @@ class TrainingSettings(Settings):
         test_batch_size: samples of one evaluation batch, all ranks together.
         epochs: passes over the training samples.
         virtual_ranks: the number of parts that a global batch is computed in, as by so many ranks of
-            DistributedDataParallel, on any number of ranks up to it: the result has the same bits on each. Batch norm
-            sees a part at a time. 0 is off: then the result is the same up to rounding.
+            DistributedDataParallel, on any number of ranks up to it: the result has the same bits on each. 0 is plain
+            DistributedDataParallel: each rank draws for itself, and batch norm sees its own samples.
         threads: torch's threads in each rank; 0 is one with virtual_ranks, since on more of them kernels add in another
             order, and otherwise the machine's cores, divided by its ranks.
         stop_after: training stops after this many epochs, although its schedule goes on to epochs; 0 is off. It leaves
@@ -96,7 +96,7 @@ class TrainingSettings(Settings):
 
 @dataclass(frozen=True)
 class RunOptions(Settings):
-    """How to run it; the result is the same up to rounding, so the cache ignores these.
+    """How to run it; the cache ignores these. Outputs say on how many ranks a result was computed.
 
     Attributes:
         nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
@@ -134,7 +134,7 @@ class RunOptions(Settings):
         odd_hosts: what happens before the first step if a host, GPU or link is unlike the others, such as a slower one:
             warn, or refuse, which ends the attempt, so that another one may get other hosts.
         compile: whether torch.compile compiles, one by one, the layers that Recipe.fsdp_units names, or else the
-            network; for GPUs.
+            network; for GPUs. Compiled code draws other random numbers, so a resume needs the same choice.
     """
 
     nproc: int = setting(0, minimum=0, maximum=1024)

@@ -149,7 +149,7 @@ def test_a_browser_shows_it_and_finds_words(address, tmp_path):
         for page in ("index", "docs/reference", "docs/clouds", "docs/api", "docs/notebook"):
             browser.open(f"{address}/{page}.html", width=400)
             assert browser.evaluate("document.documentElement.scrollWidth") <= 400, page
-        browser.open(f"{address}/search.html?q=ghost_batch_size")
+        browser.open(f"{address}/search.html?q=micro_batch")
         found = """new Promise(done => { const look = () => {
             const links = [...document.querySelectorAll('#search-results li a')].map(link => link.textContent);
             const said = document.querySelector('.search-summary')?.textContent ?? '';
