@@ -175,7 +175,7 @@ class Recipe:
         """(N,) whole numbers, for samples of different lengths; None where all have the same shape.
 
         Tensors whose samples have this length in their first dimension are padded with zeros, those that come padded
-        are cut, to the longest of the global batch: positions, and so random numbers, are then the same on all ranks.
+        are cut, to the longest of the global batch, so that what augment() draws is the same on any number of ranks.
         """
         return None
 
