@@ -44,9 +44,9 @@ def test_a_training_that_loses_a_node_while_it_uploads_ends_with_the_same_bits(l
 
 
 def test_one_node_goes_on_from_the_files_of_two(lost, tmp_path, undisturbed):
-    for sharding, nproc in (("full", 2), ("off", 1)):
+    for sharding in ("full", "off"):
         shutil.copytree(lost / "0", tmp_path / sharding / "0")
-        options = RunOptions(nproc=nproc, sharding=sharding, tracking="off", loader_workers=0)
+        options = RunOptions(nproc=2, sharding=sharding, tracking="off", loader_workers=0)
         model = Sharded(Folders(tmp_path / sharding, attempt=1)).run(SETTINGS, options).model
         found = torch.load(model, weights_only=True)
         assert "resuming from the checkpoint" in (tmp_path / sharding / "1" / "logs" / "console.log").read_text()
