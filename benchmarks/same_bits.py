@@ -3,11 +3,11 @@
     python -m benchmarks.same_bits                    # digests on 1, 2, 3 and 4 ranks
     python -m benchmarks.same_bits --costs --runs 3   # a step's time, of that of the same without virtual ranks
     python -m benchmarks.same_bits --audits --runs 3  # the same of audited steps, of those that are not
-    python -m benchmarks.same_bits --accuracy --seeds 20   # final test losses and accuracies with and without
+    python -m benchmarks.same_bits --accuracy --seeds 20   # final test losses and accuracies, also of as many ranks
 
 Costs are ratios of medians of steps' times. Both sides run in the same processes, by turns of a few steps, so that both
-meet the same load of the machine. With as many virtual ranks as ranks they are compared with DistributedDataParallel as
-it is used otherwise; with four times as many, with its accumulation of as many micro-batches.
+meet the same load of the machine. The other side is the default: DistributedDataParallel, or one rank by itself. With
+more virtual ranks than ranks it accumulates the gradients of as many micro-batches.
 """
 
 import argparse
@@ -26,21 +26,19 @@ import torch
 from benchmarks.gpu_rows.training import IMAGES, train
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.hosts.places import Place
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
-from flyte_ddp.engine.worker import keep_freed_memory
+from flyte_ddp.engine.worker import settle_process
 from flyte_ddp.launch.environment import Environment, World, visible_gpus
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.settings import TrainingSettings
 
 PARTS, RANKS = 4, (1, 2, 3, 4)
-MANY = 8  # virtual ranks, of which the accuracy is looked at
-# The test measure that accuracy is of, and settings with which the model learns in seconds; neither has batch norm, so
-# that both sides differ in how gradients are added up alone
+MANY = 8  # ranks, and virtual ranks of one, of which the accuracy is looked at; they differ only in sums of gradients
+# The test measure that accuracy is of, and settings with which the model learns in seconds
 ACCURACIES: dict[str, tuple[str, dict[str, Any]]] = {
     "charlm": ("loss", {"characters": 100_000, "epochs": 4, "width": 32, "learning_rate": 0.01}),
     "cifar10": ("accuracy", {"model": "cifar_cnn", "epochs": 2, "train_fraction": 0.2}),
@@ -111,11 +109,11 @@ def show_accuracy(names: list[str], seeds: int) -> None:
         print(f"| {measure} of {name}, {seeds} seeds | mean ± standard deviation | range |\n|---|---|---|")
         plain, exact = list[float](), list[float]()
         for seed in range(1, seeds + 1):
-            for parts, found in ((0, plain), (MANY, exact)):
-                found.append(final(name, parts, seed))
+            plain.append(final(name, MANY, 0, seed))
+            exact.append(final(name, 1, MANY, seed))
             print(f"{name}, seed {seed}: {plain[-1]:.5f} without, {exact[-1]:.5f} with", file=sys.stderr, flush=True)
         gaps = [with_parts - without for with_parts, without in zip(exact, plain, strict=True)]
-        rows = {"without": plain, f"with {MANY} virtual ranks": exact, "difference by seed": gaps}
+        rows = {f"{MANY} ranks": plain, f"1 rank, {MANY} virtual ranks": exact, "difference by seed": gaps}
         for kind, values in rows.items():
             print(
                 f"| {kind} | {statistics.mean(values):.5f} ± {statistics.stdev(values):.5f} "
@@ -124,11 +122,11 @@ def show_accuracy(names: list[str], seeds: int) -> None:
             )
 
 
-def final(name: str, parts: int, seed: int) -> float:
-    """The test measure at the end of a training."""
+def final(name: str, ranks: int, parts: int, seed: int) -> float:
+    """Return the test measure at the end of a training by so many ranks and virtual ranks."""
     measure, changed = ACCURACIES[name]
     settings = settings_of(name, virtual_ranks=parts, seed=seed, **changed)
-    (result,) = train(JOBS[name][0], settings, world(1), data_of(name))
+    result = train(JOBS[name][0], settings, world(ranks), data_of(name))[0]
     value: float = result.epochs[-1].test[measure]
     return value
 
@@ -141,8 +139,6 @@ def show_costs(names: list[str], runs: int) -> None:
     print("|---|---|---|---|---|---|")
     for name in names:
         for ranks, parts in ((2, 2), (2, 8), (1, 1), (1, 4)):
-            if name == "U-Net" and parts == 8:
-                continue  # its batch norm goes by groups of 8 samples, of which a batch has four
             settings = settings_of(name, virtual_ranks=parts)
             target = "benchmarks.same_bits:compare"
             found = [train(JOBS[name][0], settings, world(ranks), data_of(name), target=target)[0] for _ in range(runs)]
@@ -158,8 +154,6 @@ def show_audits(names: list[str], runs: int) -> None:
     print("|---|---|---|---|---|")
     for name in names:
         for parts in (2, 8):
-            if name == "U-Net" and parts == 8:
-                continue  # see above
             settings, target = settings_of(name, virtual_ranks=parts), "benchmarks.same_bits:compare_audited"
             found = [train(JOBS[name][0], settings, world(2), data_of(name), target=target)[0] for _ in range(runs)]
             times, ratios = zip(*found, strict=True)
@@ -168,11 +162,9 @@ def show_audits(names: list[str], runs: int) -> None:
 
 
 def compare(environment: Environment, link: Link, job: Job) -> tuple[float, float, int]:
-    """Milliseconds of a step by virtual ranks, the ratio to those without, and how many had to be added up again."""
-    leave_dynamo_out()
-    keep_freed_memory()
-    torch.set_num_threads(1)
-    with process_group(environment, job.options.timeout_seconds) as device:
+    """Return a step's milliseconds by virtual ranks, the ratio to the default's, and how many were added up again."""
+    settle_process(environment, job)
+    with process_group(environment, job.options) as device:
         exact = set_up(environment, device, job, BlockCache(environment))
         plain = set_up(
             environment, device, replace(job, settings=replace(job.settings, virtual_ranks=0)), BlockCache(environment)
@@ -186,10 +178,8 @@ def compare(environment: Environment, link: Link, job: Job) -> tuple[float, floa
 
 def compare_audited(environment: Environment, link: Link, job: Job) -> tuple[float, float]:
     """Milliseconds of a step that is audited, and the ratio to one that isn't."""
-    leave_dynamo_out()
-    keep_freed_memory()
-    torch.set_num_threads(1)
-    with process_group(environment, job.options.timeout_seconds) as device:
+    settle_process(environment, job)
+    with process_group(environment, job.options) as device:
         audited, plain = (set_up(environment, device, job, BlockCache(environment)) for _ in range(2))
         assert isinstance(audited.state.parallel, ExactStep)
         places = [Place("host", "device")] * environment.world.size
