@@ -21,8 +21,9 @@ class BatchShare:
         size: the number of samples in the whole global batch.
         borrowed: whether the samples that the rank computes are another rank's.
         part: which of the global batch's parts it is: with virtual ranks one of theirs, otherwise the rank's.
-        alone: whether this is a trial without the other ranks, which must leave no trace.
-        stand_in: what gather_rows calls if alone; without it, the rank's own rows are returned.
+        alone: whether this is a trial without the other ranks, which must leave no trace; gather_rows returns the
+            rank's own rows then.
+        stand_in: what gather_rows calls in place of the other ranks: in trials, and with virtual ranks.
     """
 
     first: int = 0
@@ -43,8 +44,10 @@ class BatchShare:
 
 def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
     """(N, ...) of the global batch from each rank's (n, ...); a collective, which carries gradients back."""
+    if share.stand_in:
+        return share.stand_in(local)
     if share.alone:
-        return share.stand_in(local) if share.stand_in else local
+        return local
     return _GatherRows.apply(share.own(local), share.size)
 
 

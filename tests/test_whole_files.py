@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_is_one_clear_error():
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     write_checkpoint(tmp_path / "old", {"format": 0, "identity": {}, "state": {}})
-    with pytest.raises(CheckpointError, match="has format 0, this version reads 5"):
+    with pytest.raises(CheckpointError, match="has format 0, this version reads 6"):
         read_checkpoint(tmp_path / "old", {})
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 

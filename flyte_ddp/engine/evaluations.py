@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.batches.batches import EvaluationBatches
+from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.elsewhere import Awaited, Elsewhere
 from flyte_ddp.engine.measures import check_rows, mismatched, pairs_of, sums_of
-from flyte_ddp.engine.seeds import seed_part
+from flyte_ddp.engine.seeds import put_back_generators, seed_part
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.virtual_ranks.gathered import Gathered, first_pass
 from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.events import EpochChosen, EpochFinished
 from flyte_ddp.launch.link import Link
@@ -178,10 +179,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
     by_part = torch.zeros(split.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     with in_own_types(model):
-        for batch in split:
-            vars(recipe.share).update(vars(batch.share))
-            seed_part(batch.seed, batch.share.part)
-            outputs = recipe.forward(model, batch.tree)
+        for batch, outputs in _forwarded(state, split):
             sums = by_part[batch.share.part if split.virtual_ranks else 0]
             sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
             if split.is_mixed and batch.share.count > 1:
@@ -201,6 +199,31 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     # With a loss that is not finite, a recipe need not be able to compute others
     measures = {"loss": value / (total or 1.0)} if "loss" in broken else state.measures(pairs)
     return Evaluated(measures, loss / weight if weight else 0.0, predictions, broken)
+
+
+def _forwarded(state: TrainingState, split: EvaluationBatches) -> Iterator[tuple[Batch, Any]]:
+    """This rank's shares, and what forward returns for each; a collective."""
+    recipe, model = state.recipe, state.evaluated
+
+    def forward(batch: Batch) -> Any:
+        vars(recipe.share).update(vars(batch.share))
+        return recipe.forward(model, batch.tree)
+
+    def measure(outputs: Any, batch: Batch) -> Tensor:
+        return pairs_of(recipe, outputs, batch, state.names)["loss"][0]
+
+    for shares in split.steps():
+        if state.gathers_by_part:
+            seen, rows = first_pass(recipe, forward, measure, shares)
+            for part, outputs, generators in seen:
+                given = part if rows is None else Gathered(rows).given_to(part)
+                vars(recipe.share).update(vars(given.share))
+                put_back_generators(generators)
+                yield given, outputs
+        else:
+            for batch in shares:
+                seed_part(batch.seed, batch.share.part)
+                yield batch, forward(batch)
 
 
 def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

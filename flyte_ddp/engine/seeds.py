@@ -5,6 +5,7 @@ resumed training draws as an undisturbed one, and with virtual ranks a part draw
 """
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,34 @@ from flyte_ddp.engine.torch_compat import device_generator
 from flyte_ddp.random_numbers import Use, key_of
 
 
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of all generators that seed_all seeds."""
+    on_gpu = _gpu_generator()
+    state = on_gpu.get_state() if on_gpu else None
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), state
+
+
+def put_back_generators(states: tuple[Any, ...]) -> None:
+    """states: what generator_states has returned."""
+    of_python, of_numpy, of_torch, of_gpu = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.default_generator.set_state(of_torch)
+    if on_gpu := _gpu_generator():
+        on_gpu.set_state(of_gpu)
+
+
+def _gpu_generator() -> torch.Generator | None:
+    return device_generator(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_initialized() else None
+
+
 def seed_all(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch; torch's takes all 64 bits."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        device_generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(seed)
+    if on_gpu := _gpu_generator():
+        on_gpu.manual_seed(seed)
 
 
 def seed_part(step_seed: int, part: int, call: int = 0) -> None:

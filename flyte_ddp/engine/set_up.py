@@ -108,7 +108,7 @@ def set_up(
         recipe, model, probed.names, device, world_size,
         autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
         base=FrozenBase(model, base.names - probed.moving) if probed.moving else base,  # which model() does not provide
-        moving=probed.moving, has_unused=probed.has_unused, average=average,
+        moving=probed.moving, has_unused=probed.has_unused, gathers=probed.gathers, average=average,
         log_gradients=job.options.log_gradients,
     )  # fmt: skip
     if state.left_out:

@@ -31,6 +31,7 @@ from flyte_ddp.engine.step import Step
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import any_batch_size
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
+from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gathered
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.random_numbers import Use, key_of
@@ -56,12 +57,13 @@ class TrainingState:
         base: FrozenBase | None = None,
         moving: Iterable[str] = (),
         has_unused: bool = False,
+        gathers: bool = False,
         average: Average | None = None,
         log_gradients: bool = False,
     ):
         """names: of the measures, "loss" first. base: the weights that model() has frozen. moving: those that forward
-        changes nevertheless. has_unused: see ReplicatedStep. log_gradients: whether events have those of all
-        parameters."""
+        changes nevertheless. has_unused: see ReplicatedStep. gathers: whether the recipe calls all_gather().
+        log_gradients: whether events have those of all parameters."""
         self.log_gradients = log_gradients
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.base, self.average = model, base or FrozenBase(model), average
@@ -91,6 +93,8 @@ class TrainingState:
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.world_size = world_size
+        self.gathers_by_part = gathers and virtual_ranks > 0
+        self._gathered: Gathered | None = None  # in the current step
         self.epoch = self.step = 0
         self.epoch_seconds = 0.0
         self._sums = StepSums(len(names), device)
@@ -126,6 +130,8 @@ class TrainingState:
         """
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         before = self.kept() if isinstance(self.parallel, ExactStep) else None
+        if before and self.gathers_by_part:
+            self._gathered = self._gather(shares)
         backward = partial(self._backward, (stop, save), before)
         if self.audit:
             totals = self.audit.added_up(backward, shares, self.epoch, self.step)
@@ -188,7 +194,16 @@ class TrainingState:
     def parts_of(self, share: Batch) -> list[Batch]:
         """Return the parts that a share is computed in, having seeded what is drawn in all of them."""
         seed_part(share.seed, share.share.part)
-        return self.parallel.parts(share, self.micro_batch)
+        parts = self.parallel.parts(share, self.micro_batch)
+        return [self._gathered.given_to(part) for part in parts] if self._gathered else parts
+
+    @torch_compat.only_deterministic()
+    def _gather(self, shares: Sequence[Batch]) -> Gathered | None:
+        """Return what all_gather() returns for each part of a step; a collective."""
+        step, virtual_ranks = self.parallel.module, self.recipe.settings.virtual_ranks
+        parts = [part for share in shares for part in self.parallel.parts(share, 0)]
+        with any_batch_size():
+            return gathered(self.recipe, step.outputs, step.trained, parts, virtual_ranks)
 
     def gradient_norms(self) -> dict[str, float]:
         """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""

@@ -57,13 +57,30 @@ class Step(nn.Module):
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The sum of what is trained, and (2 k, samples) value and weight of each measure, alternating."""
-        vars(self.recipe.share).update(vars(batch.share))
-        with torch.autocast(self.carrier.device.type, torch.bfloat16) if self.autocast else nullcontext():
-            outputs = self.recipe.forward(self.model, batch.tree)
-            pairs = pairs_of(self.recipe, outputs, batch, self.names)
+        outputs = self.outputs(batch)
+        pairs = self.pairs(outputs, batch)
         with torch.no_grad():
             measured = torch.stack([part for pair in pairs.values() for part in pair])
         return pairs[trained_measure(self.names)][0].sum(), measured
+
+    def outputs(self, batch: Batch) -> Any:
+        """What the network makes of a part."""
+        vars(self.recipe.share).update(vars(batch.share))
+        with self._cast():
+            return self.recipe.forward(self.model, batch.tree)
+
+    def pairs(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        """Values and weights of each measure."""
+        vars(self.recipe.share).update(vars(batch.share))
+        with self._cast():
+            return pairs_of(self.recipe, outputs, batch, self.names)
+
+    def trained(self, outputs: Any, batch: Batch) -> Tensor:
+        """() the sum of what is trained."""
+        return self.pairs(outputs, batch)[trained_measure(self.names)][0].sum()
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.carrier.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def forward(self, *of_part: Any) -> Tensor:
         trained, sums = self.summed(*of_part)

@@ -274,9 +274,13 @@ class EvaluationBatches(_Batches):
         self.order.check_room()
 
     def __iter__(self) -> Iterator[Batch]:
+        for shares in self.steps():
+            yield from shares
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """The rank's shares of each global batch."""
         for step, shares in self._fetch(self.order, range(len(self))):
-            for tree, share in shares:
-                yield Batch(tree, share, key_of(Use.TEST_STEP, step))
+            yield [Batch(tree, share, key_of(Use.TEST_STEP, step)) for tree, share in shares]
 
     def whole(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """For each global batch: its samples (n,) int64, and where this rank's own begin and end among them."""

@@ -48,6 +48,7 @@ class Probed:
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
         has_unused: whether some samples leave trained weights unused, as an expert's.
+        gathers: whether it calls all_gather().
         is_mixed: whether evaluation pairs outputs with other samples, too, for want of a loss of guessing.
     """
 
@@ -57,6 +58,7 @@ class Probed:
     sample_flops: float
     moving: frozenset[str]
     has_unused: bool
+    gathers: bool
     is_mixed: bool
 
 
@@ -113,7 +115,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
     return Probed(
         training.names, headline, training.warnings, training.sample_flops, training.moving, training.has_unused,
-        is_mixed,
+        training.gathers, is_mixed,
     )  # fmt: skip
 
 

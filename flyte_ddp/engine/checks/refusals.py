@@ -29,9 +29,7 @@ def refuse_gathering(recipe: Recipe, trials: Trials) -> None:
     """Refuse all_gather() unless each rank computes its whole share at once, with the whole network."""
     if not trials.gathered:
         return
-    where, virtual_ranks = f"for {type(recipe).__name__}, which calls all_gather()", recipe.settings.virtual_ranks
-    if virtual_ranks:
-        raise InputError(f"virtual_ranks must be 0 {where}, got {virtual_ranks}: set it to 0")
+    where = f"for {type(recipe).__name__}, which calls all_gather()"
     if recipe.micro_batch and trials.is_training:
         raise InputError(f"micro_batch must be 0 {where}, got {recipe.micro_batch}: set it to 0")
     if is_sharded(trials.model):

@@ -1,0 +1,166 @@
+"""all_gather() by virtual ranks: the rows of all parts of a batch, of which a rank computes one after another.
+
+A loss that compares samples needs the rows of all parts before that of the first is known, and each part's rows have a
+gradient from the losses of all parts. So a step runs the network twice, as GradCache does (Gao et al. 2021, arXiv
+2101.06983): once for the rows, and, once their gradients are known, once more for those of the weights. Rows and
+gradients are added up in the order of the parts, and all ranks have all of them: the same bits on any number of ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from flyte_ddp.engine.batches.batches import Batch, parts_of_rank, rank_slice
+from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.seeds import generator_states, put_back_generators, seed_part
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipe import Recipe
+
+Measure = Callable[[Any, Batch], Tensor]  # of outputs and a part: the sum of what is trained
+
+
+class Seen(NamedTuple):
+    """What the first pass leaves of a part: what forward has returned, without gradients, and the generators then."""
+
+    part: Batch
+    outputs: Any
+    generators: Any
+
+
+class Gathered(NamedTuple):
+    """Of a whole batch, the same on all ranks.
+
+    Attributes:
+        rows: (N, ...) what all_gather() returns.
+        gradients: (N, ...) of the sum of all parts' losses; None in evaluation.
+    """
+
+    rows: Tensor
+    gradients: Tensor | None = None
+
+    def given_to(self, part: Batch) -> Batch:
+        """Return the part, in which all_gather() returns the rows."""
+        own, left = slice(part.share.first, part.share.first + part.share.count), [self]
+
+        def stand_in(local: Tensor) -> Tensor:
+            if not left:
+                raise InputError("with virtual_ranks all_gather() must be called once: gather one tensor of both")
+            left.clear()
+            if self.gradients is None:
+                return self.rows
+            gathered: Tensor = _Given.apply(local, self.rows, self.gradients[own])
+            return gathered
+
+        return replace(part, share=replace(part.share, stand_in=stand_in))
+
+
+class _Given(torch.autograd.Function):
+    """Rows that are known, for a part's own ones, whose gradients are known, too."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, rows: Tensor, gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(gradients)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        (gradients,) = ctx.saved_tensors
+        return gradients, None, None
+
+
+class _Stop(Exception):
+    """Raised by all_gather() in the first pass, in place of a return, with the part's rows."""
+
+    def __init__(self, local: Tensor):
+        super().__init__()
+        self.local = local.detach()
+
+
+def _stop(local: Tensor) -> Tensor:
+    raise _Stop(local)
+
+
+def first_pass(
+    recipe: Recipe, forward: Callable[[Batch], Any], measure: Measure, parts: Sequence[Batch]
+) -> tuple[list[Seen], Tensor | None]:
+    """Return what the rank's parts leave, and the rows of all parts, or None if measure() gathers none; a collective.
+
+    forward: returns the outputs of a part.
+    """
+    seen, own = list[Seen](), list[Tensor]()
+    for part in parts:
+        stopping = replace(part, share=replace(part.share, stand_in=_stop))
+        vars(recipe.share).update(vars(stopping.share))
+        seed_part(part.seed, part.share.part)
+        try:
+            outputs = pytree.tree_map_only(Tensor, Tensor.detach, forward(stopping))
+        except _Stop:
+            raise InputError(
+                f"{code_location(recipe, 'forward')}: with virtual_ranks all_gather() must be called in measure(), as "
+                "the network is computed part by part: gather what it returns"
+            ) from None
+        seen.append(Seen(part, outputs, generator_states()))
+        try:
+            with torch.no_grad():
+                measure(outputs, stopping)
+        except _Stop as stop:
+            own.append(stop.local)
+    return seen, _joined(parts, own) if own else None
+
+
+def _joined(parts: Sequence[Batch], own: Sequence[Tensor]) -> Tensor:
+    """(N, ...): the rows of all ranks' parts."""
+    rows = own[0].new_zeros(parts[0].share.size, *own[0].shape[1:])
+    for part, local in zip(parts, own, strict=True):
+        if not part.share.borrowed:
+            rows[part.share.first : part.share.first + part.share.count] = local
+    return _of_all(rows)
+
+
+def _of_all(own: Tensor) -> Tensor:
+    """Return the numbers of all ranks, of which each is 0 on all ranks but one; a collective."""
+    distributed.all_reduce(own.view(-1).view(torch.uint8))  # bytes, as sums would round -0.0
+    return own
+
+
+def gathered(
+    recipe: Recipe, forward: Callable[[Batch], Any], measure: Measure, parts: Sequence[Batch], virtual_ranks: int
+) -> Gathered | None:
+    """Return the rows of a step's parts, and their gradients; a collective. None if measure() gathers none."""
+    seen, rows = first_pass(recipe, forward, measure, parts)
+    if rows is None:
+        return None
+    own = parts_of_rank(virtual_ranks, distributed.get_rank(), distributed.get_world_size())
+    by_part = rows.new_zeros(len(own), *rows.shape)
+    for part, outputs, generators in seen:
+        leaf = rows.clone().requires_grad_()
+        with_leaf = replace(part, share=replace(part.share, stand_in=lambda local, leaf=leaf: leaf))
+        put_back_generators(generators)
+        loss = measure(outputs, with_leaf)
+        if not part.share.borrowed and loss.requires_grad:
+            (by_part[part.share.part - own.start],) = torch.autograd.grad(loss, leaf, materialize_grads=True)
+    return Gathered(rows, _added_up(by_part, virtual_ranks))
+
+
+def _added_up(own: Tensor, virtual_ranks: int) -> Tensor:
+    """(N, ...): the sums over all parts, from (parts, N, ...) of this rank's; a collective.
+
+    Each rank adds up its own rows, so that what it sends and receives is as large among however many ranks.
+    """
+    world_size, (_, size, *shape) = distributed.get_world_size(), own.shape
+    parts = [parts_of_rank(virtual_ranks, rank, world_size) for rank in range(world_size)]
+    begins = [rank_slice(0, size, some.start, virtual_ranks)[0] for some in parts]
+    rows = [slice(*ends) for ends in zip(begins, [*begins[1:], size], strict=True)]
+    sent, ours = [own[:, some].flatten() for some in rows], rows[distributed.get_rank()]
+    each = own[0, ours].numel()
+    received = own.new_empty(virtual_ranks * each)
+    lengths = [len(some) * each for some in parts]
+    distributed.all_to_all_single(received, torch.cat(sent), lengths, [len(one) for one in sent])
+    sums = own.new_zeros(size, *shape)
+    for of_part in received.view(virtual_ranks, -1, *shape):  # one after the other, by which rounding is the same
+        sums[ours] += of_part
+    return _of_all(sums)
