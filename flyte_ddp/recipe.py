@@ -243,5 +243,6 @@ class Recipe:
         """(N, ...) of the whole global batch, with gradients, from this rank's (n, ...); all ranks must call it.
 
         For losses that compare samples with one another. self.share.first is the position of the rank's first sample.
+        With virtual ranks it must be called once, in measure().
         """
         return gather_rows(local, self.share)
