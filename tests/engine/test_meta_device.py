@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from flyte_ddp.engine.global_batch.mode import GlobalBatchMode
 from torch import Tensor
 
 from flyte_ddp.code.user_code import find_code
@@ -58,24 +57,19 @@ def test_a_step_of_every_example_neither_waits_nor_mixes_devices(alone, tmp_path
     with process_group(environment, 60), BlockCache(environment, 2**30) as cache:
         here = load_recipe(job, CPU)
         model = here.model()
-        rows = GlobalBatchMode(here.share)  # where samples are in what is drawn is learned from values
-        trials = Trials(here, model, rows, load_split(here, "train", job, cache), 8)
-        names = tuple(trials(0, 8).pairs)
+        names = tuple(Trials(here, model, load_split(here, "train", job, cache), 8)().pairs)
         recipe = load_recipe(job, META)
         recipe.model()
-        vars(recipe.share).update(alone=False, stand_in=None, statistics=None)
-        rows.share, split = recipe.share, load_split(recipe, "train", job, cache)
         batches = TrainBatches(
-            split, settings.batch_size, 1, 0, 1, recipe.passes_per_epoch, recipe.train_fraction,
-            recipe.ghost_batch_size, recipe.length_window, lambda *given: augment(recipe, *given),
+            load_split(recipe, "train", job, cache), settings.batch_size, 1, 0, 1, recipe.passes_per_epoch,
+            recipe.train_fraction, recipe.length_window, lambda *given: augment(recipe, *given),
         )  # fmt: skip
         model.to(META)
         with Unwaiting():
             batch = next(batches.epoch(0))
-            with rows.block(batch.seed):
-                vars(recipe.share).update(vars(batch.share))
-                pairs = pairs_of(recipe, recipe.forward(model, batch.tree), batch, names)
-                pairs[trained_measure(names)][0].sum().backward()
+            vars(recipe.share).update(vars(batch.share))
+            pairs = pairs_of(recipe, recipe.forward(model, batch.tree), batch, names)
+            pairs[trained_measure(names)][0].sum().backward()
     reached = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is not None]
     assert reached
     assert {leaf.device for leaf in pytree.tree_leaves(batch.tree)} == {META}
