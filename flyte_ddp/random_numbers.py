@@ -1,8 +1,8 @@
 """Random numbers by position: elements first, first + 1, … of the stream of a key, without drawing those before them.
 
-So a rank draws for its own samples alone, and what it draws does not depend on how many ranks there are. On a CPU the
-streams are PCG64DXSM's, which numpy can advance to any position in microseconds and whose bits it guarantees; elsewhere
-they are SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), a function of the position by itself.
+A rank draws for its own samples alone, and they get the same numbers on any number of ranks. On a CPU the streams are
+PCG64DXSM's, which numpy can advance to any position in microseconds and whose bits it guarantees; elsewhere they are
+SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), a function of the position by itself.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ LAST_SHIFT = 31
 
 
 class Use(Enum):
-    """What a key is for: no two uses have the same keys, whatever their positions. Of up to 16 bytes."""
+    """What a key is for: no two uses have the same keys, whatever their positions. A value has up to 16 bytes."""
 
     HELD_OUT = b"held out"
     PASS = b"pass"
@@ -41,56 +41,44 @@ class Use(Enum):
 
 
 def key_of(use: Use, *position: int) -> int:
-    """A key (64 bits) for one position of a training, such as seed, epoch and step, from 0 to 2^64 - 1 each; 2 µs."""
+    """Return 64 bits for one position of a training, such as seed, epoch and step, each from 0 to 2^64 - 1; 2 µs."""
     content = b"".join(number.to_bytes(8, "little") for number in position)
     return int.from_bytes(hashlib.blake2b(content, digest_size=8, person=use.value).digest(), "little")
 
 
 def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """(count,) int64: 64 random bits each."""
+    """Return (count,) int64: 64 random bits each."""
     if device.type == "cpu" and count:  # torch cannot see an empty buffer
         return torch.frombuffer(PCG64DXSM(key).advance(first).random_raw(count), dtype=torch.int64)
     return split_mix(key, first, count, device)
 
 
 def split_mix(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """(count,) int64: SplitMix64's words in torch's integer operations, which wrap around and shift in the sign."""
-    return _mixed(torch.arange(first + 1, first + count + 1, device=device), signed(key))
-
-
-def _mixed(places: Tensor, key: int) -> Tensor:
-    """SplitMix64's words at these places of a stream, from 1."""
-    values = places.mul_(signed(INCREMENT)).add_(key)
+    """Return (count,) int64: SplitMix64's words, by torch's operations, which wrap around and shift in the sign."""
+    values = torch.arange(first + 1, first + count + 1, device=device).mul_(signed(INCREMENT)).add_(signed(key))
     for shift, factor in ROUNDS:
         values = values.bitwise_xor_(values >> shift & (1 << 64 - shift) - 1).mul_(signed(factor))
     return values.bitwise_xor_(values >> LAST_SHIFT & (1 << 64 - LAST_SHIFT) - 1)
 
 
 def signed(word: int) -> int:
-    """The int64 with the bits of an unsigned word."""
+    """Return the int64 with the bits of an unsigned word."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def uniform(key: int, first: int, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(count,) of the dtype, at least 0 and below 1, a multiple of 2^-24, or of what the dtype can tell apart."""
-    digits = min(24, round(1 - math.log2(torch.finfo(dtype).eps)))
-    bits = _pieces(key, first, count, device, torch.int32).bitwise_and_((1 << digits) - 1)
-    return bits.to(dtype).mul_(2.0**-digits)
+def uniform(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Return (count,) float32, at least 0 and below 1, each a multiple of 2^-24."""
+    start, stop = first // 2, -(-(first + count) // 2)  # two come from a word
+    halves = words(key, start, stop - start, device).view(torch.int32)[first - 2 * start :][:count]
+    return halves.bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
 
 
 def normal(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """(count,) float32 of mean 0 and standard deviation 1, at most 5.8 from 0 (Box and Muller, 1958)."""
+    """Return (count,) float32 of mean 0 and standard deviation 1, at most 5.8 from 0 (Box and Muller, 1958)."""
     radius, angle = uniform(key, 2 * first, 2 * count, device).view(-1, 2).unbind(1)
     return torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * math.pi * angle)
 
 
 def integers(key: int, first: int, count: int, device: torch.device, low: int, high: int) -> Tensor:
-    """(count,) int64, from low to high - 1."""
-    return _pieces(key, first, count, device, torch.int64).bitwise_and_((1 << 63) - 1).remainder_(high - low).add_(low)
-
-
-def _pieces(key: int, first: int, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(count,) of an integer type; of a shorter one, several come from a word."""
-    each = 8 // dtype.itemsize
-    start, stop = first // each, -(-(first + count) // each)
-    return words(key, start, stop - start, device).view(dtype)[first - start * each :][:count]
+    """Return (count,) int64, from low to high - 1."""
+    return words(key, first, count, device).bitwise_and_((1 << 63) - 1).remainder_(high - low).add_(low)

@@ -7,7 +7,7 @@ from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 
 def parallel_of(step: Step, virtual_ranks: int, has_unused: bool) -> SingleStep:
     if is_sharded(step.model):
-        return ShardedStep(step)
+        return ShardedStep(step, has_unused)
     if virtual_ranks:
         return ExactStep(step, virtual_ranks)
     return ReplicatedStep(step, has_unused) if step.world_size > 1 else SingleStep(step)

@@ -43,8 +43,7 @@ def test_trees_are_taken_apart_and_put_together():
     assert pytree.tree_unflatten([1, 2, 3], structure) == {"b": (1, [2]), "a": 3}
     assert pytree.tree_map(lambda one, other: len(one) + len(other), tree, tree) == {"b": (4, [6]), "a": 8}
     (path, _), *_ = pytree.tree_flatten_with_path(tree)[0]
-    assert isinstance(path[0], pytree.MappingKey)
-    assert path[0].key == "b"
+    assert pytree.keystr(path) == "['b'][0]"
 
 
 def test_of_what_is_compiled_the_network_itself_is_found():
@@ -143,34 +142,6 @@ def test_batch_norm_of_one_row_reaches_the_operator_in_a_block():
         assert torch.equal(layer(row), torch.zeros(1, 3))
     assert torch_compat.is_batch_norm(layer)
     assert not torch_compat.is_batch_norm(nn.InstanceNorm1d(3))
-
-
-REPLACED = """if True:
-    import torch
-    from flyte_ddp.engine.torch_compat import original, plain_attention
-    library, calls = torch.library.Library("aten", "IMPL"), []
-    def replace(name, overload, key):
-        theirs = original(getattr(getattr(torch.ops.aten, name), overload))
-        def ours(*args, **kwargs):
-            calls.append(name)
-            return theirs(*args, **kwargs)
-        library.impl(f"{name}.{overload}" if overload != "default" else name, ours, key)
-    replace("dropout", "default", "AutogradCPU")
-    replace("bernoulli_", "float", "AutogradCPU")
-    replace("rand", "default", "CPU")
-    features = torch.ones(1, 2, 3, 4, requires_grad=True)
-    plain_attention(features, features, features, None, 0.5).sum().backward()  # made of what can be replaced
-    assert features.grad.abs().sum() > 0, features.grad
-    torch.nn.functional.dropout2d(features, 0.5)
-    torch.rand(3)
-    print(*calls)
-"""
-
-
-def test_operators_are_replaced_and_still_do_what_they_did():
-    found = subprocess.run([sys.executable, "-c", REPLACED], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["dropout", "bernoulli_", "bernoulli_", "rand"]
-    assert not found.stderr
 
 
 def test_a_call_after_backward_comes_before_ddp_waits_for_the_other_ranks(tmp_path):

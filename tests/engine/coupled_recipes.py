@@ -149,6 +149,17 @@ class EveryoneInParts(Everyone):
     micro_batch = 2
 
 
+class EveryoneInTest(Everyone):
+    is_training = True
+
+    def forward(self, model, batch):
+        self.is_training = model.training
+        return super().forward(model, batch)
+
+    def measure(self, outputs, batch):
+        return Sound.measure(self, outputs, batch) if self.is_training else super().measure(outputs, batch)
+
+
 class EveryoneInEvaluation(Sound):
     """Ranks each sample among all of the batch, once it is trained."""
 

@@ -66,11 +66,11 @@ class ChannelsLast(Digits):
         return torch.optim.SGD(model.parameters(), 0.03, momentum=0.9, fused=True)
 
 
-class GroupNormed(Digits):
-    """Batch norm by groups, whose running statistics are buffers; the first layer is a unit with a gradient for none
-    of its inputs."""
+class Normed(Digits):
+    """Batch norm, whose running statistics are buffers; the first layer is a unit with a gradient for none of its
+    inputs."""
 
-    ghost_batch_size, fsdp_units = 4, ("0", "3")
+    fsdp_units = ("0", "3")
 
     def model(self):
         body = nn.Linear(12, 12)
@@ -209,7 +209,8 @@ class AsManyAsFit(Sharded):
 
 
 class Coupled(Sharded):
-    uses_global_batch = True
+    def forward(self, model, batch):
+        return model(batch - self.all_gather(batch).mean(0))
 
 
 class Scalar(Sharded):
@@ -224,13 +225,6 @@ class Hooked(Sharded):
         network = super().model()
         network.head.weight.register_hook(lambda gradient: 2 * gradient)
         return network
-
-
-class BatchNorm(Sharded):
-    def model(self):
-        return nn.Sequential(super().model(), nn.BatchNorm1d(WIDTH))
-
-    fsdp_units = ("0",)
 
 
 class Factored(Sharded):

@@ -25,7 +25,7 @@ from flyte_ddp.engine.checks.comparison import (
 )
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, refuse_coupled_reading, unequal_data
 from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
-from flyte_ddp.engine.checks.refusals import refuse_gathering, refuse_untrainable
+from flyte_ddp.engine.checks.refusals import refuse_gathering, refuse_uneven_units, refuse_untrainable
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
 from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -47,8 +47,8 @@ class Probed:
         warnings: what is hardly meant, such as what changes all samples of a batch alike, or state that a resume loses.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
-        has_unused: whether some samples leave trained weights unused, as an expert's.
-        gathers: whether it calls all_gather().
+        has_unused: whether a sample leaves trained weights unused, as an expert's.
+        gathers: whether it calls all_gather(), in training or in evaluation.
         is_mixed: whether evaluation pairs outputs with other samples, too, for want of a loss of guessing.
     """
 
@@ -101,10 +101,11 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
             refuse_coupled_reading(recipe, split)
     try:
         training = _try_training(recipe, model, splits["train"], steps)
-        is_mixed = not (constant_loss or training.gathers)
         tests = Trials(recipe, model, splits["test"], _count(recipe, splits["test"], is_training=False), False)
         tested = tests()
         refuse_gathering(recipe, tests)
+        gathers = training.gathers or bool(tests.gathered)
+        is_mixed = not (constant_loss or gathers)
         _try_results(recipe, tested, is_mixed)
         if tested.stages["predictions"] is not None:
             _try_lengths(recipe, tests, splits["test"], is_mixed)
@@ -115,7 +116,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
     return Probed(
         training.names, headline, training.warnings, training.sample_flops, training.moving, training.has_unused,
-        training.gathers, is_mixed,
+        gathers, is_mixed,
     )  # fmt: skip
 
 
@@ -128,8 +129,11 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) ->
     with count_in_total(FlopCounterMode(display=False)) as counter:
         whole = trials()
     refuse_untrainable(recipe, model, split, trials, whole)
-    has_unused = any(p.requires_grad and name not in whole.gradients for name, p in trials.model.named_parameters())
     whole.gradients.clear()
+    one = trials(0, 1)
+    has_unused = any(p.requires_grad and name not in one.gradients for name, p in trials.model.named_parameters())
+    one.gradients.clear()
+    refuse_uneven_units(recipe, whole, one)
     refuse_unsteady(recipe, trials, whole)
     some_rates(recipe, steps)
     if recipe.settings.virtual_ranks:

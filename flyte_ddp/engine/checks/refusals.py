@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from flyte_ddp.engine.batches.splits import Split, Subset, spread
 from flyte_ddp.engine.checks.trials import Trial, Trials, is_same
 from flyte_ddp.engine.measures import code_location, trained_measure
-from flyte_ddp.engine.sharding.sharding import is_sharded
+from flyte_ddp.engine.sharding.sharding import OFF, is_sharded
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
@@ -29,11 +29,31 @@ def refuse_gathering(recipe: Recipe, trials: Trials) -> None:
     """Refuse all_gather() unless each rank computes its whole share at once, with the whole network."""
     if not trials.gathered:
         return
+    others = [method for method in trials.gathering if method != "measure"]
+    if recipe.settings.virtual_ranks and others:
+        raise InputError(
+            f"{code_location(recipe, others[0])}: with virtual_ranks all_gather() must be called in measure() alone, "
+            "as the network is computed part by part: gather there what it returns, or set virtual_ranks to 0"
+        )
     where = f"for {type(recipe).__name__}, which calls all_gather()"
     if recipe.micro_batch and trials.is_training:
         raise InputError(f"micro_batch must be 0 {where}, got {recipe.micro_batch}: set it to 0")
     if is_sharded(trials.model):
         raise InputError(f"options.sharding must be off {where}: leave it out")
+
+
+def refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
+    """Refuse layers of fsdp_units that are not called alike for all samples. one: the trial of a single sample.
+
+    Ranks that call different ones would take one's rows for those of another, without an error.
+    """
+    if one.units != whole.units:
+        some = sorted({*one.units} ^ {*whole.units}) or whole.units
+        raise InputError(
+            f"{code_location(recipe, 'forward')}: with sharding it must call the layers that "
+            f"{type(recipe).__name__}.fsdp_units names alike for all samples, and does not so call {listed(some)}: "
+            f"name a layer that holds them all, {OFF}"
+        )
 
 
 def _refuse_changed(recipe: Recipe, trials: Trials, whole: Trial) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class Trial:
         buffers: of the network, afterwards.
         changed: the names of the weights that are not as they were before.
         gradients: of the sum of what is trained, by parameter; none in evaluation.
+        units: the names of the sharded layers, in the order of their calls.
     """
 
     count: int
@@ -48,6 +49,7 @@ class Trial:
     buffers: dict[str, Tensor]
     changed: list[str]
     gradients: dict[str, Tensor]
+    units: list[str]
 
 
 class Trials:
@@ -72,6 +74,8 @@ class Trials:
         self.original = None if is_sharded(model) else model
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.gathered: list[Tensor] = []  # what all_gather() returned for the whole batch, call by call
+        self.gathering = dict[str, None]()  # the methods that called it, by name, in their order
+        self._method = ""
         # Parts are spread over the split, too, or of sorted samples each would have a class of its own
         some = spread(split, size)
         (self.tree,) = split.fetch([torch.cat([some[::2], some[1::2]])])
@@ -86,14 +90,23 @@ class Trials:
         stages = {"data": pytree.tree_map(lambda leaf: leaf[first:last], self.tree)}
         # As in training, where what a recipe changes in place is a copy, too
         part = pytree.tree_map(torch.clone, stages["data"])
-        with _types_named(recipe, part), Draws() as draws, torch.set_grad_enabled(self.is_training):
+        with (
+            _types_named(recipe, part),
+            Draws() as draws,
+            torch.set_grad_enabled(self.is_training),
+            _noting_units(self.model) as units,
+        ):
             self._start_afresh()
+            self._method = "augment"
             if self.is_training:
                 stages["augment"] = part = augment(recipe, part, 0, share)
             seed_part(0, 0)
             with any_batch_size():
+                self._method = "forward"
                 stages["forward"] = recipe.forward(self.model, part)
+                self._method = "measure"
                 stages["measure"] = pairs = pairs_of(recipe, stages["forward"], Batch(part, share))
+                self._method = "predictions"
                 if not self.is_training:
                     stages["predictions"] = recipe.predictions(stages["forward"], part)
                 elif pairs[trained_measure(list(pairs))][0].requires_grad:
@@ -102,7 +115,7 @@ class Trials:
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         changed = [*changed_weights(self.model, self.original)] if self.original else []
         count, transforms = last - first, draws.transforms
-        return Trial(count, stages, pairs, draws.has_drawn, transforms, buffers, changed, gradients)
+        return Trial(count, stages, pairs, draws.has_drawn, transforms, buffers, changed, gradients, units)
 
     def _start_afresh(self) -> None:
         self.model.train(self.is_training).zero_grad()
@@ -116,6 +129,7 @@ class Trials:
 
     def _note(self, rows: Tensor) -> Tensor:
         self.gathered.append(rows)
+        self.gathering[self._method] = None
         return rows
 
     def _repeat(self, noted: Iterator[Tensor]) -> Any:
@@ -132,6 +146,17 @@ def changed_weights(model: nn.Module, original: nn.Module) -> dict[str, Tensor]:
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same bits; a NaN is the same as any other NaN."""
     return torch.equal(one, other) or (one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True))
+
+
+@contextmanager
+def _noting_units(model: nn.Module) -> Iterator[list[str]]:
+    """Yield the names of the sharded layers that are called within the block."""
+    called: list[str] = []
+    with ExitStack() as hooks:
+        for name, unit in model.named_modules():
+            if is_sharded(unit):
+                hooks.callback(unit.register_forward_pre_hook(lambda *_, name=name: called.append(name)).remove)
+        yield called
 
 
 @contextmanager

@@ -173,8 +173,10 @@ class ShardedStep(SingleStep):
     """Step on all ranks of a sharded network, which adds up its gradients by itself, after each part: until the last
     one they would be whole."""
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, has_unused: bool = False):
+        """has_unused: see ReplicatedStep. It makes the host wait in each step."""
         super().__init__(step)
+        self._has_unused = has_unused
         step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
 
     def forward(self, *args: Any) -> Tensor:
@@ -185,16 +187,24 @@ class ShardedStep(SingleStep):
         return batch.parts(most, self.module.world_size)
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
-        """Of the norm of each gradient, each row's part once. A collective."""
+        """Compute the gradients, and their norms over all shards, each row's part counted once; a collective.
+
+        A weight that no rank has used gets a gradient of 0 from torch, and loses it here.
+        """
         backward()
         sums = self.module.carrier.grad
         assert sums is not None  # after a backward pass
-        norms = torch_compat.norms([local(gradient) for gradient in gradients_of(self.module)])
-        totals = torch.cat([sums.double(), norms.double().square() / copies()])
+        squares = torch_compat.norms([local(gradient) for gradient in gradients_of(self.module)]).double().square()
+        totals = torch.cat([sums.double(), squares / copies()])
         distributed.all_reduce(totals)
-        return self.module.split(
-            (totals[: len(sums)] / self.module.world_size).float(), totals[len(sums) :].sqrt().float()
-        )
+        norms = totals[len(sums) :].sqrt().float()
+        if self._has_unused:
+            weights = [weight for weight in self.module.trainable if weight.grad is not None]
+            for weight, norm in zip(weights, norms.tolist(), strict=True):
+                if not norm:
+                    weight.grad = None
+            norms = norms[norms != 0]
+        return self.module.split((totals[: len(sums)] / self.module.world_size).float(), norms)
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """None: what a rank's samples add to the gradients is added to the others' at once."""

@@ -83,15 +83,15 @@ REFUSED = {
     "NotARecipe": ["must be a subclass of flyte_ddp.Recipe, or to train a function"],
 }
 BY_VIRTUAL_RANKS = {
-    "Everyone": ["virtual_ranks must be 0 for Everyone, which calls all_gather(), got 2: set it to 0"],
-    "EveryoneInEvaluation": ["virtual_ranks must be 0 for EveryoneInEvaluation, which calls all_gather()"],
+    "EveryonesBuffer": ["EveryonesBuffer.forward", "all_gather() must be called in measure() alone"],
+    "EveryoneInEvaluation": ["EveryoneInEvaluation.predictions", "all_gather() must be called in measure() alone"],
     "ScaledRate": ["ScaledRate.optimizer", "must not depend on the rank or the number of ranks", "batch_size"],
     "ScaledSchedule": ["ScaledSchedule.lr_lambda", "must not depend on the rank or the number of ranks"],
     "VariableRate": ["VariableRate.optimizer", "must not depend on the rank or the number of ranks"],
     "MixedByReader": ["MixedByReader.data", "MixingReader.read_batch must return a sample as it is", "lengths(split)"],
     "Padded": ["Padded.data", "PaddingReader.read_batch must return a sample as it is"],
 }
-WITHOUT_LINE = {"Headline", "EveryoneInParts", "Everyone", "EveryoneInEvaluation", "NotARecipe"}
+WITHOUT_LINE = {"Headline", "EveryoneInParts", "NotARecipe"}
 SOUND = [
     "Sound",
     "EveryoneInEvaluation",
@@ -116,10 +116,10 @@ BY_RANK = [
     "Transformer", "BatchNormInParts", "AugmentByNumpy", "MeanOfBatch", "Mixup", "Ranked", "Contrastive", "MeanOfRank",
     "NormalisedBackward", "ClampedByHook", "ClampedAfterwards", "CentredInEvaluation", "DropPath", "RandomLeakyReLU",
     "LSTM", "OneForTheBatch", "AugmentByTorch", "ForwardByPython", "RarelyLonger", "TurnedAlike", "TurnedEach",
-    "Experts", "BorrowingAlone",
+    "Experts", "BorrowingAlone", "Everyone", "EveryoneInTest",
 ]  # fmt: skip
 # Even by virtual ranks
-NEVER_THE_SAME = ["Everyone", "ScaledRate", "ScaledSchedule", "MixedByReader", "Padded"]
+NEVER_THE_SAME = ["ScaledRate", "ScaledSchedule", "MixedByReader", "Padded"]
 
 
 def run(name, output, nproc=0, on_event=lambda event: None, **settings):

@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-from flyte_ddp.engine.global_batch.operators import dropout_kernel
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.job import job_in, subject_of
@@ -26,9 +25,6 @@ def test_it_is_refused_without_a_gpu_or_what_compiles_for_it(monkeypatch, tmp_pa
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(InputError, match="install gcc in the image"):
         check_device(torch.device("cuda"))
-    dropout_kernel.cache_clear()
-    assert dropout_kernel() is None, "torch's operations draw"
-    dropout_kernel.cache_clear()
 
 
 @pytest.mark.slow

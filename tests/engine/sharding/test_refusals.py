@@ -9,14 +9,14 @@ REFUSED = {
     "Unnamed": r'Unnamed.fsdp_units must name layers with sharding, such as \("blocks.\*",\)',
     "NoSuchLayer": r"NoSuchLayer.fsdp_units must match names of layers, got 'block.\*': blocks, bl",
     "AsManyAsFit": "AsManyAsFit.micro_batch must not be -1 with sharding: give a number",
-    "Coupled": "Coupled.uses_global_batch must be False with sharding",
+    "Coupled": r"options.sharding must be off for Coupled, which calls all_gather\(\): leave it out",
     "Scalar": r"Scalar.model .*: scale has no rows to shard: give it the shape \(1,\)",
     "Hooked": "Hooked.model .*: head.weight has a hook on its gradient, which sharding would lose: remove it",
     "Tied": "Tied.fsdp_units must keep tied weights together, but 2.weight is 0.weight, too: name a layer",
-    "BatchNorm": "BatchNorm.ghost_batch_size must be set where a network with batch norm is sharded, got 0",
     "Factored": "the optimizer must be one of torch.optim's ASGD, .* treat each number by itself, got Adafactor",
     "Inside": "Inside.forward .*: with sharding, weights are whole only while the network, .* are called",
     "Slopes": "Slopes.forward .*: with sharding, gradients of gradients .*: do without create_graph=True",
+    "ExpertsAlone": r"ExpertsAlone.forward .*: with sharding it must call .* not so call 1.experts.\d: name a layer",
     "InPlace": "InPlace.forward .*: with sharding, .* InPlace.fsdp_units names, must not change their inputs in place:",
 }
 
@@ -24,7 +24,7 @@ REFUSED = {
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_sharded_is_refused_with_a_remedy(tmp_path, name):
-    remedy = "" if name == "NoSuchLayer" else ".*, or set options.sharding to off"
+    remedy = "" if name in ("Coupled", "NoSuchLayer") else ".*, or set options.sharding to off"
     with pytest.raises(InputError, match=REFUSED[name] + remedy):
         run(name, tmp_path)
 
