@@ -119,7 +119,7 @@ def set_up(
     # After the trials and the average, which are copies without these
     if job.options.compile:
         compile_layers(recipe, [model, average.model] if average else [model])
-    checkpoint_activations(recipe, model)
+    checkpoint_activations(recipe, model, probed.changing)
     if validation:
         state.best_tracker = best_tracker_of(recipe, probed.headline, settings)
     reasons = list[str]()

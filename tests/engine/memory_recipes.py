@@ -61,14 +61,8 @@ class OnlyAList(Kept):
     activation_checkpointing = ("blocks",)
 
 
-class Normalising(nn.Module):
-    def forward(self, features):
-        mean, variance = torch.zeros(WIDTH), torch.ones(WIDTH)
-        return F.batch_norm(features, mean, variance, training=self.training)
-
-
 class RecomputedBatchNorm(Sound):
-    activation_checkpointing, body = ("1",), Normalising
+    activation_checkpointing, body = ("1",), staticmethod(lambda: nn.Sequential(nn.BatchNorm1d(WIDTH)))
 
 
 class BatchNormElsewhere(Sound):

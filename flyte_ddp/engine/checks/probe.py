@@ -26,7 +26,7 @@ from flyte_ddp.engine.checks.comparison import (
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, refuse_coupled_reading, unequal_data
 from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
 from flyte_ddp.engine.checks.refusals import refuse_gathering, refuse_uneven_units, refuse_untrainable
-from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights
+from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights, is_same
 from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import count_in_total
@@ -47,6 +47,7 @@ class Probed:
         warnings: what is hardly meant, such as what changes all samples of a batch alike, or state that a resume loses.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
+        changing: the buffers, by name, that a forward pass changes.
         has_unused: whether a sample leaves trained weights unused, as an expert's.
         gathers: whether it calls all_gather(), in training or in evaluation.
         is_mixed: whether evaluation pairs outputs with other samples, too, for want of a loss of guessing.
@@ -57,6 +58,7 @@ class Probed:
     warnings: list[str]
     sample_flops: float
     moving: frozenset[str]
+    changing: tuple[str, ...]
     has_unused: bool
     gathers: bool
     is_mixed: bool
@@ -74,6 +76,7 @@ class _Tried(NamedTuple):
     totals: list[float]
     sample_flops: float
     moving: frozenset[str]
+    changing: tuple[str, ...]
     has_unused: bool
     gathers: bool
     warnings: list[str]
@@ -115,8 +118,8 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         vars(recipe.share).update(alone=False, stand_in=None)
     headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
     return Probed(
-        training.names, headline, training.warnings, training.sample_flops, training.moving, training.has_unused,
-        gathers, is_mixed,
+        training.names, headline, training.warnings, training.sample_flops, training.moving, training.changing,
+        training.has_unused, gathers, is_mixed,
     )  # fmt: skip
 
 
@@ -130,6 +133,8 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) ->
         whole = trials()
     refuse_untrainable(recipe, model, split, trials, whole)
     whole.gradients.clear()
+    before = trials.buffers
+    changing = tuple(name for name, now in whole.buffers.items() if name in before and not is_same(now, before[name]))
     one = trials(0, 1)
     has_unused = any(p.requires_grad and name not in one.gradients for name, p in trials.model.named_parameters())
     one.gradients.clear()
@@ -146,8 +151,8 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) ->
         for where, name in _changing_all(trials, whole)
     ]
     return _Tried(
-        tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, has_unused,
-        bool(trials.gathered), warnings,
+        tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, changing,
+        has_unused, bool(trials.gathered), warnings,
     )  # fmt: skip
 
 

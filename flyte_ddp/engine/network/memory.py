@@ -1,6 +1,6 @@
 """Fits a training into memory: layers that are computed again for the backward pass, and a share cut into parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,22 +12,30 @@ from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.torch_compat import any_batch_size, is_batch_norm
+from flyte_ddp.engine.torch_compat import any_batch_size
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
 
-def checkpoint_activations(recipe: Recipe, model: nn.Module) -> None:
-    """Makes layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
+def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[str]) -> None:
+    """Have layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
 
-    It computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers; InputError for what
-    cannot be.
+    It computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers.
+
+    Args:
+        recipe: names the layers.
+        model: the network.
+        changing: the buffers, by name, that a forward pass changes.
+
+    Raises:
+        InputError: A layer has such a buffer, which would change twice in a step.
     """
     for name, layer in matching_layers(recipe, "activation_checkpointing", model).items():
-        if any(is_batch_norm(inner) for inner in layer.modules()):
+        twice = next((buffer for buffer in changing if buffer.startswith(f"{name}.")), "")
+        if twice:
             raise InputError(
-                f"{type(recipe).__name__}.activation_checkpointing must not match {name}, which has batch norm, whose "
-                "running statistics would count each batch twice: use nn.GroupNorm, or name other layers"
+                f"{type(recipe).__name__}.activation_checkpointing must not match {name}, as each forward pass changes "
+                f"the buffer {twice}, and a step would have two: use nn.GroupNorm for batch norm, or name other layers"
             )
         layer.forward = partial(_forward, layer.forward)
 
