@@ -8,6 +8,7 @@ gradients are added up in the order of the parts, and all ranks have all of them
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,11 @@ def _of_all(own: Tensor) -> Tensor:
     return own
 
 
+def _instead(rows: Tensor, local: Tensor) -> Tensor:
+    """Return all rows in place of the part's own."""
+    return rows
+
+
 def gathered(
     recipe: Recipe, forward: Callable[[Batch], Any], measure: Measure, parts: Sequence[Batch], virtual_ranks: int
 ) -> Gathered | None:
@@ -138,7 +144,7 @@ def gathered(
     by_part = rows.new_zeros(len(own), *rows.shape)
     for part, outputs, generators in seen:
         leaf = rows.clone().requires_grad_()
-        with_leaf = replace(part, share=replace(part.share, stand_in=lambda local, leaf=leaf: leaf))
+        with_leaf = replace(part, share=replace(part.share, stand_in=partial(_instead, leaf)))
         put_back_generators(generators)
         loss = measure(outputs, with_leaf)
         if not part.share.borrowed and loss.requires_grad:
