@@ -62,7 +62,7 @@ bench: .venv/dev.stamp ## Run the benchmarks, in about half an hour; once each: 
 bench-trainers: .venv/dev.stamp ## Compare with Lightning, Accelerate and transformers; once: make bench-trainers ARGS="--runs 1"
 	@$(call typed,python -m benchmarks.against_trainers$(if $(ARGS), $(ARGS)))
 
-bench-models: .venv/dev.stamp ## Train other libraries' models on 1, 2 and 3 ranks and compare the weights
+bench-models: .venv/dev.stamp ## Kill and resume trainings of other libraries' models, and compare the bits
 	@$(call typed,python -m benchmarks.architectures$(if $(ARGS), $(ARGS)))
 
 gpu-check: .venv/run.stamp ## Check our claims about GPUs on this machine's: make gpu-check ARGS="--data FOLDER"

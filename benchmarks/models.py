@@ -122,7 +122,6 @@ class Settings(TrainingSettings):
     epochs: int = 1
     precision: str = setting("float32", choices=("float32",))
     model: str = setting("BERT", choices=tuple(MODELS))
-    nudge: float = setting(0.0, minimum=0)  # images are multiplied by 1 more than this
 
 
 class Classified(Recipe):
@@ -133,11 +132,7 @@ class Classified(Recipe):
     def data(self, split: str) -> tuple[Tensor, Tensor]:
         draws = torch.Generator().manual_seed(len(split))
         shape, count = MODELS[self.settings.model][2], SAMPLES if split == "train" else 12
-        samples = (
-            torch.randn(count, *shape, generator=draws) * (1 + self.settings.nudge)
-            if shape
-            else self.tokens(count, draws)
-        )
+        samples = torch.randn(count, *shape, generator=draws) if shape else self.tokens(count, draws)
         return samples, torch.randint(CLASSES, (count,), generator=draws)
 
     def tokens(self, count: int, draws: torch.Generator) -> Tensor:
