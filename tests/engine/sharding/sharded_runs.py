@@ -58,7 +58,7 @@ def assert_alike(one, other):
     assert one[1].tested == pytest.approx(other[1].tested, rel=1e-3)
 
 
-def interrupt(output, after, **how):
+def interrupt(output, after, name="Everything", **how):
     """A training whose caller fails once so many checkpoints are written."""
     left = iter(range(after))
 
@@ -67,5 +67,5 @@ def interrupt(output, after, **how):
             raise Unplugged
 
     with pytest.raises(Unplugged):
-        run("Everything", output, watch=unplug, seconds=0, **how)
+        run(name, output, watch=unplug, seconds=0, **how)
     assert Path(output, "checkpoint").exists()

@@ -19,14 +19,14 @@ from tests.small_training import TWO_HOSTS
     ("before", "after"), [(("full", 2), ("off", 1)), (("full", 2), ("full", 3)), (("off", 2), ("full", 2))]
 )
 def test_a_training_goes_on_with_or_without_sharding_on_any_number_of_ranks(tmp_path, before, after):
-    whole = run("Everything", tmp_path / "whole", after[0], nproc=after[1], **WHOLE)
-    interrupt(tmp_path / "cut", 11, sharding=before[0], nproc=before[1], **WHOLE)
+    whole = run("Undrawn", tmp_path / "whole", after[0], nproc=after[1], **WHOLE)
+    interrupt(tmp_path / "cut", 11, "Undrawn", sharding=before[0], nproc=before[1], **WHOLE)
     refused = []
 
     def watch(event):
         refused.extend([event] if isinstance(event, CheckpointRefused) else [])
 
-    resumed = run("Everything", tmp_path / "cut", after[0], nproc=after[1], watch=watch, **WHOLE)
+    resumed = run("Undrawn", tmp_path / "cut", after[0], nproc=after[1], watch=watch, **WHOLE)
     assert not refused
     assert min(resumed[0]) > (1, 1)
     assert_alike(resumed, whole)
