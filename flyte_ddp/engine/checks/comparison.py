@@ -145,7 +145,7 @@ def refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
 
 
 def some_rates(recipe: Recipe, steps: int) -> list[float]:
-    """What lr_lambda() returns for a few of the steps; InputError if that is no finite number."""
+    """Return what lr_lambda() gives for a few of the steps; InputError if that is no finite number."""
     return [finite_number(recipe, "lr_lambda", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
 
 

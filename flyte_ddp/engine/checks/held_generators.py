@@ -19,7 +19,7 @@ KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Genera
 
 
 def generator_states(dataset: Any) -> dict[str, bytes]:
-    """The state of each generator, by the call that seeds it; the outermost come first."""
+    """Return the state of each generator, by the call that seeds it; the outermost come first."""
     states: dict[str, bytes] = {}
     ahead, seen = deque([("self", dataset, "")]), set[int]()
     while ahead and len(seen) < MOST:

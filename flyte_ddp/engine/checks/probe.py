@@ -1,4 +1,4 @@
-"""Tries a recipe before training: can it be trained, saved, resumed and evaluated?
+"""A trial of a recipe before training: can it be trained, saved, resumed and evaluated?
 
 A few samples are computed as in a training step, and a few as in evaluation. Whatever would fail, or be lost by a
 resume, is reported with its place in the recipe and with what to write instead.
@@ -39,7 +39,7 @@ SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and w
 
 @dataclass(frozen=True)
 class Probed:
-    """What probing a recipe has found.
+    """The findings of probing a recipe.
 
     Attributes:
         names: of the measures.
