@@ -25,7 +25,12 @@ from flyte_ddp.engine.checks.comparison import (
 )
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, refuse_coupled_reading, unequal_data
 from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
-from flyte_ddp.engine.checks.refusals import refuse_gathering, refuse_uneven_units, refuse_untrainable
+from flyte_ddp.engine.checks.refusals import (
+    refuse_gathering,
+    refuse_moving_buffers,
+    refuse_uneven_units,
+    refuse_untrainable,
+)
 from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights, is_same
 from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -113,6 +118,8 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         if tested.stages["predictions"] is not None:
             _try_lengths(recipe, tests, splits["test"], is_mixed)
         refuse_coupled_predictions(recipe, tests, tested)
+        if recipe.settings.virtual_ranks:
+            refuse_moving_buffers(recipe, tests, tested)
         _refuse_disagreement(recipe, training.totals + _totals(tested))
     finally:
         vars(recipe.share).update(alone=False, stand_in=None)

@@ -94,6 +94,16 @@ def _refuse_lost(recipe: Recipe, trials: Trials, whole: Trial) -> None:
         raise InputError(f"{code_location(recipe, 'model')}: forward {does} the buffer {name} of {owner}, {remedy}")
 
 
+def refuse_moving_buffers(recipe: Recipe, trials: Trials, tested: Trial) -> None:
+    """Refuse buffers of the state_dict that an evaluation changes: how often, depends on the number of ranks."""
+    for name in trials.buffers.keys() & trials.model.state_dict().keys():
+        if not is_same(tested.buffers[name], trials.buffers[name]):
+            raise InputError(
+                f"{code_location(recipe, 'forward')}: with virtual_ranks an evaluation must leave buffers as they are, "
+                f"and it changes {name}: change it only if self.training, or set virtual_ranks to 0"
+            )
+
+
 def _refuse_without_gradients(recipe: Recipe, whole: Trial) -> None:
     name = trained_measure(list(whole.pairs))
     values, weights = whole.pairs[name]

@@ -85,6 +85,7 @@ REFUSED = {
 BY_VIRTUAL_RANKS = {
     "EveryonesBuffer": ["EveryonesBuffer.forward", "all_gather() must be called in measure() alone"],
     "EveryoneInEvaluation": ["EveryoneInEvaluation.predictions", "all_gather() must be called in measure() alone"],
+    "CountsEvaluations": ["CountsEvaluations.forward", "leave buffers as they are, and it changes 1.calls: change"],
     "ScaledRate": ["ScaledRate.optimizer", "must not depend on the rank or the number of ranks", "batch_size"],
     "ScaledSchedule": ["ScaledSchedule.lr_lambda", "must not depend on the rank or the number of ranks"],
     "VariableRate": ["VariableRate.optimizer", "must not depend on the rank or the number of ranks"],
