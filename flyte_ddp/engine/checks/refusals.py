@@ -97,7 +97,8 @@ def _refuse_lost(recipe: Recipe, trials: Trials, whole: Trial) -> None:
 def refuse_moving_buffers(recipe: Recipe, trials: Trials, tested: Trial) -> None:
     """Refuse buffers of the state_dict that an evaluation changes: how often, depends on the number of ranks."""
     for name in trials.buffers.keys() & trials.model.state_dict().keys():
-        if not is_same(tested.buffers[name], trials.buffers[name]):
+        now = tested.buffers.get(name)
+        if now is None or not is_same(now, trials.buffers[name]):
             raise InputError(
                 f"{code_location(recipe, 'forward')}: with virtual_ranks an evaluation must leave buffers as they are, "
                 f"and it changes {name}: change it only if self.training, or set virtual_ranks to 0"
