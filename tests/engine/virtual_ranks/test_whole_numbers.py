@@ -109,6 +109,14 @@ def rare(parts: list[list[Tensor]]) -> None:
             one *= (torch.rand(len(one), 1) < 0.2) * 2.0 ** torch.randint(-40, 1, (len(one), 1))
 
 
+def routed(parts: list[list[Tensor]]) -> None:
+    """Give each tensor, as a mixture's expert, to one part, or to none in this step; their sizes differ."""
+    for number in range(len(parts[0])):
+        chosen = int(torch.randint(len(parts) + 1, ()))
+        for place, part in enumerate(parts):
+            part[number] = part[number] * (2.0 ** int(torch.randint(-20, 1, ())) if place == chosen else 0.0)
+
+
 def in_bfloat16(parts: list[list[Tensor]]) -> None:
     for part in parts:
         part[:] = [one.bfloat16().float() for one in part]
@@ -119,7 +127,7 @@ def in_bfloat16(parts: list[list[Tensor]]) -> None:
 @given(
     seed=st.integers(0, 1 << 20),
     count=st.sampled_from([1, 2, 5]),
-    change=st.sampled_from([alike, cancelling, rare, in_bfloat16, lambda _: None]),
+    change=st.sampled_from([alike, cancelling, rare, routed, in_bfloat16, lambda _: None]),
 )
 def test_sums_keep_the_bound_and_have_the_same_bits_in_any_order(scale, seed, count, change):
     torch.manual_seed(seed)
