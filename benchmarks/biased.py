@@ -30,8 +30,9 @@ class Bert(Classifier):
 
         config = BertConfig(
             vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
-            max_position_embeddings=LENGTH, num_labels=CLASSES,
+            max_position_embeddings=LENGTH,
         )  # fmt: skip
+        config.num_labels = CLASSES
         network: nn.Module = BertForSequenceClassification(config)
         return network
 

@@ -245,4 +245,15 @@ class Recipe:
         For losses that compare samples with one another. self.share.first is the position of the rank's first sample.
         With virtual ranks it must be called once, in measure().
         """
-        return gather_rows(local, self.share)
+        share = self.share
+        if not local.ndim or len(local) != share.count:
+            raise InputError(
+                f"all_gather() must be given a row for each of the {share.count} samples, got shape "
+                f"{tuple(local.shape)}: repeat what all samples share by expand()"
+            )
+        if self.settings.virtual_ranks and not (share.stand_in or share.alone):
+            raise InputError(
+                "with virtual_ranks all_gather() must be called from the first step on, and in each, or it would see "
+                "the samples of one part alone: call it always, or set virtual_ranks to 0"
+            )
+        return gather_rows(local, share)

@@ -16,7 +16,7 @@ class Buffers:
         names = [name for name, _ in model.named_buffers()]
         owners = [model.get_submodule(name.rpartition(".")[0]) for name in names]  # once: it takes a while
         self._places = [(name, owner, name.rpartition(".")[2]) for name, owner in zip(names, owners, strict=True)]
-        self._first = self.now()
+        self._first = {name: (buffer, buffer.shape) for name, buffer in self.now().items()}
         self._saved = {*model.state_dict()}
 
     def now(self) -> dict[str, Tensor]:
@@ -37,16 +37,16 @@ class Buffers:
             InputError: A buffer of the state_dict has another shape than at first.
         """
         now = self.now()
-        for name, first in self._first.items():
+        for name, (first, first_shape) in self._first.items():
             shape = now[name].shape if name in now else None
-            if shape != first.shape and name in self._saved:
+            if shape != first_shape and name in self._saved:
                 raise InputError(
                     f"the buffer {name} must keep its shape, or no checkpoint could be loaded, got "
-                    f"{tuple(shape or ())} after {tuple(first.shape)}: create it in __init__ with the shape that it "
+                    f"{tuple(shape or ())} after {tuple(first_shape)}: create it in __init__ with the shape that it "
                     "will have"
                 )
-            if shape != first.shape:
-                now[name] = first
+            if shape != first_shape:
+                now[name] = first if first.shape == first_shape else first.new_zeros(first_shape)
         rank_0s.take((*now.values(), *moving))
 
 

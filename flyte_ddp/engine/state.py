@@ -29,9 +29,10 @@ from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import is_sharded, local, on_shards
 from flyte_ddp.engine.step import Step
 from flyte_ddp.engine.sums import StepSums, Sums
-from flyte_ddp.engine.torch_compat import any_batch_size
+from flyte_ddp.engine.torch_compat import any_batch_size, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gathered
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.random_numbers import Use, key_of
@@ -93,6 +94,7 @@ class TrainingState:
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.world_size = world_size
+        self._base_versions: dict[str, int] = {}  # before the first step
         self.gathers_by_part = gathers and virtual_ranks > 0
         self._gathered: Gathered | None = None  # in the current step
         self.epoch = self.step = 0
@@ -128,10 +130,11 @@ class TrainingState:
 
         stop, save: what this rank asks of all of them, see Sums.
         """
+        self._base_versions = self._base_versions or self._versions_of_base()
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         before = self.kept() if isinstance(self.parallel, ExactStep) else None
         if before and self.gathers_by_part:
-            self._gathered = self._gather(shares)
+            self._gathered = self._gather(shares, before)
         backward = partial(self._backward, (stop, save), before)
         if self.audit:
             totals = self.audit.added_up(backward, shares, self.epoch, self.step)
@@ -198,12 +201,12 @@ class TrainingState:
         return [self._gathered.given_to(part) for part in parts] if self._gathered else parts
 
     @torch_compat.only_deterministic()
-    def _gather(self, shares: Sequence[Batch]) -> Gathered | None:
-        """Return what all_gather() returns for each part of a step; a collective."""
-        step, virtual_ranks = self.parallel.module, self.recipe.settings.virtual_ranks
+    def _gather(self, shares: Sequence[Batch], before: KeptBuffers) -> Gathered | None:
+        """Return what all_gather() returns for each part of a step; a collective. before: see _backward."""
+        step = self.parallel.module
         parts = [part for share in shares for part in self.parallel.parts(share, 0)]
         with any_batch_size():
-            return gathered(self.recipe, step.outputs, step.trained, parts, virtual_ranks)
+            return gathered(self.recipe, step.outputs, step.trained, parts, before.put_back)
 
     def gradient_norms(self) -> dict[str, float]:
         """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""
@@ -295,7 +298,16 @@ class TrainingState:
         """After this step of the epoch compare the weights, or with audits all that a checkpoint has; a collective.
 
         Ranks of a sharded network have other rows, and are not compared.
+
+        Raises:
+            InputError: A frozen weight has changed, though it did not in the trial, and no checkpoint has it.
         """
+        for name, now in self._versions_of_base().items():
+            if self._base_versions.get(name, now) != now:
+                raise InputError(
+                    f"the frozen weight {name} must change from the first step on or never, as no checkpoint has it "
+                    "otherwise, and it has begun to change: make it a buffer, by register_buffer"
+                )
         if not self.drift or is_sharded(self.model):
             return
         content, is_audited = self.state_dict(), bool(self.audit and self.audit.every)
@@ -303,6 +315,11 @@ class TrainingState:
         tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(compared) if isinstance(leaf, Tensor)]
         what = "weights, or the optimizer," if is_audited else "weights"
         self.drift.compare(tensors, what, self.epoch, step)
+
+    def _versions_of_base(self) -> dict[str, int]:
+        """How often each weight that no checkpoint has was changed in place, by name."""
+        named = self.model.state_dict(keep_vars=True) if self.base.names else {}
+        return {name: version(weight) for name, weight in named.items() if name in self.base.names}
 
     def digest(self) -> str:
         """Of the weights that are evaluated; a collective."""

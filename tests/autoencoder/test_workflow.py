@@ -52,7 +52,10 @@ def test_two_ranks_under_lightning_learn_and_say_only_what_there_is_to_say(by_py
     first, last = losses_of(by_pyflyte, "validation_losses")
     assert last < first < 0.06
     assert re.search(r"under Lightning [\d.]+, DDPStrategy", by_pyflyte.stderr)
-    starts = "Running|Start|digits|under Lightning|Train Epoch|Epoch|Last|Data|Loss|Seconds|Weights|Model|Report|Next"
+    starts = (
+        "Running|Start|Live report|digits|under Lightning|Train Epoch|Epoch|Last|Data|Loss|Seconds|Weights|Model|Report"
+        "|Next"
+    )
     said = [line for line in by_pyflyte.stderr.splitlines() if line]
     assert all(re.match(starts, line) for line in said), by_pyflyte.stderr
 

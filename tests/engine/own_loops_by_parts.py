@@ -210,6 +210,50 @@ def follows_its_evaluations(loop: Loop):
             weight.data += 1e-3 * torch.rand_like(weight)
 
 
+def evaluates_first(loop: Loop, mistake=""):
+    """Evaluates before the steps of an epoch, and passes over the same data beside each step; all of it draws."""
+    model, batches, tests = loop.wrap(network(0.3)), loop.batches(Drawn()), loop.evaluation(few(27))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    assert len(tests) == sum(1 for _ in tests)
+
+    def loss_of(part):
+        return F.cross_entropy(model(part[0]), part[1])
+
+    for _ in loop.epochs():
+        model.train(mistake == "trains")
+        with torch.no_grad():
+            for number, (inputs, labels) in enumerate(tests):
+                loop.measured(loss=F.cross_entropy(model(inputs) + torch.rand(()), labels, reduction="none"))
+                if mistake == "leaves" and number == 1:
+                    break
+        if mistake != "adds nothing up":
+            loop.evaluated()
+        model.train()
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = loop.backward(batch, loss_of)
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                for inputs, _ in tests:
+                    model(inputs + torch.rand(()))
+            model.train()
+            loop.log(loss=loss)
+
+
+def adds_nothing_up(loop: Loop):
+    evaluates_first(loop, "adds nothing up")
+
+
+def leaves_an_evaluation(loop: Loop):
+    evaluates_first(loop, "leaves")
+
+
+def evaluates_in_training_mode(loop: Loop):
+    evaluates_first(loop, "trains")
+
+
 def measures_outside(loop: Loop):
     """Measures what is no batch of an evaluation."""
     linear(loop)

@@ -83,6 +83,31 @@ def test_evaluations_have_the_same_bits_on_any_number_of_ranks(own):
     assert plain.result.tested["loss"] == pytest.approx(one.result.tested["loss"], rel=0.05)
 
 
+@pytest.mark.parametrize("virtual_ranks", first_and_slow(0, 4))
+def test_a_resume_has_what_was_measured_and_drawn_before(own, virtual_ranks):
+    settings = {"loop": "evaluates_first", "virtual_ranks": virtual_ranks, "epochs": 3, "log_interval": 1}
+    whole = own(2, name="whole", **settings)
+    with pytest.raises(Unplugged):
+        own(2, on_event=unplug_at(2, 1), checkpoint_seconds=0, name="cut", **settings)
+    resumed = own(2, name="cut", **settings)
+    assert resumed.events[0].first_step > 0
+    assert resumed.result.digest == whole.result.digest
+    assert [epoch.test for epoch in resumed.result.epochs] == [epoch.test for epoch in whole.result.epochs]
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        ("leaves_an_evaluation", r"an evaluation must go over all of its batches, and was left before its end"),
+        ("adds_nothing_up", r"loop.evaluated must be called after an evaluation, before a step ends, as a checkpoint"),
+        ("evaluates_in_training_mode", r"an evaluation must leave buffers as they are, and it changes model\."),
+    ],
+)
+def test_evaluations_by_which_the_result_would_follow_the_ranks_are_refused(own, loop, words):
+    with pytest.raises(InputError, match=words):
+        own(2, loop)
+
+
 def test_measures_belong_to_batches_of_an_evaluation(own):
     with pytest.raises(InputError, match=r"loop.measured must be called for each batch, while you iterate over loop"):
         own(1, "measures_outside")

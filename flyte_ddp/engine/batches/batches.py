@@ -156,6 +156,14 @@ class _Batches:
         cuts = [self._cut(step, number) for step in ends for number in range(self.virtual_ranks)]
         return sorted({cut.stop - cut.start for cut in cuts} - {0})
 
+    def shares(self) -> int:
+        """How many shares with samples this rank has in all steps."""
+        cuts = (
+            (self._cut(step, number) for number in self.parts) if self.virtual_ranks else (self.own(step),)
+            for step in range(len(self))
+        )
+        return sum(cut.start < cut.stop for of_step in cuts for cut in of_step)
+
     def parts_with_samples(self, step: int) -> list[int]:
         """Of the virtual ranks' parts; a short batch may leave some without."""
         cuts = ((number, self._cut(step, number)) for number in range(self.virtual_ranks))

@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.checks.trials import Trial, Trials
 from flyte_ddp.engine.measures import code_location, finite_number
+from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.engine.sharding.sharding import on_shards
 from flyte_ddp.engine.torch_compat import may_round_to_tf32, pytree
 from flyte_ddp.errors import InputError
@@ -132,6 +133,7 @@ def refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
     """
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
+        seed_all(0)  # rates may be drawn
         with among_ranks(rank, world_size):
             groups = _plain_groups(optimizer_of(recipe, model))
             results.append({"optimizer": groups, "lr_lambda": some_rates(recipe, steps)})

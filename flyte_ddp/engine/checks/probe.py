@@ -39,6 +39,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
+SEEDS = 8  # with which a sample is looked at for layers that are dropped at random
 SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and without gradients as in evaluation
 
 
@@ -143,8 +144,10 @@ def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) ->
     before = trials.buffers
     changing = tuple(name for name, now in whole.buffers.items() if name in before and not is_same(now, before[name]))
     one = trials(0, 1)
-    has_unused = any(p.requires_grad and name not in one.gradients for name, p in trials.model.named_parameters())
-    one.gradients.clear()
+    has_unused = _leaves_unused(trials, one) or (
+        # Layers may be dropped at random
+        whole.has_drawn and any(_leaves_unused(trials, trials(0, 1, seed)) for seed in range(1, SEEDS))
+    )
     refuse_uneven_units(recipe, whole, one)
     refuse_unsteady(recipe, trials, whole)
     some_rates(recipe, steps)
@@ -169,6 +172,13 @@ def _changing_all(trials: Trials, whole: Trial) -> list[tuple[str, str]]:
         return []
     half = trials(0, trials.size // 2)
     return [one for one, times in whole.transforms.items() if half.transforms[one] == times]
+
+
+def _leaves_unused(trials: Trials, trial: Trial) -> bool:
+    """Return whether a trained weight has no gradient, and drop the gradients."""
+    unused = any(p.requires_grad and name not in trial.gradients for name, p in trials.model.named_parameters())
+    trial.gradients.clear()
+    return unused
 
 
 def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:

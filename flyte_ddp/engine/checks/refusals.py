@@ -147,11 +147,11 @@ def _refuse_unreached(recipe: Recipe, model: nn.Module, split: Split, trials: Tr
     trainable = [name for name, parameter in trials.model.named_parameters() if parameter.requires_grad]
     unreached = [name for name in trainable if name not in whole.gradients]
     some = spread(split, min(MORE_SAMPLES, len(split)))
-    for chosen in some.split(PART):
+    for seed, chosen in enumerate(some.split(PART)):
         if not unreached:
             return
         part = Subset(split, len(chosen), chosen.__getitem__)
-        trial = Trials(recipe, model, part, len(part), copied=trials.model)()
+        trial = Trials(recipe, model, part, len(part), copied=trials.model)(seed=seed + 1)
         unreached = [name for name in unreached if name not in trial.gradients]
     if unreached:
         raise InputError(

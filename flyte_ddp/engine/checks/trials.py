@@ -80,8 +80,8 @@ class Trials:
         some = spread(split, size)
         (self.tree,) = split.fetch([torch.cat([some[::2], some[1::2]])])
 
-    def __call__(self, first: int = 0, last: int | None = None) -> Trial:
-        """Compute samples first..last, by default the whole batch."""
+    def __call__(self, first: int = 0, last: int | None = None, seed: int = 0) -> Trial:
+        """Compute samples first..last, by default the whole batch. seed: of what is drawn."""
         last = self.size if last is None else last
         recipe, share, is_whole = self.recipe, self.recipe.share, last - first == self.size
         vars(share).update(first=first, count=last - first, size=self.size, part=0, borrowed=False, alone=True)
@@ -99,8 +99,8 @@ class Trials:
             self._start_afresh()
             self._method = "augment"
             if self.is_training:
-                stages["augment"] = part = augment(recipe, part, 0, share)
-            seed_part(0, 0)
+                stages["augment"] = part = augment(recipe, part, seed, share)
+            seed_part(seed, 0)
             with any_batch_size():
                 self._method = "forward"
                 stages["forward"] = recipe.forward(self.model, part)

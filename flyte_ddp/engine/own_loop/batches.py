@@ -99,21 +99,35 @@ class Evaluation:
         progress.test_samples += len(split)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        """How many this rank has; with virtual ranks, each part of a batch is one."""
+        return self._batches.shares()
 
     def __iter__(self) -> Iterator[Any]:
         if buffers := [buffer for model in self._progress.wrapped for buffer in model.buffers()]:
             self._progress.agree(Call.EVALUATION)
             rank_0s.take(buffers)  # as before each step
-        progress, parts = self._progress, self._batches.virtual_ranks
+        progress, parts, outer = self._progress, self._batches.virtual_ranks, self._progress.part
+        versions = progress.buffer_versions() if parts else {}
+        progress.is_cut = True
         try:
             for batch in self._batches:
                 self._link.heartbeat()
                 if not batch.share.borrowed:
-                    seed_part(batch.seed, batch.share.part)
+                    if not progress.is_stepping:  # a step's own numbers go on
+                        seed_part(batch.seed, batch.share.part)
                     progress.part = batch.share.part if parts else 0
                     yield batch.tree
+            progress.is_cut = False
         finally:
-            progress.part = None
-            # All ranks draw alike again, however many batches each has had
-            seed_all(key_of(Use.OWN_STEP, self._seed, progress.epoch, progress.step, 1))
+            progress.part = outer
+            if not progress.is_stepping:
+                # All ranks draw alike again, however many batches each has had, and after a resume, too
+                step = progress.step if progress.trains_on else 0
+                seed_all(key_of(Use.OWN_STEP, self._seed, progress.epoch, step, 1))
+        moved = [name for name, version in versions.items() if progress.buffer_versions().get(name) != version]
+        if moved:
+            raise InputError(
+                f"with virtual_ranks an evaluation must leave buffers as they are, and it changes {moved[0]}, by the "
+                "samples of its rank: call model.eval() before it, and compute statistics, as update_bn does, from "
+                "data that all ranks have alike"
+            )

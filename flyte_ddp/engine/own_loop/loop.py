@@ -215,6 +215,11 @@ class Loop:
         """
         progress, parts = self._progress, self.settings.virtual_ranks or 1
         progress.agree(Call.EVALUATED)
+        if self.settings.virtual_ranks and progress.measured and progress.is_cut:
+            raise InputError(
+                "with virtual_ranks an evaluation must go over all of its batches, and was left before its end, where "
+                "each rank has seen other parts: take fewer samples as data instead, such as a torch.utils.data.Subset"
+            )
         own, progress.measured, progress.evaluated = progress.measured, {}, {}
         for name, pair in _pairs(measures).items():
             own[name] = torch.zeros(parts, 2, dtype=torch.float64)

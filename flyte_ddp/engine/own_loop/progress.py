@@ -32,7 +32,7 @@ from flyte_ddp.engine.own_loop.results import result_of, write_model
 from flyte_ddp.engine.own_loop.started import run_started
 from flyte_ddp.engine.step import Totals, constants
 from flyte_ddp.engine.sums import StepSums, Sums
-from flyte_ddp.engine.torch_compat import norms
+from flyte_ddp.engine.torch_compat import norms, version
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
@@ -65,6 +65,7 @@ class Progress:
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
         part: of the batch that loop.evaluation has given; None outside of it.
+        is_cut: whether the last evaluation was left before its end.
         measured: by name (parts, 2) float64, the sums and weights that loop.measured was given for each part.
         is_stepping: whether the user's code is in a step.
         step_seed: the seed of the current step.
@@ -89,6 +90,7 @@ class Progress:
         self.evaluated: dict[str, float] = {}
         self.part: int | None = None
         self.measured: dict[str, Tensor] = {}
+        self.is_cut = False
         self.clock, self.names = StepClock(device), list[str]()
         self._environment, self._link, self._job = environment, link, job
         self._started: RunStarted | None = None
@@ -184,6 +186,11 @@ class Progress:
         self.clock.lap(StepPart.COMPUTING)
         if not self.logged:
             raise InputError("call loop.log(loss=...) once in each step")
+        if self.measured:
+            raise InputError(
+                "loop.evaluated must be called after an evaluation, before a step ends, as a checkpoint has no sums of "
+                "loop.measured: call it where the evaluation ends"
+            )
         self.agree(Call.STEP_END)
         if not self.names:
             self.names = names_on_all_ranks("loop.log", self.logged)
@@ -343,6 +350,15 @@ class Progress:
             load(parts, saved["parts"], saved["arrangement"])
             self.optimizers.put_back(saved["gradients"])
         self.evaluated = saved["evaluated"] or self.evaluated
+
+    def buffer_versions(self) -> dict[str, int]:
+        """By name, how often each buffer of what loop.keep has was changed in place."""
+        networks = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
+        return {
+            f"{name}.{buffer_name}": version(buffer)
+            for name, network in networks.items()
+            for buffer_name, buffer in network.named_buffers()
+        }
 
     # --- parts of a step ---
 

@@ -25,7 +25,7 @@ Measure = Callable[[Any, Batch], Tensor]  # of outputs and a part: the sum of wh
 
 
 class Seen(NamedTuple):
-    """What the first pass leaves of a part: what forward has returned, without gradients, and the generators then."""
+    """What the first pass leaves of a part: what forward has returned, without its graph, and the generators then."""
 
     part: Batch
     outputs: Any
@@ -49,11 +49,16 @@ class Gathered(NamedTuple):
 
         def stand_in(local: Tensor) -> Tensor:
             if not left:
-                raise InputError("with virtual_ranks all_gather() must be called once: gather one tensor of both")
+                raise InputError(
+                    "with virtual_ranks all_gather() must be called once in measure(), got a second call: gather one "
+                    "tensor of both, as by torch.cat"
+                )
             left.clear()
             if self.gradients is None:
-                return self.rows
-            gathered: Tensor = _Given.apply(local, self.rows, self.gradients[own])
+                return self.rows.clone()
+            # What is borrowed counts for nothing: its gradient is another part's
+            gradients = torch.zeros_like(local) if part.share.borrowed else self.gradients[own]
+            gathered: Tensor = _Given.apply(local, self.rows, gradients)
             return gathered
 
         return replace(part, share=replace(part.share, stand_in=stand_in))
@@ -86,19 +91,29 @@ def _stop(local: Tensor) -> Tensor:
 
 
 def first_pass(
-    recipe: Recipe, forward: Callable[[Batch], Any], measure: Measure, parts: Sequence[Batch]
+    recipe: Recipe,
+    forward: Callable[[Batch], Any],
+    measure: Measure,
+    parts: Sequence[Batch],
+    begin: Callable[[], None] = lambda: None,
 ) -> tuple[list[Seen], Tensor | None]:
     """Return what the rank's parts leave, and the rows of all parts, or None if measure() gathers none; a collective.
 
-    forward: returns the outputs of a part.
+    Args:
+        recipe: whose forward and measure these are.
+        forward: returns the outputs of a part.
+        measure: see Measure. It gets copies, since the recipe may change what it is given.
+        parts: this rank's.
+        begin: called before each forward pass.
     """
     seen, own = list[Seen](), list[Tensor]()
     for part in parts:
+        begin()
         stopping = replace(part, share=replace(part.share, stand_in=_stop))
         vars(recipe.share).update(vars(stopping.share))
         seed_part(part.seed, part.share.part)
         try:
-            outputs = pytree.tree_map_only(Tensor, Tensor.detach, forward(stopping))
+            outputs = pytree.tree_map_only(Tensor, _alone, forward(stopping))
         except _Stop:
             raise InputError(
                 f"{code_location(recipe, 'forward')}: with virtual_ranks all_gather() must be called in measure(), as "
@@ -106,11 +121,27 @@ def first_pass(
             ) from None
         seen.append(Seen(part, outputs, generator_states()))
         try:
-            with torch.no_grad():
-                measure(outputs, stopping)
+            measure(_copied(outputs), replace(stopping, tree=_copied(part.tree)))
         except _Stop as stop:
             own.append(stop.local)
+    gathering = torch.tensor([float(len(own)), float(len(parts))], device=recipe.device)
+    distributed.all_reduce(gathering)
+    if 0 < gathering[0] < gathering[1]:
+        raise InputError(
+            f"{code_location(recipe, 'measure')}: with virtual_ranks it must call all_gather() for each part of a "
+            "batch or for none: call it whatever the samples are"
+        )
     return seen, _joined(parts, own) if own else None
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same numbers without the graph that they are from."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copied(tree: Any) -> Any:
+    """Copies, which may be changed in place, as the outputs of a network may."""
+    return pytree.tree_map_only(Tensor, torch.clone, tree)
 
 
 def _joined(parts: Sequence[Batch], own: Sequence[Tensor]) -> Tensor:
@@ -134,19 +165,25 @@ def _instead(rows: Tensor, local: Tensor) -> Tensor:
 
 
 def gathered(
-    recipe: Recipe, forward: Callable[[Batch], Any], measure: Measure, parts: Sequence[Batch], virtual_ranks: int
+    recipe: Recipe,
+    forward: Callable[[Batch], Any],
+    measure: Measure,
+    parts: Sequence[Batch],
+    begin: Callable[[], None],
 ) -> Gathered | None:
-    """Return the rows of a step's parts, and their gradients; a collective. None if measure() gathers none."""
-    seen, rows = first_pass(recipe, forward, measure, parts)
-    if rows is None:
-        return None
+    """Return the rows of a step's parts, and their gradients; a collective. None if measure() gathers none. The
+    arguments are first_pass's."""
+    seen, rows = first_pass(recipe, forward, measure, parts, begin)
+    if rows is None or not rows.is_floating_point():
+        return None if rows is None else Gathered(rows)
+    virtual_ranks = recipe.settings.virtual_ranks
     own = parts_of_rank(virtual_ranks, distributed.get_rank(), distributed.get_world_size())
     by_part = rows.new_zeros(len(own), *rows.shape)
     for part, outputs, generators in seen:
         leaf = rows.clone().requires_grad_()
         with_leaf = replace(part, share=replace(part.share, stand_in=partial(_instead, leaf)))
         put_back_generators(generators)
-        loss = measure(outputs, with_leaf)
+        loss = measure(_copied(outputs), with_leaf)
         if not part.share.borrowed and loss.requires_grad:
             (by_part[part.share.part - own.start],) = torch.autograd.grad(loss, leaf, materialize_grads=True)
     return Gathered(rows, _added_up(by_part, virtual_ranks))

@@ -64,7 +64,7 @@ def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_p
 def cut(tmp_path_factory):
     """The folder of a training on two ranks that was interrupted."""
     folder = tmp_path_factory.mktemp("cut")
-    interrupt(folder, 5, sharding="full", nproc=2, **WHOLE)
+    interrupt(folder, 5, "Undrawn", sharding="full", nproc=2, **WHOLE)
     manifest = read_manifest(folder / "checkpoint")
     assert manifest
     assert sorted(manifest["files"]) == ["0.safetensors", "1.safetensors"]
@@ -85,14 +85,14 @@ def go_on(cut, folder, sharding, damage=None, left=10**9, **settings):
         damage(shards_of(folder))
     seen = Seen(left)
     with suppress(Unplugged):
-        return run("Everything", folder, sharding, watch=seen, **{**WHOLE, **settings}), seen
+        return run("Undrawn", folder, sharding, watch=seen, **{**WHOLE, **settings}), seen
     return None, seen
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_it_is_read_on_one_rank_with_and_without_sharding(cut, tmp_path):
-    whole = run("Everything", tmp_path / "whole", "off", **WHOLE)
+    whole = run("Undrawn", tmp_path / "whole", "off", **WHOLE)
     for sharding in KINDS:
         resumed, seen = go_on(cut, tmp_path / sharding, sharding)
         assert not seen.refused
@@ -151,7 +151,7 @@ def test_damage_is_named_and_training_starts_anew(cut, tmp_path, kind):
 def test_damage_to_an_earlier_attempts_checkpoint_is_not_to_the_one_given(cut, tmp_path):
     shutil.copytree(cut, tmp_path / "damaged")
     flip(shards_of(tmp_path / "damaged"))
-    subject = subject_of(find_code(f"{HERE}:Everything"), Settings(log_interval=1, **WHOLE))
+    subject = subject_of(find_code(f"{HERE}:Undrawn"), Settings(log_interval=1, **WHOLE))
     job = job_in(tmp_path / "damaged", subject, RunOptions(sharding="full", loader_workers=0, checkpoint_seconds=0))
     seen, target = Seen(left=0), "tests.engine.sharding_targets:train_on_a_checkpoint_of_its_own"
     with pytest.raises(Unplugged):

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from flyte_ddp.errors import InputError
 from tests.engine.test_plain_ranks import Drawing
-from tests.small_training import Unplugged, identical, relative_difference, unplug_at
+from tests.small_training import Unplugged, first_and_slow, identical, relative_difference, unplug_at
 
 # 106 images, 35 a step: in the last step one of three parts has a sample, the others have none
 SHORT = {"batch_size": 35, "train_fraction": 106 / 318, "epochs": 2, "log_interval": 1}
@@ -24,6 +25,71 @@ class Compared(Drawing):
         is_same = (labels[:, None] == their_labels).float()
         loss = F.binary_cross_entropy_with_logits(scores, is_same, reduction="none").mean(1)
         return {**super().measure(outputs, batch), "loss": loss}
+
+
+class Centred(nn.Module):
+    """Takes away a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, features):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * features.detach().mean(0)
+        return features - self.mean
+
+
+class Raw(Compared):
+    """Does not normalise its rows, so that their sizes have gradients; changes outputs in place, and a buffer."""
+
+    def model(self):
+        return nn.Sequential(*super().model(), Centred())
+
+    def measure(self, outputs, batch):
+        outputs *= 0.5
+        gap = torch.cdist(outputs, self.all_gather(outputs)).square().mean(1)
+        return {**Drawing.measure(self, outputs, batch), "loss": (1 - gap).relu() + gap * 1e-2}
+
+
+class Slopes(Compared):
+    """Takes gradients of its outputs."""
+
+    def measure(self, outputs, batch):
+        others = self.all_gather(outputs)
+        if not outputs.requires_grad:
+            return {**Drawing.measure(self, outputs, batch), "loss": outputs.square().mean(1)}
+        energy = (outputs @ others.T).tanh().mean()
+        slopes = torch.autograd.grad(energy, outputs, create_graph=True)[0]
+        return {**Drawing.measure(self, outputs, batch), "loss": slopes.square().sum(1) + outputs.square().mean(1)}
+
+
+class Labels(Compared):
+    """Gathers what has no gradients."""
+
+    def measure(self, outputs, batch):
+        share = (self.all_gather(batch[1])[None] == batch[1][:, None]).float().mean(1)
+        measured = Drawing.measure(self, outputs, batch)
+        return {**measured, "loss": measured["loss"] * (1 + share)}
+
+
+class Later(Compared):
+    """Gathers from its second epoch on."""
+
+    def augment(self, batch, random):
+        self.epoch = random.epoch
+        return batch
+
+    def measure(self, outputs, batch):
+        if getattr(self, "epoch", 0):
+            return super().measure(outputs, batch)
+        return {**Drawing.measure(self, outputs, batch), "mean": outputs.mean(1)}
+
+
+class OneRow(Compared):
+    def measure(self, outputs, batch):
+        mean = self.all_gather(outputs.mean(0, keepdim=True))
+        return {**Drawing.measure(self, outputs, batch), "loss": (outputs - mean.mean(0)).square().mean(1)}
 
 
 class Twice(Compared):
@@ -54,6 +120,16 @@ def test_equal_bytes_on_any_number_of_ranks(train, one_rank, nproc):
     assert identical(one_rank, train(nproc, recipe=named("Compared"), virtual_ranks=3, **SHORT))
 
 
+@pytest.mark.parametrize("recipe", first_and_slow("Raw", "Slopes", "Labels"))
+def test_rows_of_any_kind_have_equal_bytes(train, recipe):
+    settings = {"recipe": named(recipe), "virtual_ranks": 3, **SHORT}
+    one, *others = (train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2, 3))
+    for other in others:
+        assert identical(one, other)
+    few = {"recipe": named(recipe), "batch_size": 33, "train_fraction": 66 / 318}
+    assert relative_difference(train(2, name="plain", **few), train(1, name="exact", virtual_ranks=2, **few)) < 1e-4
+
+
 def test_killed_on_three_ranks_it_ends_with_the_same_bits_on_two(train, one_rank):
     settings = {"recipe": named("Compared"), "virtual_ranks": 3, "checkpoint_seconds": 0, **SHORT}
     with pytest.raises(Unplugged):
@@ -70,10 +146,15 @@ def test_as_many_ranks_compute_the_same_up_to_rounding(train):
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("Twice", r"with virtual_ranks all_gather\(\) must be called once: gather one tensor of both"),
+        (
+            "Twice",
+            r"with virtual_ranks all_gather\(\) must be called once in measure\(\), got a second call: gather one",
+        ),
+        ("Later", r"with virtual_ranks all_gather\(\) must be called from the first step on, and in each"),
+        ("OneRow", r"all_gather\(\) must be given a row for each of the \d+ samples, got shape \(1, 10\): repeat"),
         ("Within", r"Within.forward .*with virtual_ranks all_gather\(\) must be called in measure\(\)"),
     ],
 )
-def test_what_cannot_be_gathered_by_part_is_refused_in_the_first_step(train, recipe, words):
+def test_what_cannot_be_gathered_by_part_is_refused(train, recipe, words):
     with pytest.raises(InputError, match=words):
         train(2, recipe=named(recipe), virtual_ranks=2, **SHORT)
