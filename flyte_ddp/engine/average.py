@@ -23,8 +23,13 @@ class Average:
             {name: local(value) for name, value in (*network.named_parameters(), *network.named_buffers())}
             for network in (self.model, model)
         )
-        fitting = [name for name, value in own.items() if name in others and others[name].shape == value.shape]
-        averaged, current = ([values[name] for name in fitting] for values in (own, others))  # without caches that grow
+        # Without caches that grow, and what both share
+        fitting = [
+            name
+            for name, value in own.items()
+            if name in others and others[name].shape == value.shape and others[name].data_ptr() != value.data_ptr()
+        ]
+        averaged, current = ([values[name] for name in fitting] for values in (own, others))
         floats = [index for index, value in enumerate(averaged) if value.is_floating_point()]
         share = 1 - min(self.decay, (1 + steps) / (10 + steps))
         torch_compat.move_towards([averaged[i] for i in floats], [current[i] for i in floats], share)

@@ -37,6 +37,7 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.random_numbers import Use, key_of
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.text import listed
 
 BINS = 64  # of a histogram
 
@@ -302,12 +303,13 @@ class TrainingState:
         Raises:
             InputError: A frozen weight has changed, though it did not in the trial, and no checkpoint has it.
         """
-        for name, now in self._versions_of_base().items():
-            if self._base_versions.get(name, now) != now:
-                raise InputError(
-                    f"the frozen weight {name} must change from the first step on or never, as no checkpoint has it "
-                    "otherwise, and it has begun to change: make it a buffer, by register_buffer"
-                )
+        now = self._versions_of_base()
+        if self._base_versions not in ({}, now) and self.base.has_changed():
+            raise InputError(
+                f"frozen weights ({listed(sorted(self.base.names))}) must change from the first step on or never, as "
+                "no checkpoint has them otherwise, and some have begun to change: make them buffers, by register_buffer"
+            )
+        self._base_versions = now
         if not self.drift or is_sharded(self.model):
             return
         content, is_audited = self.state_dict(), bool(self.audit and self.audit.every)
@@ -328,6 +330,7 @@ class TrainingState:
     def load_weights(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Loads the weights, without the base, into the network or its average; of a sharded one this rank's rows."""
         self.base.load(network, fitted(weights, network))
+        self._base_versions = {}  # the base was copied onto itself
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what state_dict returned, of what is sharded this rank's rows, on any number of ranks; keeps the

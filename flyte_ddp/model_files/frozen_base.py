@@ -34,6 +34,13 @@ class FrozenBase:
     @cached_property
     def digest(self) -> str:
         """Computed at first use, once per start."""
+        return self._digest_now()
+
+    def has_changed(self) -> bool:
+        """Return whether a weight has other bits than at the start; takes as long as the digest."""
+        return self._digest_now() != self.digest
+
+    def _digest_now(self) -> str:
         weights = self._model.state_dict()
         return digest_of({name: weights[name] for name in self.names})
 

@@ -76,6 +76,28 @@ class TaughtFast(Taught):
         return outputs
 
 
+class LateFollower(Follower):
+    """Begins to follow when it has been called some times."""
+
+    calls: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, features):
+        if self.training:
+            self.calls += 1
+        if self.calls > 1:
+            return super().forward(features)
+        return self.student(features)
+
+
+class TaughtLate(Taught):
+    def model(self):
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), LateFollower())
+
+
 class Typed(Sound):
     """The weights of its layers have the types that are set here."""
 

@@ -22,6 +22,7 @@ from tests.engine.base_recipes import (
     Lora,
     Taught,
     TaughtFast,
+    TaughtLate,
     Tied,
     TrainedBfloat16,
 )
@@ -77,6 +78,13 @@ def test_a_frozen_teacher_that_follows_what_is_trained_is_in_the_files(tmp_path)
     first, loaded = Taught(Settings()).model(), Taught.load_model(result.model_path)
     assert torch.equal(loaded.state_dict()["0.weight"], first.state_dict()["0.weight"])
     assert not torch.equal(loaded.state_dict()["1.teacher.weight"], first.state_dict()["1.teacher.weight"])
+
+
+def test_a_frozen_weight_that_begins_to_move_after_the_trial_is_named_before_a_checkpoint_lacks_it(tmp_path):
+    with pytest.raises(
+        InputError, match=r"frozen weights \(.*1.teacher.weight.*\) must change from the first step on or"
+    ):
+        run(TaughtLate, tmp_path)
 
 
 def test_a_teacher_is_looked_for_with_weights_that_have_hardly_moved(tmp_path):

@@ -30,6 +30,8 @@ class Compared(Drawing):
 class Centred(nn.Module):
     """Takes away a running mean."""
 
+    mean: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(10))
