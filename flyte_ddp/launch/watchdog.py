@@ -61,6 +61,8 @@ def under_watchdog(
     thread.start()
     try:
         _wait(value, link, roll_call, timeouts)
+        # It still frees what the work held, and an interpreter that ends meanwhile aborts: C++ destroys threads then
+        thread.join(GRACE_SECONDS)
         return value.result()
     except Exception as error:
         failure = from_exception(error, environment.rank, environment.host)
