@@ -1,6 +1,7 @@
 """Trains as one of the ranks that torchrun or a cluster's scheduler has started."""
 
 import signal
+import time
 from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
@@ -17,6 +18,8 @@ from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.launch.watchdog import under_watchdog
 
+SETTLE_SECONDS = 0.1
+
 
 @record  # so that torchrun's report has the error of the rank that failed first
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
@@ -32,7 +35,11 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
 
     def work(store: Store) -> TrainingResult:
         with process_group(environment, timeouts, store) as device:
-            return worker.train(environment, device, link, job)
+            result = worker.train(environment, device, link, job)
+        # Without the interpreter's lock: gloo's thread needs it to drop the tensors of the last collective, and where
+        # the interpreter ends meanwhile, torch aborts the process (torch 2.15, c10d::ProcessGroupGloo::runLoop)
+        time.sleep(SETTLE_SECONDS)
+        return result
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, link.on_signal)
