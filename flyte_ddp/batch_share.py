@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 @dataclass
 class BatchShare:
-    """Which samples of the global batch this rank is working on. All layers of a network share one of these.
+    """The samples of the global batch that this rank is working on. All layers of a network share one of these.
 
     Where a short batch leaves nothing for this rank, it computes a sample of another rank's like that rank, so that no
     code ever sees an empty batch; what is borrowed counts for nothing.
@@ -95,7 +95,7 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 
 
 def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """How many rows each rank sends, and (size,) int64: where each row of the global batch is among all of these."""
+    """Return how many rows each rank sends, and (size,) int64: where each row of the global batch is among them."""
     world_size, rows = distributed.get_world_size(), torch.arange(size, device=device)
     ranks = rows * world_size // size  # see batches.rank_slice
     most = -(-size // world_size)

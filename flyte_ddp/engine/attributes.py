@@ -21,7 +21,7 @@ from flyte_ddp.text import listed
 
 @dataclass(frozen=True)
 class Attributes:
-    """For their meaning see Recipe."""
+    """The rules of a recipe's attributes; Recipe says what they mean."""
 
     samples: str = setting("")
     headline: str = setting("")
@@ -65,7 +65,7 @@ def _check_spelling(kind: type) -> None:
 
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the layers that match the patterns (fnmatch) of an attribute, without those inside of another one;
+    """Return by name the layers that match the patterns (fnmatch) of an attribute, without those inside of another one;
     InputError for a pattern without a match, and for a list of layers."""
     owner, layers = f"{type(recipe).__name__}.{attribute}", {name: one for name, one in model.named_modules() if name}
     chosen: list[str] = []

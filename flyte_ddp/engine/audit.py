@@ -105,7 +105,7 @@ class Audit:
         return difference(GRADIENTS, verdict.odd, verdict.others, self._places)
 
     def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
-        """Of ranks that differ from the first step on, maybe because their processors are of several kinds."""
+        """Raise an error, or warn, where ranks differ in the first step, maybe by processors of several kinds."""
         kinds = {self._places[rank].hardware for rank in (*verdict.odd, *verdict.others)}
         if self.every and len(kinds) == 1:
             raise self._error(verdict, epoch, step)
@@ -135,14 +135,14 @@ class Audit:
         return replace(batch, tree=pytree.tree_unflatten(sent, structure))
 
     def _sent_leaf(self, leaf: Tensor, device: str, owner: int) -> Tensor:
-        """Of which all but the owner have a meta tensor; device: on which it is there."""
+        """Return the owner's tensor, for which the others have a meta tensor; device: where the owner has it."""
         sent = torch.empty_like(leaf, device=self._device) if leaf.is_meta else leaf.to(self._device)
         in_memory = sent.as_strided((sent.numel(),), (1,))  # a copy is dense
         distributed.broadcast(in_memory.view(torch.uint8), owner)
         return sent.to("cpu") if device == "cpu" else sent
 
     def _digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
-        """What these ranks compute, by rank; a collective of all ranks."""
+        """Return what these ranks compute, by rank; a collective of all ranks."""
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         digests = of_ranks(compute() if self._rank in ranks else zero)
         return {rank: digests[rank] for rank in sorted(ranks)}

@@ -202,7 +202,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
 
 
 def _forwarded(state: TrainingState, split: EvaluationBatches) -> Iterator[tuple[Batch, Any]]:
-    """This rank's shares, and what forward returns for each; a collective."""
+    """Yield this rank's shares, and what forward returns for each; a collective."""
     recipe, model = state.recipe, state.evaluated
 
     def forward(batch: Batch) -> Any:

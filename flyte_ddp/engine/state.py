@@ -319,7 +319,7 @@ class TrainingState:
         self.drift.compare(tensors, what, self.epoch, step)
 
     def _versions_of_base(self) -> dict[str, int]:
-        """How often each weight that no checkpoint has was changed in place, by name."""
+        """Return how often each weight that no checkpoint has was changed in place, by name."""
         named = self.model.state_dict(keep_vars=True) if self.base.names else {}
         return {name: version(weight) for name, weight in named.items() if name in self.base.names}
 

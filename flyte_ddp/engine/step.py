@@ -56,7 +56,7 @@ class Step(nn.Module):
         self.carrier = nn.Parameter(torch.zeros(sum(self.sizes), dtype=torch.float32, device=recipe.device))
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of what is trained, and (2 k, samples) value and weight of each measure, alternating."""
+        """Return the sum of what is trained, and (2 k, samples) value and weight of each measure, alternating."""
         outputs = self.outputs(batch)
         pairs = self.pairs(outputs, batch)
         with torch.no_grad():
@@ -64,19 +64,19 @@ class Step(nn.Module):
         return pairs[trained_measure(self.names)][0].sum(), measured
 
     def outputs(self, batch: Batch) -> Any:
-        """What the network makes of a part."""
+        """Return what the network makes of a part."""
         vars(self.recipe.share).update(vars(batch.share))
         with self._cast():
             return self.recipe.forward(self.model, batch.tree)
 
     def pairs(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Values and weights of each measure."""
+        """Return values and weights of each measure."""
         vars(self.recipe.share).update(vars(batch.share))
         with self._cast():
             return pairs_of(self.recipe, outputs, batch, self.names)
 
     def trained(self, outputs: Any, batch: Batch) -> Tensor:
-        """() the sum of what is trained."""
+        """Return the sum of what is trained, ()."""
         return self.pairs(outputs, batch)[trained_measure(self.names)][0].sum()
 
     def _cast(self) -> AbstractContextManager[Any]:

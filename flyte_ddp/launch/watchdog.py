@@ -61,7 +61,7 @@ def under_watchdog(
     thread.start()
     try:
         _wait(value, link, roll_call, timeouts)
-        # It still frees what the work held, and an interpreter that ends meanwhile aborts: C++ destroys threads then
+        # It still frees what the work held, for which the interpreter must be there
         thread.join(GRACE_SECONDS)
         return value.result()
     except Exception as error:

@@ -107,7 +107,7 @@ def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, 
 
 
 def parts_of_rank(virtual_ranks: int, rank: int, world_size: int) -> range:
-    """Which of a global batch's parts a rank computes, as evenly as they go."""
+    """Return which of a global batch's parts a rank computes, as evenly as they go."""
     return range(virtual_ranks * rank // world_size, virtual_ranks * (rank + 1) // world_size)
 
 
@@ -138,7 +138,7 @@ class _Batches:
         return min(self.samples, step * self.batch_size)
 
     def own(self, step: int) -> slice:
-        """This rank's share of a step's global batch, as a slice of the order."""
+        """Return this rank's share of a step's global batch, as a slice of the order."""
         if self.virtual_ranks:
             return slice(self._cut(step, self.parts[0]).start, self._cut(step, self.parts[-1]).stop)
         return self._cut(step, self.rank, self.world_size)
@@ -157,7 +157,7 @@ class _Batches:
         return sorted({cut.stop - cut.start for cut in cuts} - {0})
 
     def shares(self) -> int:
-        """How many shares with samples this rank has in all steps."""
+        """Return how many shares with samples this rank has in all steps."""
         cuts = (
             (self._cut(step, number) for number in self.parts) if self.virtual_ranks else (self.own(step),)
             for step in range(len(self))

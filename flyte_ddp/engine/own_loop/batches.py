@@ -99,7 +99,7 @@ class Evaluation:
         progress.test_samples += len(split)
 
     def __len__(self) -> int:
-        """How many this rank has; with virtual ranks, each part of a batch is one."""
+        """Return how many this rank has; with virtual ranks, each part of a batch is one."""
         return self._batches.shares()
 
     def __iter__(self) -> Iterator[Any]:

@@ -352,7 +352,7 @@ class Progress:
         self.evaluated = saved["evaluated"] or self.evaluated
 
     def buffer_versions(self) -> dict[str, int]:
-        """By name, how often each buffer of what loop.keep has was changed in place."""
+        """Return by name how often each buffer of what loop.keep has was changed in place."""
         networks = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
         return {
             f"{name}.{buffer_name}": version(buffer)

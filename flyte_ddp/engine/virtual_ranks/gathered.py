@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Of a whole batch, the same on all ranks.
+    """The rows of a whole batch, the same on all ranks.
 
     Attributes:
         rows: (N, ...) what all_gather() returns.
@@ -135,17 +135,17 @@ def first_pass(
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same numbers without the graph that they are from."""
+    """Return the same numbers without the graph that they are from."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _copied(tree: Any) -> Any:
-    """Copies, which may be changed in place, as the outputs of a network may."""
+    """Return copies, which may be changed in place, as the outputs of a network may."""
     return pytree.tree_map_only(Tensor, torch.clone, tree)
 
 
 def _joined(parts: Sequence[Batch], own: Sequence[Tensor]) -> Tensor:
-    """(N, ...): the rows of all ranks' parts."""
+    """Return (N, ...), the rows of all ranks' parts."""
     rows = own[0].new_zeros(parts[0].share.size, *own[0].shape[1:])
     for part, local in zip(parts, own, strict=True):
         if not part.share.borrowed:
@@ -190,7 +190,7 @@ def gathered(
 
 
 def _added_up(own: Tensor, virtual_ranks: int) -> Tensor:
-    """(N, ...): the sums over all parts, from (parts, N, ...) of this rank's; a collective.
+    """Return (N, ...), the sums over all parts, from (parts, N, ...) of this rank's; a collective.
 
     Each rank adds up its own rows, so that what it sends and receives is as large among however many ranks.
     """
