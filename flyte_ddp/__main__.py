@@ -10,7 +10,6 @@ from flyte_ddp.report.console import show_output
 # By name, so that each command imports only what it needs
 COMMANDS = {
     "compare": "flyte_ddp.watch.compare:compare",
-    "evaluate": "flyte_ddp.run.command:evaluate",
     "new": "flyte_ddp.new.command:new",
     "run": "flyte_ddp.run.command:run",
     "watch": "flyte_ddp.watch.command:watch",

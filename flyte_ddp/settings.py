@@ -119,9 +119,6 @@ class RunOptions(Settings):
             from it.
         keep_best: how many of the best evaluations on the validation split leave their weights in the logs, the best
             as best-1-epoch-N.pt; 0 is none.
-        evaluate_elsewhere: a folder, or its URL, that `python -m flyte_ddp evaluate` sees, too, which evaluates there
-            while training goes on; what it finds counts an evaluation later. Empty: the ranks evaluate between
-            their steps.
         loader_workers: processes per rank that read ahead samples of a Dataset that are not in memory; with 0 the rank
             reads them itself. Blocks need none: a thread of the rank reads them ahead.
         pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
@@ -154,7 +151,6 @@ class RunOptions(Settings):
     pin_memory: bool = setting(True)
     keep_checkpoint: bool = setting(False)
     keep_best: int = setting(0, minimum=0)
-    evaluate_elsewhere: str = setting("")
     cache_bytes: int = setting(0, minimum=0)
     sharding: str = setting("off", choices=SHARDING)
     audit_every: int = setting(0, minimum=0)

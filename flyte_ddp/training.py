@@ -18,7 +18,6 @@ from typing import Any
 from flyte_ddp.code.user_code import EXAMPLE, UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.job import (
-    EVALUATOR,
     FINAL,
     LAST,
     OUTPUT,
@@ -29,18 +28,16 @@ from flyte_ddp.engine.job import (
     Subject,
     TrainingResult,
     job_in,
-    job_of,
     subject_of,
 )
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, StartUp
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
-from flyte_ddp.report.console import Console, show_output
+from flyte_ddp.report.console import show_output
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.listeners import Listeners, ReportingListeners
 from flyte_ddp.report.progress import FILE, attempts_in
@@ -134,32 +131,6 @@ def train(
     job = job_in(folder, subject, options)
     with alone_in(folder) if is_first_rank() else nullcontext():
         return run_in(folder, job, watching, on_event, report)
-
-
-def evaluate(
-    recipe: str | type,
-    settings: TrainingSettings,
-    options: RunOptions,
-    data: str | Path | None = None,
-    data_files: Sequence[str] = (),
-    init: str | Path | None = None,
-) -> int:
-    """Evaluates what a training with the same arguments hands over in options.evaluate_elsewhere, until that has ended;
-    returns how often. options: of this process, such as nproc; see train for the others.
-
-    Raises InputError for what the caller can fix, RankError if a rank fails.
-    """
-    show_output()
-    code = _checked(recipe, settings, options, data_files)
-    if not options.evaluate_elsewhere:
-        raise InputError(
-            "evaluate_elsewhere must be the folder or URL by which the training hands over its weights, got none: give "
-            "both the same"
-        )
-    job = job_of(_subject(code, settings, data, init), options)
-    world = choose_world(settings.backend, options.nproc, settings.batch_size, settings.virtual_ranks)
-    count: int = run_alone(EVALUATOR, job, options, Console(), world, job.root)
-    return count
 
 
 def _checked(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:

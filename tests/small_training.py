@@ -84,7 +84,6 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         audit_every: int = 0,
         odd_hosts: str = "warn",
         keep_checkpoint: bool = True,
-        evaluate_elsewhere: str = "",
         sharding: str = "off",
         **hyperparameters: Any,
     ) -> Any:
@@ -101,7 +100,6 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
             keep_best=keep_best,
             audit_every=audit_every,
             odd_hosts=odd_hosts,
-            evaluate_elsewhere=evaluate_elsewhere,
             sharding=sharding,
         )
         subject = subject_of(find_code(recipe), hp, data, init, prepared.read_description(data))

@@ -3,11 +3,8 @@
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-
-from fsspec.utils import get_protocol
 
 from flyte_ddp.attempt.checkpoints import point_to_previous
 from flyte_ddp.attempt.failures import platform_errors
@@ -19,15 +16,13 @@ from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.code.user_code import UserCode, find_code
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared
-from flyte_ddp.engine.job import EVALUATOR, Job, Subject, TrainingResult, job_of, subject_of
+from flyte_ddp.engine.job import Job, Subject, TrainingResult, subject_of
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import Environment, choose_world, visible_gpus
 from flyte_ddp.launch.link import Link
 from flyte_ddp.model_files.model_metadata import ModelMetadata
-from flyte_ddp.report.console import open_console, say
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
@@ -72,13 +67,12 @@ class Training(ABC, Generic[Given, Outputs]):
             return self.subject(settings, source, self.downloaded(init))
 
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-            return launcher.launch(self.worker, world, self._job(job), options, on_event, root=self.code.root)
+            return launcher.launch(self.worker, world, self.job_of_ranks(job), options, on_event, root=self.code.root)
 
         with telling_webhook(self.platform), platform_errors(self.platform):
             if options.resume:
                 point_to_previous(self.platform)
             self.check(settings, options)
-            options = self._own(options)
             check_gpus(visible_gpus())
             world = choose_world(settings.backend, options.nproc, *self.most_ranks(settings))
             launcher.warm_up(self.preload)
@@ -102,47 +96,11 @@ class Training(ABC, Generic[Given, Outputs]):
 
         def train(environment: Environment, device: Any, link: Link, job: Job) -> TrainingResult:
             worker = pkgutil.resolve_name(self.worker.partition(":")[0])
-            result: TrainingResult = worker.train(environment, device, link, self._job(job))
+            result: TrainingResult = worker.train(environment, device, link, self.job_of_ranks(job))
             return result
 
-        trained = train_as_rank(self.platform, settings, self._own(options), fetch, self.observers, train)
+        trained = train_as_rank(self.platform, settings, options, fetch, self.observers, train)
         return self.outputs_of(trained) if trained else None
-
-    def evaluate(
-        self,
-        settings: TrainingSettings,
-        options: RunOptions,
-        data: Given | StoredData | None = None,
-        init: Given | None = None,
-    ) -> int:
-        """Evaluates what this execution's training hands over, which has the same arguments, until that has ended, and
-        returns how often; in a local run, whose tasks come one after the other, not at all.
-
-        options.evaluate_elsewhere: a folder or URL that the pods of both see; the execution has its own in it.
-        """
-        with platform_errors(self.platform):
-            self.check(settings, options)
-            options = self._own(options)
-            if not options.evaluate_elsewhere:
-                return 0
-            check_gpus(visible_gpus())
-            source = data if isinstance(data, StoredData) else self.downloaded(data)
-            job = self._job(job_of(self.subject(settings, source, self.downloaded(init)), options))
-            world = choose_world(settings.backend, options.nproc, *self.most_ranks(settings))
-            count: int = run_alone(EVALUATOR, job, options, open_console(), world, self.code.root)
-            return count
-
-    def _own(self, options: RunOptions) -> RunOptions:
-        """With the folder of this execution's own, in which evaluations are handed over; none in a local run."""
-        place, (name, _) = options.evaluate_elsewhere, self.platform.execution()
-        if place and not name:
-            say("evaluate_elsewhere is left out in a local run, whose tasks come one after the other")
-        return replace(options, evaluate_elsewhere=f"{place.rstrip('/')}/{name}" if place and name else "")
-
-    def _job(self, job: Job) -> Job:
-        job, protocol = self.job_of_ranks(job), get_protocol(job.options.evaluate_elsewhere)
-        options = {protocol: self.platform.storage_options(protocol)} if job.options.evaluate_elsewhere else {}
-        return replace(job, storage_options=options)
 
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
         """Raises InputError for what cannot be trained here."""

@@ -1,9 +1,8 @@
-"""Evaluations of a training: here, between its steps, or elsewhere, while it goes on."""
+"""Evaluations of a training, between its steps."""
 
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
-from flyte_ddp.engine.elsewhere import Awaited, Elsewhere
 from flyte_ddp.engine.measures import check_rows, mismatched, pairs_of, sums_of
 from flyte_ddp.engine.seeds import put_back_generators, seed_part
 from flyte_ddp.engine.sharding.sharding import in_own_types
@@ -20,7 +18,6 @@ from flyte_ddp.engine.virtual_ranks.gathered import Gathered, first_pass
 from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.events import EpochChosen, EpochFinished
 from flyte_ddp.launch.link import Link
-from flyte_ddp.model_files.weights import copied_to_host
 
 
 class Evaluated(NamedTuple):
@@ -45,21 +42,15 @@ class Evaluated(NamedTuple):
 
 
 class Evaluations:
-    """Evaluates a training's weights, and has the state and the observers know what came of it.
-
-    Elsewhere, the training goes on meanwhile, and takes up what was found at its next evaluation: always then, however
-    early it came, so that a training that ends early does so after the same one each time.
+    """The evaluations of a training's weights, which it enters into the state and emits as events.
 
     Attributes:
-        last: the last one that was computed here, of the weights as they are; None without one.
+        last: the last one; None if there was none since the start or resume.
     """
 
-    def __init__(
-        self, state: TrainingState, split: EvaluationBatches, steps: int, link: Link, elsewhere: Elsewhere | None
-    ):
+    def __init__(self, state: TrainingState, split: EvaluationBatches, steps: int, link: Link):
         """steps: of an epoch."""
         self._state, self._split, self._steps, self._link = state, split, steps, link
-        self._elsewhere = elsewhere
         self.last: Evaluated | None = None
 
     @property
@@ -67,87 +58,37 @@ class Evaluations:
         """Whether there has been no improvement for long enough."""
         return bool(self._state.best_tracker and self._state.best_tracker.is_over)
 
-    def resume(self) -> None:
-        """Goes on with what a checkpoint was waiting for."""
-        if self._state.awaited and self._elsewhere:
-            self._elsewhere.hand_over(self._state.awaited)
-
     def after(self, trained: EpochFinished) -> None:
-        """trained: without measures of an evaluation. Raises StopRequested, NonFiniteError."""
-        state = self._state
-        self.settle()
-        if self.are_over:  # what was trained meanwhile counts for nothing
-            return
-        if self._elsewhere:
-            weights = copied_to_host(state.base.without(state.evaluated))
-            state.awaited = Awaited(len(state.history), trained, weights)
-            self._elsewhere.hand_over(state.awaited)
-        else:
-            started = time.perf_counter()
-            self.last = self._evaluate()
-            self._conclude(trained, self.last, time.perf_counter() - started)
-        state.go_on_after(trained)
+        """Evaluate the weights, and begin the next part of the training.
 
-    def settle(self) -> None:
-        """Takes up the evaluation that is awaited, if one is: it is computed here if nobody else does."""
-        state, awaited, started = self._state, self._state.awaited, time.perf_counter()
-        if not awaited:
-            return
-        answer, problem = None, ""
-        if self._elsewhere:
-            answer, problem = self._elsewhere.take(awaited, self._link, state.epoch, state.step)
-        if answer is None:
-            with self._other_weights(awaited.weights):
-                found = self._evaluate()
-        else:
-            found = Evaluated(predictions=None, **answer)
-        state.awaited = None
-        self._conclude(awaited.trained, found, time.perf_counter() - started, awaited.weights)
-        if problem:
-            reason = f"evaluated by the training itself, since elsewhere it was not: {problem}"
-            for warning in state.loss_monitor.noted(awaited.trained.epoch, state.step, [reason]):
-                self._link.emit(warning)
+        Args:
+            trained: The part that was trained, without measures of an evaluation.
 
-    @property
-    def _split_name(self) -> str:
-        return "validation" if self._state.best_tracker else "test"
-
-    def _evaluate(self) -> Evaluated:
-        return evaluate(self._state, self._split, self._link)
-
-    @contextmanager
-    def _other_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        state = self._state
-        own = {name: weight.clone() for name, weight in state.base.without(state.evaluated).items()}
-        state.load_weights(state.evaluated, weights)
-        try:
-            yield
-        finally:
-            state.load_weights(state.evaluated, own)
-
-    def _conclude(
-        self, trained: EpochFinished, found: Evaluated, seconds: float, weights: dict[str, Tensor] | None = None
-    ) -> None:
-        """weights: those that were evaluated; None: as they are."""
-        state, end = self._state, round(trained.fraction * self._steps)
-        found.check_loss(self._split_name, trained.position)
-        measures: Any = {self._split_name: found.measures}
-        finished = replace(trained, evaluate_seconds=seconds, **measures)
-        state.after_evaluation(finished, weights)
+        Raises:
+            NonFiniteError: The loss is not finite; on all ranks.
+        """
+        state, started = self._state, time.perf_counter()
+        self.last = evaluate(state, self._split, self._link)
+        split = "validation" if state.best_tracker else "test"
+        self.last.check_loss(split, trained.position)
+        measures: Any = {split: self.last.measures}
+        finished = replace(trained, evaluate_seconds=time.perf_counter() - started, **measures)
+        state.after_evaluation(finished)
         self._link.emit(finished)
-        warnings = state.loss_monitor.not_finite(found.broken, finished.split, finished.position, end)
-        if math.isnan(found.measures["loss"]):  # though no sample's is
-            warnings += state.loss_monitor.weightless(finished.split, finished.position, end)
-        for warning in warnings + state.loss_monitor.after_evaluation(finished, end, found.mismatched):
+        end = round(trained.fraction * self._steps)
+        warnings = state.loss_monitor.not_finite(self.last.broken, split, finished.position, end)
+        if math.isnan(self.last.measures["loss"]):  # though no sample's is
+            warnings += state.loss_monitor.weightless(split, finished.position, end)
+        for warning in warnings + state.loss_monitor.after_evaluation(finished, end, self.last.mismatched):
             self._link.emit(warning)
+        state.go_on_after(trained)
 
 
 def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
     """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
     tracker, started = state.best_tracker, time.perf_counter()
-    weights = tracker.weights if tracker and tracker.weights is not None else state.evaluated_elsewhere
-    if weights is not None:
-        state.load_weights(state.evaluated, weights)
+    if tracker and tracker.weights is not None:
+        state.load_weights(state.evaluated, tracker.weights)
     chosen = state.history[tracker.chosen(len(state.history) - 1) if tracker else -1]
     evaluated = evaluate(state, test, link)
     evaluated.check_loss("test", chosen.position)

@@ -16,7 +16,6 @@ from flyte_ddp.model_files.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.whole_files import content_digest, reading
 
-EVALUATOR = "flyte_ddp.engine.evaluator:run"  # a name, because importing it would import torch
 OUTPUT = "output"  # the argument of train()
 # What rank 0 leaves in the logs: the recipe's predictions (N, ...) on the test samples, its pictures, the weights of
 # the last epoch where others may be better, and the checkpoint of the finished training, on request; see KeptModel, too
@@ -144,7 +143,6 @@ class Job(Subject):
         logs: folder for all else: PREDICTIONS, PICTURES, LAST, FINAL, and the profile of each rank.
         chosen_by: the variable, or argument, by which the user chooses the folder of all these.
         launched: time.time() of the launch.
-        storage_options: for fsspec, by protocol, where evaluations are handed over; empty: from the environment.
     """
 
     options: RunOptions
@@ -154,7 +152,6 @@ class Job(Subject):
     chosen_by: str = "DDP_RUNS_DIR"
     storage: RankStorage | None = None
     launched: float = field(default_factory=time.time)
-    storage_options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def checkpoint_identity(self) -> dict[str, Any]:

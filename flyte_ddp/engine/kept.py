@@ -51,7 +51,7 @@ class KeptModels(Observer):
     def after_evaluation(self) -> None:
         """Writes the weights that have just been evaluated, if they are among the best; a collective if sharded."""
         state = self._setup.state
-        self._keep(len(state.history) - 1, state.evaluated_elsewhere or state.evaluated_weights())
+        self._keep(len(state.history) - 1, state.evaluated_weights())
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         """Of the state with these best ones: the next evaluation waits for it."""

@@ -6,15 +6,12 @@ docs/architecture.md lists all collectives: which ranks exchange what, when, in 
 import heapq
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
-from flyte_ddp.engine.elsewhere import Elsewhere
 from flyte_ddp.engine.evaluations import Evaluated, Evaluations
 from flyte_ddp.engine.garbage import collected_between
 from flyte_ddp.engine.monitor.step_clock import StepPart
@@ -58,19 +55,17 @@ def fit(
     link: Link,
     checkpoints: Checkpoints,
     stragglers: Stragglers,
-    elsewhere: Elsewhere | None = None,
 ) -> Evaluated | None:
     """Trains from the state's position to the end of the last epoch; the measures end up in state.history.
 
-    split: what to evaluate on: the validation split if there is one, else the test split; elsewhere, if given.
-    Returns the last evaluation, if these ranks have computed one.
+    split: what to evaluate on: the validation split if there is one, else the test split.
+    Returns the last evaluation; None if the training was resumed after its last epoch.
     """
-    evaluations = Evaluations(state, split, len(train), link, elsewhere)
+    evaluations = Evaluations(state, split, len(train), link)
 
     def is_over() -> bool:
         return state.epoch >= epochs or evaluations.are_over
 
-    evaluations.resume()
     while not is_over():
         done = state.evaluations_of_epoch
         begin, end = (len(train) * number // evaluations_per_epoch for number in (done, done + 1))
@@ -86,27 +81,10 @@ def fit(
             fraction=end / len(train),
             digest=state.digest(),
         )
-        with saved_if_stopped(state, link, checkpoints):
-            evaluations.after(trained)
+        evaluations.after(trained)
         link.heartbeat(WRITING)
-        checkpoints.save(state, is_over() and not state.awaited)
-    if state.awaited:
-        with saved_if_stopped(state, link, checkpoints):
-            evaluations.settle()
-        link.heartbeat(WRITING)
-        checkpoints.save(state, True)
+        checkpoints.save(state, is_over())
     return evaluations.last
-
-
-@contextmanager
-def saved_if_stopped(state: TrainingState, link: Link, checkpoints: Checkpoints) -> Iterator[None]:
-    """For a wait in which the training may be asked to stop."""
-    try:
-        yield
-    except StopRequested:
-        link.heartbeat(WRITING)
-        checkpoints.save(state, True)
-        raise
 
 
 def train_epoch(

@@ -38,8 +38,7 @@ def write_last(setup: SetUp, job: Job) -> None:
     state = setup.state
     with writing_to(job.logs, job.chosen_by):
         if setup.validation:
-            measures = state.history[-1].validation
-            write_weights(setup, job, Path(job.logs, LAST), measures, state.evaluated_elsewhere)
+            write_weights(setup, job, Path(job.logs, LAST), state.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
             path, content = Path(job.logs, FINAL), {"identity": job.checkpoint_identity, "state": state.state_dict()}
             if distributed.get_rank():

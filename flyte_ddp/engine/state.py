@@ -18,7 +18,6 @@ from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.drift import Drift
-from flyte_ddp.engine.elsewhere import Awaited
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
@@ -105,8 +104,6 @@ class TrainingState:
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, dtype=torch.float32, device=device)
         self.history: list[EpochFinished] = []
-        self.awaited: Awaited | None = None
-        self.evaluated_elsewhere: Mapping[str, Tensor] | None = None  # the weights of the last evaluation, if not here
         self.ran_on: list[dict[str, Any]] = []  # see hosts/machine.py
         self.loss_monitor = LossMonitor(constant_loss, recipe.settings.epochs)
         self.best_tracker: BestTracker | None = None  # None without a validation split
@@ -243,17 +240,15 @@ class TrainingState:
 
     @property
     def evaluations_of_epoch(self) -> int:
-        """How often this epoch has been evaluated, or is being elsewhere."""
-        known = [*self.history, *([self.awaited.trained] if self.awaited else [])]
-        return sum(trained.epoch == self.epoch for trained in known)
+        """How often this epoch has been evaluated."""
+        return sum(finished.epoch == self.epoch for finished in self.history)
 
-    def after_evaluation(self, finished: EpochFinished, weights: Mapping[str, Tensor] | None = None) -> None:
-        """weights: those that were evaluated elsewhere, on the host; None: as they are."""
+    def after_evaluation(self, finished: EpochFinished) -> None:
+        """Record an evaluation, and keep the weights if they are the best so far."""
         self.history.append(finished)
-        self.evaluated_elsewhere = weights
         if self.best_tracker:
-            local_weights = {name: local(one) for name, one in self.base.without(self.evaluated).items()}
-            self.best_tracker.after_evaluation(len(self.history) - 1, finished.validation, weights or local_weights)
+            weights = {name: local(weight) for name, weight in self.base.without(self.evaluated).items()}
+            self.best_tracker.after_evaluation(len(self.history) - 1, finished.validation, weights)
 
     def go_on_after(self, trained: EpochFinished) -> None:
         """Begins with what comes after this part of the training."""
@@ -286,7 +281,6 @@ class TrainingState:
             "ran_on": self.ran_on,
             "watch": self.loss_monitor.state_dict(),
             "choice": self.best_tracker.state_dict() if self.best_tracker else None,
-            "awaited": self.awaited.state_dict() if self.awaited else None,
         }
         return self.layout.marked(content)
 
@@ -354,5 +348,3 @@ class TrainingState:
         self.loss_monitor.load_state_dict(saved["watch"])
         if self.best_tracker:
             self.best_tracker.load_state_dict(saved["choice"])
-        awaited = saved.get("awaited")
-        self.awaited = Awaited.of(awaited) if awaited else None

@@ -18,7 +18,6 @@ from flyte_ddp.engine.checkpoints.same_training import check_same_training
 from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.drift import Drift
-from flyte_ddp.engine.elsewhere import elsewhere_of
 from flyte_ddp.engine.evaluations import look_at_test
 from flyte_ddp.engine.hosts.machine import machine, moved
 from flyte_ddp.engine.hosts.places import places_of_ranks
@@ -115,12 +114,12 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         checkpoints = KeepingCheckpoints(kept, checkpoints, state)
     try:
         profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
-        with profiling(profile, environment.rank, state.optimizer), elsewhere_of(job, device) as elsewhere:
+        with profiling(profile, environment.rank, state.optimizer):
             split, per_epoch = setup.validation or setup.test, settings.evaluations_per_epoch
             has_gpus = device.type == "cuda"
             tested = fit(
                 state, setup.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
-                Stragglers(hosts, setup.train.split.remedy, is_sharded(state.model), has_gpus), elsewhere,
+                Stragglers(hosts, setup.train.split.remedy, is_sharded(state.model), has_gpus),
             )  # fmt: skip
     except (NonFiniteError, WrongBitsError):
         # Raised on all ranks at once; the first report of it ends them all
@@ -132,7 +131,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         link.heartbeat(WRITING)
         checkpoints.close()
     write_last(setup, job)
-    if setup.validation or tested is None:  # None: resumed after the last epoch, or evaluated elsewhere
+    if setup.validation or tested is None:  # None: resumed after the last epoch
         distributed.barrier()  # evaluating, the others would be taken for hanging while they wait for rank 0's files
         tested = look_at_test(state, setup.test, settings.last_epoch, link)
     link.heartbeat(WRITING)

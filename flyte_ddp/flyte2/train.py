@@ -70,12 +70,6 @@ class Flyte2Training(Training[Data, Outputs]):
                 handover.leave_place()
             return super().run_as_rank(settings, options, data, init)
 
-    def evaluate(
-        self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
-    ) -> int:  # as its base says
-        with one_attempt():
-            return super().evaluate(settings, options, data, init)
-
     def predict(
         self,
         model_state: File,

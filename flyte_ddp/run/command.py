@@ -1,7 +1,6 @@
-"""python -m flyte_ddp run RECIPE --epochs 1: trains on this machine, with an option for each field of settings and of
-RunOptions.
+"""The command `python -m flyte_ddp run RECIPE --epochs 1`, which trains on this machine.
 
-python -m flyte_ddp evaluate, with the same options, evaluates what such a training hands over.
+It has an option for each field of the settings and of RunOptions.
 """
 
 import dataclasses
@@ -19,7 +18,6 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import TYPE_NAMES, described, read_json
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.training import evaluate as evaluate_beside
 from flyte_ddp.training import train
 from flyte_ddp.whole_files import absolute
 
@@ -36,7 +34,7 @@ class Recipes(click.Group):
         if here not in sys.path:  # as `python -m` has it
             sys.path.insert(0, here)
         find_code(cmd_name)
-        return command_of(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]), ctx.command is evaluate)
+        return command_of(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]))
 
 
 @click.group(cls=Recipes, subcommand_metavar="RECIPE [OPTIONS]...")
@@ -46,16 +44,6 @@ def run(settings_class: str | None) -> None:
 
     RECIPE is its name, package.module:Name. `python -m flyte_ddp run RECIPE --help` lists its settings. Flyte is not
     asked: as a task, the same runs by `pyflyte run`. Under torchrun it is one of the ranks.
-    """
-
-
-@click.group(cls=Recipes, subcommand_metavar="RECIPE [OPTIONS]...")
-@click.option("--settings-class", metavar="MODULE:NAME", help="As that of python -m flyte_ddp run.")
-def evaluate(settings_class: str | None) -> None:
-    """Evaluate on other processors while a training goes on.
-
-    Give it RECIPE, settings and data of `python -m flyte_ddp run`, and both the same --evaluate-elsewhere, a folder
-    or URL that both see. It ends when the training does.
     """
 
 
@@ -84,7 +72,7 @@ class RecipeCommand(click.Command):
             raise InputError(f"{error.format_message()} {self.epilog}") from None
 
 
-def command_of(recipe: str, kind: type[TrainingSettings], evaluates: bool) -> click.Command:
+def command_of(recipe: str, kind: type[TrainingSettings]) -> click.Command:
     """Return a command with an option for each field of the settings and of RunOptions."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name != "resume_from"}
@@ -94,36 +82,30 @@ def command_of(recipe: str, kind: type[TrainingSettings], evaluates: bool) -> cl
             "itself: rename it, or call flyte_ddp.train"
         )
 
-    def call(data: str | None, init: str | None, output: Path = Path(), **values: Any) -> None:
+    def call(data: str | None, init: str | None, output: Path, **values: Any) -> None:
         given = {name: value for name, value in values.items() if value is not None}
         settings = kind.from_dict({name: value for name, value in given.items() if name in fields})
         options = RunOptions.from_dict({name: value for name, value in given.items() if name in how})
         try:
-            if evaluates:
-                evaluate_beside(recipe, settings, options, data, init=init)
-            else:
-                train(recipe, settings, options, data, output, init=init, report=True)
+            train(recipe, settings, options, data, output, init=init, report=True)
         except InputError as error:
             raise InputError(as_typed(error.message)) from None
 
+    where = "The folder for weights, report.html, and the checkpoint that the same command resumes from."
+    kind_of = click.Path(path_type=Path)
     own = [
         click.Option(["--data"], help="The file, folder or URL that the recipe reads."),
         click.Option(["--init"], type=click.Path(exists=True), help="Weights or a checkpoint to start with."),
+        click.Option(["--output"], type=kind_of, default="trained", show_default=True, help=where),
     ]
-    if not evaluates:
-        where = "The folder for weights, report.html, and the checkpoint that the same command resumes from."
-        kind_of = click.Path(path_type=Path)
-        own.append(click.Option(["--output"], type=kind_of, default="trained", show_default=True, help=where))
-    doing = "Evaluate" if evaluates else "Train"
     said = {**described(RunOptions), **described(kind)}
     options = [option_of(field, said[field.name]) for field in {**fields, **how}.values()]
     epilog = (
         f"The settings are those of {kind.__module__}.{kind.__name__}. For others, write --settings-class MODULE:NAME "
         "before RECIPE."
     )
-    return RecipeCommand(
-        recipe, params=[*own, *options], callback=call, help=f"{doing} {recipe} on this machine.", epilog=epilog
-    )
+    doing = f"Train {recipe} on this machine."
+    return RecipeCommand(recipe, params=[*own, *options], callback=call, help=doing, epilog=epilog)
 
 
 def as_typed(message: str) -> str:

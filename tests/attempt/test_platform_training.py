@@ -2,9 +2,7 @@
 
 import dataclasses
 import shutil
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -122,22 +120,6 @@ def test_an_attempt_leaves_logs_report_and_checkpoint_and_the_next_one_goes_on_f
     assert "Train Epoch" not in log
     weights = [torch.load(one.model, weights_only=True) for one in (trained, again)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def evaluate(root, hp, options, data):
-    return FolderTraining(Folders(root)).evaluate(hp, options, data)
-
-
-def test_a_task_beside_the_training_evaluates_in_a_folder_of_the_execution(small_data, tmp_path):  # noqa: F811
-    hp, place = dataclasses.replace(HP, validation_fraction=0.2, virtual_ranks=2), f"{tmp_path}/place/"
-    options = RunOptions(nproc=1, tracking="off", evaluate_elsewhere=place)
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        count = pool.submit(evaluate, tmp_path / "evaluator", hp, options, small_data)
-        trained = run(Folders(tmp_path / "elsewhere"), small_data, hp, evaluate_elsewhere=place)
-    assert count.result() == 2
-    assert [folder.name for folder in (tmp_path / "place").iterdir()] == ["the-execution"]
-    assert trained.epoch_measures == run(Folders(tmp_path / "here"), small_data, hp).epoch_measures
-    assert trained.results[0].warnings == []
 
 
 def test_what_would_come_again_is_final_and_says_where_the_logs_are(small_data, tmp_path):  # noqa: F811

@@ -10,7 +10,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 
 # By these, ranks call other collectives
-OPTIONS = ("sharding", "compile", "audit_every", "evaluate_elsewhere", "odd_hosts")
+OPTIONS = ("sharding", "compile", "audit_every", "odd_hosts")
 
 
 def check_same_training(environment: Environment, job: Job) -> None:

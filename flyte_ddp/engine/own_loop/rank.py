@@ -25,8 +25,7 @@ UNUSED: dict[type, tuple[str, ...]] = {
         "minimum_delta", "freeze", "init_leave_out",
     ),
     RunOptions: (
-        "profile", "log_gradients", "keep_checkpoint", "keep_best", "evaluate_elsewhere", "sharding", "audit_every",
-        "compile",
+        "profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "audit_every", "compile",
     ),
 }  # fmt: skip
 

@@ -17,11 +17,6 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
             f"audit_every must be 0 without virtual_ranks, since others may then round otherwise, got "
             f"{options.audit_every}: set virtual_ranks, or leave audit_every out"
         )
-    if options.evaluate_elsewhere and options.sharding != "off":
-        raise InputError(
-            f"evaluate_elsewhere must be empty with sharding, got {options.evaluate_elsewhere}: leave it out, so that "
-            "the ranks that have the weights evaluate them"
-        )
     if settings.virtual_ranks and options.sharding != "off":
         raise InputError(
             f"virtual_ranks must be 0 with sharding, which rounds sums of gradients, got {settings.virtual_ranks}: set "
