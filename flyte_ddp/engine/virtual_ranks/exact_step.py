@@ -28,8 +28,9 @@ CALLS = 16  # calls of backward in a step that have units of their own; later ca
 class ExactStep(SingleStep):
     """A step on all ranks that sends the gradients bucket by bucket while others are still computed.
 
-    Before the gradients go the measures: each part's in a place of its own, where the other ranks have zeros. So the
-    measures are added up in the order of the parts. A weight that no part has used has no gradient, as torch does it.
+    With the last bucket go the measures: the bits of each part's in a place of its own, where the other ranks have
+    zeros. So the measures are added up in the order of the parts. A weight that no part has used has no gradient, as
+    torch does it.
 
     Attributes:
         repeated: how many sums were computed again, as their units were too large or too small.
@@ -42,10 +43,10 @@ class ExactStep(SingleStep):
         device = step.carrier.device
         # By part: value and weight of each measure
         self._measured = torch.zeros(virtual_ranks, 2 * len(step.names), dtype=torch.float64, device=device)
-        # How many ranks ask to stop and to save, and the bits of the measures
-        self._words = torch.zeros(2 + self._measured.numel(), dtype=torch.int64, device=device)
-        self._words_work: distributed.Work | None = None
-        self._buckets, self._units = make_buckets(step.trainable, virtual_ranks)
+        self._requests = False, False  # of this rank, to stop and to save
+        # A whole number for each request, and two for the bits of each measure
+        sizes = self._word_sizes = [2, 2 * self._measured.numel()]
+        self._buckets, self._units = make_buckets(step.trainable, virtual_ranks, sum(sizes))
         self._is_sending = False  # the rank's last part is under way
         self._next = 0  # the bucket to be sent next
         self._weights: list[list[nn.Parameter]] = []  # of each bucket
@@ -72,12 +73,8 @@ class ExactStep(SingleStep):
         with torch.no_grad():
             if not batch.share.borrowed:
                 self._measured[batch.share.part] += measured.sum(1)
-            if is_last and not self._is_looking:
-                self._words[:2] = constants(tuple(map(float, requests)), self._words.device)
-                self._words[2:] = self._measured.view(-1).view(torch.int64)
-                if distributed.get_world_size() > 1:
-                    self._words_work = distributed.all_reduce(self._words, async_op=True)
-                self._is_sending, self._next = True, 0
+        if is_last and not self._is_looking:
+            self._requests, self._is_sending, self._next = requests, True, 0
         self._forget_arrivals()
         return trained
 
@@ -121,13 +118,15 @@ class ExactStep(SingleStep):
                 bucket.gradients.fill_(torch.nan)
         if is_exact:
             self._exponents[call : call + 1] = [self._units.follow_sums()]
-            uses = torch.cat([bucket.more for bucket in self._buckets]).tolist()
+            uses = torch.cat([bucket.uses for bucket in self._buckets]).tolist()
             for weight, count in zip(chain.from_iterable(self._weights), uses, strict=True):
                 if not count:
                     weight.grad = None
-        measured = self._words[2:].view(torch.float64).view_as(self._measured).sum(0)
+        asked, bits = self._buckets[-1].more.split(self._word_sizes)
+        # Copied, as float64 must begin at an even place
+        measured = bits.clone().view(torch.float64).view_as(self._measured).sum(0)
         norms = torch_compat.norms(gradients_of(self.module))
-        return Totals(measured, self._words[:2], norms)
+        return Totals(measured, asked, norms)
 
     def finish_part(self, is_last: bool) -> None:
         if self._is_looking:
@@ -171,11 +170,15 @@ class ExactStep(SingleStep):
         """Add and send the buckets before this one, in the same order on all ranks."""
         for number in range(self._next, end):
             self._add(number)
-            more, used = self._buckets[number].more, self._used[number]
-            more.copy_(constants(tuple(float(place in used) for place in range(len(more))), more.device))
+            bucket, used = self._buckets[number], self._used[number]
+            uses = tuple(float(place in used) for place in range(len(bucket.uses)))
+            bucket.uses.copy_(constants(uses, bucket.device))
             if number == len(self._buckets) - 1:
+                asked, bits = bucket.more.split(self._word_sizes)
+                asked.copy_(constants(tuple(map(float, self._requests)), bucket.device))
+                bits.copy_(self._measured.view(-1).view(torch.int32))
                 self._units.write_words()
-            self._buckets[number].send()
+            bucket.send()
         self._next = end
 
     def _add(self, number: int) -> None:
@@ -213,8 +216,6 @@ class ExactStep(SingleStep):
             bucket.start()
             used.clear()
         backward()
-        if self._words_work:
-            self._words_work.wait()
         for bucket in self._buckets:
             bucket.receive()
 

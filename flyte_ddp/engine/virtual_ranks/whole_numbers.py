@@ -64,11 +64,12 @@ class Bucket:
         blocks: the number of blocks of each tensor, as they lie in memory.
         scales: (blocks, 1) float32, 1 / unit of each block.
         largest: (blocks, 1) float32, the largest absolute value in each block's addends so far, or in its sum.
-        more: (more,) whole numbers that travel with the sum, for others to use.
+        uses: a whole number for each tensor that travels with the sum.
+        more: so many others that do.
     """
 
     def __init__(self, tensors: Sequence[Tensor], more: int = 0):
-        device = tensors[0].device
+        device = self.device = tensors[0].device
         shapes = [block_shape(tensor) for tensor in tensors]
         # Blocks of the same width lie together, so that few kernels measure and scale them
         order = sorted((number for number, (blocks, _) in enumerate(shapes) if blocks), key=lambda one: shapes[one][1])
@@ -95,10 +96,10 @@ class Bucket:
         self.allocate(0)
 
     def allocate(self, words: int) -> None:
-        """Allocate what is sent: the sum, so many words for Units, and `more`."""
-        sizes = [len(self.gradients), words, self._more]
-        self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=self.gradients.device)
-        self._sum, self.words, self.more = self._sent.split(sizes)
+        """Allocate what is sent: the sum, so many words for Units, `uses` and `more`."""
+        sizes = [len(self.gradients), words, len(self.views), self._more]
+        self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
+        self._sum, self.words, self.uses, self.more = self._sent.split(sizes)
         self._work: distributed.Work | None = None
 
     def start(self) -> None:
@@ -237,8 +238,8 @@ class Units:
         return torch.segment_reduce(numbers.view(-1), "max", lengths=self._blocks, unsafe=True)
 
 
-def make_buckets(tensors: Sequence[Tensor], addends: int) -> tuple[list[Bucket], Units]:
-    """Put the tensors into buckets in reverse, as their gradients come, with one more word for each tensor."""
+def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
+    """Put the tensors into buckets in reverse, as their gradients come; with the last go so many more numbers."""
     groups: list[list[Tensor]] = [[]]
     size, limit = 0, FIRST_BYTES
     for tensor in reversed(tensors):
@@ -247,7 +248,7 @@ def make_buckets(tensors: Sequence[Tensor], addends: int) -> tuple[list[Bucket],
             size, limit = 0, BYTES
         groups[-1].append(tensor)
         size += 4 * tensor.numel()
-    buckets = [Bucket(group, more=len(group)) for group in groups]
+    buckets = [Bucket(group, more if group is groups[-1] else 0) for group in groups]
     return buckets, Units(buckets, Digits.for_addends(addends))
 
 
