@@ -36,6 +36,8 @@ class Use(Enum):
     SAMPLE = b"sample"
     TEST_SAMPLE = b"test sample"
     LIGHTNING = b"lightning"
+    LIGHTNING_ORDER = b"lightning order"
+    LIGHTNING_BATCH = b"lightning batch"
     OWN_STEP = b"own step"
     AUDIT = b"audit"
 

@@ -31,11 +31,11 @@ REFUSED: dict[type[Callback], str] = {
 }
 
 
-def check_callbacks(recipe: str, callbacks: Sequence[Callback]) -> None:
-    """Raises InputError for one with which no training could go on. recipe: as it is named in messages."""
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raise InputError for a callback with which no training could go on."""
     for kind, reason in REFUSED.items():
         if any(isinstance(one, kind) for one in callbacks):
-            raise InputError(f"{recipe}.configure_callbacks must not return a {kind.__name__}: {reason}")
+            raise InputError(f"the callbacks must not have a {kind.__name__}: {reason}")
 
 
 def forgotten(trainer: Trainer) -> dict[str, Any]:

@@ -10,56 +10,114 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
+from flyte_ddp.engine.checks.held_generators import generator_states
 from flyte_ddp.engine.digest import sum_of
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.torch_compat import pytree, set_batch_order
 from flyte_ddp.errors import InputError
+from flyte_ddp.lightning.lightning_compat import epochs_done, has_cycles, set_steps_done
+from flyte_ddp.lightning.order import Order, can_skip, check_sampler_state, samplers_of
 
-TRAIN, *OTHERS = "train_dataloader", "val_dataloader", "test_dataloader"
-
-
-def settle_loaders(
-    owner: LightningModule | LightningDataModule,
-    seed: Callable[[], None],
-    begin_order: Callable[[], None],
-    world_size: int,
-) -> None:
-    """Has the methods that make loaders begin with seed(), and that of training end with begin_order(), by which it
-    draws what comes next. On several ranks they raise InputError for a sampler that would be ignored."""
-
-    def settled(method: Callable[[], Any]) -> Callable[[], Any]:
-        @functools.wraps(method)  # Lightning asks whether the class has its own
-        def call() -> Any:
-            with isolate_rng():
-                seed()
-                loaders = method()
-            if method.__name__ == TRAIN:
-                begin_order()
-            for loader in pytree.tree_leaves(loaders) if world_size > 1 else ():
-                check_sampler(getattr(loader, "sampler", None), f"{type(owner).__name__}.{method.__name__}")
-            return loaders
-
-        return call
-
-    for name in (TRAIN, *OTHERS):
-        setattr(owner, name, settled(getattr(owner, name)))
+METHODS = ("train_dataloader", "val_dataloader", "test_dataloader")
+TRAIN = METHODS[0]
 
 
-def begin_with_epoch(trainer: Trainer, first: Callable[[], int]) -> None:
-    """Has samplers begin with the first epoch, from 0: Lightning tells them only once workers have begun to read."""
-    process = trainer.strategy.process_dataloader
+class Loaders:
+    """The loaders of a module and its data.
 
-    def processed(dataloader: object) -> object:
-        loader = process(dataloader)
-        for owner in (loader, getattr(loader, "batch_sampler", None)):
-            if set_epoch := getattr(getattr(owner, "sampler", None), "set_epoch", None):
-                set_epoch(first())
-        return loader
+    Attributes:
+        begins_epochs_anew: why a resume cannot begin within an epoch; empty if it can.
+        problems: what a resume would not bring back.
+    """
 
-    trainer.strategy.process_dataloader = processed  # type: ignore[method-assign]
+    def __init__(self, seed: int, rank: int, world_size: int, position: Callable[[], tuple[int, int]]):
+        """position: returns the epoch and step, from 0, that training begins with, or goes on with."""
+        self._seed, self._rank, self._world_size, self._position = seed, rank, world_size, position
+        self._method, self._owner, self._count = TRAIN, "", 0  # which method has made loaders, and how many are settled
+        self._has_cycles = True
+        self.begins_epochs_anew = ""
+        self.problems: list[str] = []
+
+    def settle(
+        self, owner: LightningModule | LightningDataModule, seed: Callable[[], None], begin_order: Callable[[], None]
+    ) -> None:
+        """Have the owner's methods that make loaders begin with seed(), and that of training end with begin_order().
+
+        The methods then raise InputError for a sampler that Lightning would ignore, or that no resume could restore.
+        """
+
+        def settled(method: Callable[[], Any]) -> Callable[[], Any]:
+            @functools.wraps(method)  # Lightning asks whether the class has its own
+            def call() -> Any:
+                with isolate_rng():
+                    seed()
+                    loaders = method()
+                if method.__name__ == TRAIN:
+                    begin_order()
+                self._method, self._owner, self._count = method.__name__, type(owner).__name__, 0
+                self._has_cycles = has_cycles(loaders)
+                is_combined = isinstance(loaders, CombinedLoader)
+                for loader in loaders.flattened if is_combined else pytree.tree_leaves(loaders):
+                    self._check(loader)
+                return loaders
+
+            return call
+
+        for name in METHODS:
+            setattr(owner, name, settled(getattr(owner, name)))
+
+    def _check(self, loader: object) -> None:
+        where = f"{self._owner}.{self._method}"
+        if self._world_size > 1:
+            check_sampler(getattr(loader, "sampler", None), where)
+        if can_skip(loader):
+            check_sampler_state(loader, where)
+        dataset = getattr(loader, "dataset", None)
+        if self._method != TRAIN:
+            return
+        if not can_skip(loader) and not hasattr(loader, "load_state_dict"):
+            what = type(loader).__name__ if dataset is None else f"{type(loader).__name__} of {type(dataset).__name__}"
+            self.begins_epochs_anew = (
+                f"{where} returns a {what}, which has no state, so checkpoints are saved at the ends of epochs alone, "
+                "and a resume begins there: read a Dataset with __getitem__ and __len__, or give the loader state_dict "
+                "and load_state_dict"
+            )
+            self.problems.append(self.begins_epochs_anew)
+        for call in [*generator_states(dataset)][:1]:
+            self.problems.append(
+                f"{where}: {type(dataset).__name__} has a random number generator of its own, which no checkpoint has, "
+                f"so what it draws after a resume is not what an undisturbed training draws: call {call} wherever it "
+                "begins to read a sample; self is the Dataset"
+            )
+
+    def settle_in(self, trainer: Trainer) -> None:
+        """Have the trainer's loaders read, after a resume, what they read in an undisturbed training.
+
+        Lightning tells samplers the epoch only once workers have begun to read, so they are told before.
+        """
+        process = trainer.strategy.process_dataloader
+
+        def processed(dataloader: object) -> object:
+            loader: Any = process(dataloader)
+            epoch, step = self._position()
+            for sampler in samplers_of(loader):
+                if set_epoch := getattr(sampler, "set_epoch", None):
+                    set_epoch(epoch)
+            key = self._seed, METHODS.index(self._method), self._count
+            self._count += 1
+            if can_skip(loader):
+                order = Order(loader, key, self._rank, lambda: epochs_done(trainer))
+                set_batch_order(loader, order)
+                if self._method == TRAIN and step:
+                    order.begin_at(step, self._has_cycles)
+                    set_steps_done(trainer, step)
+            return loader
+
+        trainer.strategy.process_dataloader = processed  # type: ignore[method-assign]
 
 
 def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:

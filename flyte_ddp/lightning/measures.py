@@ -1,13 +1,13 @@
 """The measures of a LightningModule: whatever it logs, under a name that is the same for all splits."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 
-SPLIT = re.compile(r"^(train(ing)?|val(id|idation)?|test)[_/]")
+from flyte_ddp.lightning.job import without_split
+
 FORKS = ("_step", "_epoch")  # what Lightning appends to the name of what is logged both by step and by epoch
 
 
@@ -17,7 +17,7 @@ def measures_of(logged: Mapping[str, Any]) -> dict[str, float]:
     measures = {}
     for name, value in values.items():
         if not any(name.endswith(fork) and name.removesuffix(fork) in values for fork in FORKS):
-            short = SPLIT.sub("", name)
+            short = without_split(name)
             measures[name if short in values else short] = value
     return measures
 

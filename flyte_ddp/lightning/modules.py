@@ -1,44 +1,77 @@
-"""Builds the user's LightningModule and LightningDataModule from the settings."""
+"""Builds the user's LightningModule, LightningDataModule and callbacks from the settings."""
 
 import inspect
 import pkgutil
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.rank import own_lock_of_tqdm
 from flyte_ddp.lightning.job import LightningJob
-from flyte_ddp.lightning.settings import LightningSettings
+from flyte_ddp.lightning.settings import CALLED, LightningSettings
 from flyte_ddp.text import did_you_mean
 
-# Arguments of Lightning's Trainer that have another name, or place, here
-COUNTERPARTS = {
-    "max_epochs": "the setting epochs",
-    "log_every_n_steps": "the setting log_interval",
-    "devices": "options.nproc",
-    "num_nodes": "DDP_NNODES, where the task is registered",
-    "strategy": "options.strategy",
-    "logger": "options.tracking",
-    "callbacks": "what the module's configure_callbacks returns",
-}
+
+@dataclass(frozen=True)
+class Parts:
+    """What a user gives to a Trainer.
+
+    Attributes:
+        data: None if the module has its own.
+        callbacks: without progress bars, as the terminal and the report show the progress.
+    """
+
+    module: LightningModule
+    data: LightningDataModule | None
+    callbacks: list[Callback]
+
+    @property
+    def owners(self) -> list[LightningModule | LightningDataModule]:
+        """Those that can have loaders."""
+        return [self.module, self.data] if self.data else [self.module]
 
 
-def build(job: LightningJob) -> tuple[LightningModule, LightningDataModule | None]:
-    """The module and its data; raises InputError if they are no such classes, or cannot be built from the settings."""
+def build(job: LightningJob) -> Parts:
+    """Build a module, its data and its callbacks from the settings.
+
+    Raises:
+        InputError: one of them is of another type, or needs what is no setting.
+    """
     with checked_imports(job.root, job.files):
-        kinds = [(job.recipe, LightningModule), *([(job.datamodule, LightningDataModule)] if job.datamodule else [])]
-        classes = [_class_of(name, base) for name, base in kinds]
-        module, *rest = [_made(name, kind, job) for (name, _), kind in zip(kinds, classes, strict=True)]
-        data = rest[0] if rest else None
-    if not any(is_overridden("train_dataloader", one) for one in (module, data) if one):
+        kind = _class_of(job.recipe, LightningModule)
+        kind_of_data = _class_of(job.datamodule, LightningDataModule) if job.datamodule else None
+        find_callbacks = _function_of(job.callbacks) if job.callbacks else None
+        callables = {job.recipe: kind, job.datamodule: kind_of_data, job.callbacks: find_callbacks}
+        called = {name: one for name, one in callables.items() if one}
+        made = {name: _called(name, one, job) for name, one in called.items()}
+    parts = Parts(made[job.recipe], made.get(job.datamodule), _checked_callbacks(job, made.get(job.callbacks, [])))
+    if not any(is_overridden("train_dataloader", one) for one in parts.owners):
         raise InputError(f"{job.datamodule or job.recipe} must define train_dataloader, which returns what to train on")
-    _check_taken(classes, job)
-    return module, data
+    _check_taken([*called.values()], job)
+    return parts
+
+
+def _function_of(name: str) -> Callable[..., Any]:
+    function: Any = pkgutil.resolve_name(name)
+    if isinstance(function, type) or not callable(function):
+        raise InputError(f"{name} must be a function that returns a list of callbacks, got {function!r}: write def")
+    return function
+
+
+def _checked_callbacks(job: LightningJob, callbacks: Any) -> list[Callback]:
+    """Return the callbacks without progress bars; raise InputError if they are no list of callbacks."""
+    if not (isinstance(callbacks, (list, tuple)) and all(isinstance(one, Callback) for one in callbacks)):
+        raise InputError(
+            f"{job.callbacks} must return a list of lightning.pytorch.Callback (that of the package pytorch_lightning "
+            f"is another class), got {callbacks!r}: return [...]"
+        )
+    return [one for one in callbacks if not isinstance(one, ProgressBar)]
 
 
 def _class_of(name: str, base: type) -> type:
@@ -52,27 +85,27 @@ def _class_of(name: str, base: type) -> type:
     return kind
 
 
-def _check_taken(classes: Sequence[type], job: LightningJob) -> None:
-    """Raises InputError for a setting that nothing would obey, while the report says that it was used."""
-    taken = {parameter for kind in classes for parameter in inspect.signature(kind).parameters}
+def _check_taken(called: Sequence[Callable[..., Any]], job: LightningJob) -> None:
+    """Raise InputError for a setting that nothing would obey, while the report says that it was used."""
+    taken = {parameter for one in called for parameter in inspect.signature(one).parameters}
     of_trainer = {field.name for field in fields(LightningSettings)}
     unused = [field.name for field in fields(job.settings) if field.name not in taken | of_trainer]
     if unused and "settings" not in taken:
-        who = " and ".join(kind.__name__ for kind in classes)
+        who = " and ".join(one.__name__ for one in called)
         if unused[0] in inspect.signature(Trainer).parameters:
-            here = COUNTERPARTS.get(unused[0], "not to be set")
+            here = CALLED.get(unused[0], "not to be set")
             raise InputError(
-                f"{type(job.settings).__name__}.{unused[0]} must be a parameter of __init__, by this name, in {who}; "
+                f"{type(job.settings).__name__}.{unused[0]} must be a parameter, by this name, of {who}; "
                 f"the Trainer's argument of this name is {here} here: remove the field"
             )
         raise InputError(
-            f"{type(job.settings).__name__}.{unused[0]} must be a parameter of __init__, by this name, in {who}, or "
+            f"{type(job.settings).__name__}.{unused[0]} must be a parameter, by this name, of {who}, or "
             f"nothing obeys it{did_you_mean(unused[0], taken)}: rename either, take `settings`, or remove the field"
         )
 
 
-def _made(name: str, kind: type, job: LightningJob) -> Any:
-    """An object of the named class: each parameter of its __init__ gets the setting of its name."""
+def _called(name: str, kind: Callable[..., Any], job: LightningJob) -> Any:
+    """Call the named class or function: each parameter gets the setting of its name."""
     arguments = {
         "settings": job.settings,
         "data_path": job.data,
@@ -86,7 +119,7 @@ def _made(name: str, kind: type, job: LightningJob) -> Any:
     missing = [parameter for parameter in missing if parameter not in arguments]
     if missing:
         raise InputError(
-            f"{name}.__init__ needs {', '.join(missing)}, and {type(job.settings).__name__} has no such field: add "
+            f"{name} needs {', '.join(missing)}, and {type(job.settings).__name__} has no such field: add "
             "one, or give the parameter a default"
         )
     return kind(**{one.name: arguments[one.name] for one in parameters if one.name in arguments})

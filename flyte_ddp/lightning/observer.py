@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from torch import distributed
 
+from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.hosts.machine import machine, moved
 from flyte_ddp.engine.hosts.places import places_of_ranks
@@ -19,6 +21,7 @@ from flyte_ddp.engine.hosts.unlike import unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, MOST_WAITED, Optimizers
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, digests_of
@@ -29,9 +32,11 @@ from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.forgotten import check_callbacks, forgotten, remember
 from flyte_ddp.lightning.job import LightningJob
-from flyte_ddp.lightning.loaders import problems_of_ranks
+from flyte_ddp.lightning.lightning_compat import before_each_step
+from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
-from flyte_ddp.lightning.remedies import problem_of_ranks
+from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
+from flyte_ddp.lightning.requests import Requests
 from flyte_ddp.lightning.results import run_started
 
 DRIFTED = (
@@ -55,9 +60,10 @@ class RankObserver(Checkpoint):
         job: LightningJob,
         files: CheckpointFiles,
         validation: LoggedByValidation,
+        loaders: Loaders,
     ):
         self._environment, self._link, self._job = environment, link, job
-        self._files, self._validation = files, validation
+        self._files, self._validation, self._loaders = files, validation, loaders
         self.epochs: list[EpochFinished] = []
         self.ran_on: list[dict[str, Any]] = []  # see engine/hosts/machine.py
         self.loss_monitor = LossMonitor(
@@ -65,27 +71,37 @@ class RankObserver(Checkpoint):
         )
         self._so_far = dict(NOTHING)  # of this epoch
         self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
-        self.position = 0, 0  # epoch and step that training begins with, or goes on with from a checkpoint
-        self._norm, self._stopping = 0.0, False
+        # Losses and samples of the steps between a look and a checkpoint within the epoch, for each rank
+        self._windows: list[list[tuple[float | None, int]]] = []
+        self._window_seconds = 0.0
+        self.position = 0, 0  # epoch and step of the last checkpoint
+        self._norm = 0.0
         self._steps = 0  # of this epoch, that are done
+        self._owes_checkpoint, self._waited = False, 0  # steps that the checkpoint has waited for
+        self._gradients: dict[int, torch.Tensor] = {}  # that no optimizer has stepped by, in a checkpoint
         self.started: RunStarted | None = None
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
         self._is_compared = False
         self._forgotten: dict[str, Any] = {}  # see forgotten.py; of the checkpoint, empty without one
-        self.other_ranks = ""  # what is said if a checkpoint of another number of ranks was resumed from
 
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
         so_far = {"so_far": self._so_far, "position": list(self.position), "forgotten": forgotten(self._trainer)}
-        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.loss_monitor.state_dict(), **so_far}
+        window = {"windows": self._windows, "window_seconds": self._window_seconds, "gradients": self._gradients}
+        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.loss_monitor.state_dict(), **so_far, **window}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epochs = [EpochFinished(**epoch) for epoch in state_dict["epochs"]]
         self.loss_monitor.load_state_dict(state_dict["watch"])
         self.ran_on = state_dict.get("ran_on", [])
-        self._so_far, self.position = dict(state_dict["so_far"]), tuple(state_dict["position"])
+        epoch, step = state_dict["position"]
+        ranks = self.ran_on[-1]["ranks"] if self.ran_on else self._environment.world.size
+        self.position = epoch, step * ranks // self._environment.world.size
+        self._so_far = dict(state_dict["so_far"])
         self._forgotten = state_dict.get("forgotten", {})
+        self._windows, self._gradients = state_dict["windows"], state_dict["gradients"]
+        self._window_seconds = state_dict["window_seconds"]
 
     # --- before the steps ---
 
@@ -94,7 +110,7 @@ class RankObserver(Checkpoint):
         self._trainer = trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
-        check_callbacks(self._job.recipe, callbacks)
+        check_callbacks(callbacks)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._clock = StepClock(trainer.strategy.root_device)
@@ -103,16 +119,22 @@ class RankObserver(Checkpoint):
         self._keep_signal_handler()
         if self._forgotten:
             remember(trainer, self._forgotten, is_within_epoch=self.position[1] > 0)
+        self._optimizers = Optimizers({str(number): one for number, one in enumerate(trainer.optimizers)})
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(self._optimizers.stepped)
+        self._optimizers.put_back(self._gradients)
+        self._requests = Requests(trainer.strategy.root_device)
+        self._window = self._own_window(trainer.strategy.root_device)
+        before_each_step(trainer, lambda: self._between_steps(trainer, module))
         if trainer.num_training_batches == float("inf"):
             raise InputError(
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
                 "to the number of batches that make an epoch"
             )
         self.loss_monitor.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
-        loaders = pytree.tree_leaves(trainer.train_dataloader)
-        self._is_resumable = all(hasattr(loader, "load_state_dict") for loader in loaders)
         self._files.check(trainer)
-        self._saved = self._looked = time.monotonic()
+        self._saved = time.monotonic()
+        self._looked = self._saved - self._window_seconds
         self.start(trainer)
 
     def start(self, trainer: Trainer) -> RunStarted:
@@ -126,15 +148,18 @@ class RankObserver(Checkpoint):
         remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
         self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
         now = machine(places, self._job.settings.precision, self._job.options)
+        other_ranks = ""
         if not getattr(trainer.datamodule, "is_same_on_any_ranks", False):  # type: ignore[attr-defined]
-            self.other_ranks = problem_of_ranks(self.ran_on, now)
+            other_ranks = problem_of_ranks(self.ran_on, now)
+            check_schedules(trainer, self.position[1], other_ranks)
         self.ran_on, remarks = moved(self.ran_on, now)
         started = run_started(self._environment, self._job, trainer, *self.position, hosts)
         self.started = replace(
             started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
         )
         self._link.emit(self.started)
-        self._warn(trainer.current_epoch, [*unlike(places, self._job.options), *filter(None, [self.other_ranks])])
+        problems = [other_ranks, *self._loaders.problems]
+        self._warn(trainer.current_epoch, [*unlike(places, self._job.options), *filter(None, problems)])
         return self.started
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -151,6 +176,7 @@ class RankObserver(Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clock.lap(StepPart.DATA)
+        self._optimizers.begin_step()
         if not self._is_compared:
             self._is_compared = True
             self._warn(trainer.current_epoch, problems_of_ranks(batch, self._environment.world.size))
@@ -176,6 +202,7 @@ class RankObserver(Checkpoint):
         self._window.append((loss, _samples_in(batch)))
         self._clock.lap(StepPart.COMPUTING)
         self._clock.samples += self._window[-1][1]
+        self._clock.steps += 1
         self._steps = batch_idx + 1
         if self._is_looking:
             self._look(trainer, self._steps == trainer.num_training_batches)
@@ -185,8 +212,8 @@ class RankObserver(Checkpoint):
         """Tells what has happened since the last look; a collective, as is what may follow from it."""
         epoch, steps, now = trainer.current_epoch, self._steps, time.monotonic()
         seconds, self._looked = max(now - self._looked, 1e-9), now
-        count, seen = len(self._window), self._seen(trainer, epoch, steps - 1)
-        loss, samples, stops = _mean(seen["loss"], seen["weight"]), seen["samples"], seen["stops"] > 0
+        seen = self._seen(trainer, epoch, steps - 1)
+        loss, samples = _mean(seen["loss"], seen["weight"]), seen["samples"]
         for name, value in {**seen, "seconds": seconds}.items():
             if name in self._so_far:
                 self._so_far[name] += value
@@ -204,18 +231,13 @@ class RankObserver(Checkpoint):
         )
         if seen["weight"]:
             self._emit_all(self.loss_monitor.after_steps(epoch, steps, loss, round(samples)))
-        self._time_ranks(epoch, steps, count, is_last)
-        # gradients that are still being added up are in no checkpoint
-        is_resumable = self._is_resumable and steps % trainer.accumulate_grad_batches == 0
-        if not is_last and is_resumable and (stops or seen["due"]):
-            self._save(trainer, epoch, steps)
-        if not is_last and stops:
-            raise StopRequested(epoch, steps)
-        self._stopping = stops
+        self._time_ranks(epoch, steps, is_last)
 
-    def _time_ranks(self, epoch: int, step: int, count: int, is_last: bool) -> None:
+    def _time_ranks(self, epoch: int, step: int, is_last: bool) -> None:
         assert self._stragglers
-        slow = self._stragglers.after_steps(epoch, step, count, self._clock.read_all())
+        count, times = max(1, self._clock.steps), self._clock.read_all()
+        self._requests.readback.keep_pace(float(times[:, : StepPart.OTHER].sum(1).max()) / count)
+        slow = self._stragglers.after_steps(epoch, step, count, times)
         self.loss_monitor.warnings += slow
         if slow or is_last:
             self._link.emit(self._stragglers.so_far())
@@ -226,18 +248,15 @@ class RankObserver(Checkpoint):
             self._link.emit(event)
 
     def _seen(self, trainer: Trainer, epoch: int, step: int) -> dict[str, float]:
-        """The steps since the last look, and what is asked for, summed over the ranks.
+        """The steps since the last look, summed over the ranks.
 
         Raises NonFiniteError, the same on all ranks.
         """
         window, self._window, rank, size = self._window, [], self._environment.rank, self._environment.world.size
-        losses = [loss * samples for loss, samples in window if loss is not None]
         local = {
-            "loss": torch.stack(losses).sum().item() if losses else 0.0,
+            "loss": _total(window),
             "weight": sum(samples for loss, samples in window if loss is not None),
             "samples": sum(samples for _, samples in window),
-            "stops": self._link.stop_requested,
-            "due": rank == 0 and time.monotonic() - self._saved >= self._job.options.checkpoint_seconds,
         }
         is_finite = math.isfinite(local["loss"]) and not broken(self._validation.trained())[0]
         bad = [float(one == rank and not is_finite) for one in range(size)]
@@ -250,6 +269,59 @@ class RankObserver(Checkpoint):
         if self._job.settings.precision != "float16" and not math.isfinite(self._norm):
             raise NonFiniteError.in_step("gradient", list(range(size)), epoch, step)
         return dict(zip(local, totals, strict=False))
+
+    # --- between steps ---
+
+    def _between_steps(self, trainer: Trainer, module: LightningModule) -> None:
+        """Save, and stop, if a rank asks for it; a collective. Raises StopRequested."""
+        is_due = time.monotonic() - self._saved >= self._job.options.checkpoint_seconds
+        asked = self._requests.exchange(self._link.stop_requested, is_due and self._environment.rank == 0)
+        epoch, steps = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1
+        is_saved = (epoch, steps) == self.position
+        self._owes_checkpoint |= asked.stop or asked.save
+        can_save = self._owes_checkpoint and not self._loaders.begins_epochs_anew and not is_saved
+        if can_save and self._waits(trainer, steps):
+            return
+        if can_save:
+            self._save_within(trainer, module, epoch, steps)
+        if asked.stop:
+            raise StopRequested(epoch, steps)
+
+    def _waits(self, trainer: Trainer, steps: int) -> bool:
+        """Return whether a checkpoint has to wait for gradients that differ between ranks; a collective.
+
+        A checkpoint keeps gradients in which the ranks agree. The wait has an end, as some gradients are never used.
+        """
+        if trainer.lightning_module.automatic_optimization:
+            return steps % trainer.accumulate_grad_batches > 0
+        for idle_alone in (False, True):
+            self._gradients = self._optimizers.pending(idle_alone)
+            if not differ_between_ranks(self._gradients.values(), trainer.strategy.root_device):
+                return False
+        self._gradients = {}
+        self._waited += 1
+        if self._waited == MOST_WAITED:
+            self._warn(trainer.current_epoch, [LEFT_OUT])
+        return self._waited < MOST_WAITED
+
+    def _save_within(self, trainer: Trainer, module: LightningModule, epoch: int, steps: int) -> None:
+        """Save a checkpoint within an epoch; a collective. Raises NonFiniteError."""
+        trained = {**self._validation.trained(), "loss": _total(self._window)}
+        check_finite(trainer, module, trained, {}, epoch, steps)
+        own = [(None if loss is None else loss.item(), samples) for loss, samples in self._window]
+        self._windows = [[] for _ in range(self._environment.world.size)]
+        distributed.all_gather_object(self._windows, own)
+        self._window_seconds = time.monotonic() - self._looked
+        self._save(trainer, epoch, steps)
+
+    def _own_window(self, device: torch.device) -> list[tuple[torch.Tensor | None, int]]:
+        """Return this rank's part of the checkpoint's window; on another number of ranks rank 0 has all of it."""
+        size, rank = self._environment.world.size, self._environment.rank
+        windows = self._windows
+        if len(windows) != size:
+            windows = [[step for window in windows for step in window]] + [[]] * (size - 1)
+        self._windows = []
+        return [(None if loss is None else torch.tensor(loss, device=device), count) for loss, count in windows[rank]]
 
     # --- epochs ---
 
@@ -301,7 +373,7 @@ class RankObserver(Checkpoint):
             self._warn(epoch, [DRIFTED])
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)
-        if self._stopping:
+        if any(on_any_rank([self._link.stop_requested], trainer.strategy.root_device)):
             raise StopRequested(epoch + 1, 0)
 
     def _warn(self, epoch: int, problems: Sequence[str]) -> None:
@@ -310,13 +382,24 @@ class RankObserver(Checkpoint):
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step
         self._link.heartbeat(WRITING)
+        started = time.monotonic()
         trainer.save_checkpoint(self._job.checkpoint_path)
-        self._saved = self._looked = time.monotonic()
+        self._saved = time.monotonic()
+        self._looked += self._saved - started
+        self._owes_checkpoint, self._waited = False, 0
+        self._windows, self._window_seconds, self._gradients = [], 0.0, {}
+        self._requests.readback.clear()
 
 
 def _mean(total: float, weight: float) -> float:
     """NaN where no step had a loss, as under a module's own optimization."""
     return total / weight if weight else math.nan
+
+
+def _total(window: Sequence[tuple[torch.Tensor | None, int]]) -> float:
+    """Return the sum of the losses, each times its samples."""
+    losses = [loss * samples for loss, samples in window if loss is not None]
+    return torch.stack(losses).sum().item() if losses else 0.0
 
 
 def _samples_in(batch: Any) -> int:

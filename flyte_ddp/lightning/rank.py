@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from flyte_ddp.engine.batches.inherited_files import reopen_in_forks
@@ -29,9 +29,9 @@ from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.lightning_compat import settle_buckets_of
-from flyte_ddp.lightning.loaders import begin_with_epoch, settle_loaders
+from flyte_ddp.lightning.loaders import Loaders
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
-from flyte_ddp.lightning.modules import build
+from flyte_ddp.lightning.modules import Parts, build
 from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.lightning.remedies import with_remedy
 from flyte_ddp.lightning.results import result_of
@@ -78,27 +78,29 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     check_same_training(environment, job)
     seed(job)
     link.emit(StartUp("making the module and its data"))
-    module, data = build(job)
+    parts = build(job)
+    module = parts.module
     files = CheckpointFiles(job, link.emit, device)
     validation = LoggedByValidation()
-    observer = RankObserver(environment, link, job, files, validation)
+    loaders = Loaders(job.settings.seed, environment.rank, environment.world.size, lambda: observer.position)
+    observer = RankObserver(environment, link, job, files, validation, loaders)
     seeds = StepSeeds(job.settings.seed, environment.rank, observer)
-    for owner in (module, data) if data else (module,):
-        settle_loaders(owner, partial(seed, job), seeds.begin_order, environment.world.size)
-    trainer = trainer_of(environment, device, job, files, validation, [observer, seeds])
-    begin_with_epoch(trainer, lambda: observer.position[0])
+    for owner in parts.owners:
+        loaders.settle(owner, partial(seed, job), seeds.begin_order)
+    trainer = trainer_of(environment, device, job, files, validation, [*parts.callbacks, observer, seeds])
+    loaders.settle_in(trainer)
     settle_buckets_of(trainer.strategy)
     seed(job)
     path = files.find()
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=path)
+        trainer.fit(module, datamodule=parts.data, ckpt_path=path)
     except (RuntimeError, TypeError, ValueError) as error:
-        if known := with_remedy(error, observer.other_ranks):
+        if known := with_remedy(error):
             raise known from None
         raise
     started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
     seed(job)
-    tested = test(trainer, module, data, link, observer)
+    tested = test(trainer, parts, link, observer)
     link.heartbeat(WRITING)
     digest = weights_digest(module.state_dict(), device=device)
     if environment.rank == 0:
@@ -147,16 +149,14 @@ def trainer_of(
     return validation.trainer
 
 
-def test(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, link: Link, observer: RankObserver
-) -> dict[str, float]:
-    """The measures of the test split, with the weights of the last epoch; empty if there is no such split."""
-    has_split = any(is_overridden("test_dataloader", one) for one in (module, data) if one)
-    if not (has_split and is_overridden("test_step", module)):
+def test(trainer: Trainer, parts: Parts, link: Link, observer: RankObserver) -> dict[str, float]:
+    """Return the measures of the test split, with the weights of the last epoch; empty if there is no such split."""
+    has_split = any(is_overridden("test_dataloader", one) for one in parts.owners)
+    if not (has_split and is_overridden("test_step", parts.module)):
         return {}
     started, epochs = time.monotonic(), observer.epochs
     tested: dict[str, float] = {}
-    for logged in trainer.test(module, datamodule=data, verbose=False):
+    for logged in trainer.test(parts.module, datamodule=parts.data, verbose=False):
         tested.update(measures_of(logged))
     for name in broken(tested)[0]:
         raise NonFiniteError.in_evaluation(tested[name], "test", len(epochs))

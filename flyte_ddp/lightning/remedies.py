@@ -1,11 +1,13 @@
 """What to do here about errors of Lightning's, or torch's, that say what can only be done in a script of one's own."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from flyte_ddp.errors import InputError
 
-SCHEDULE = "Tried to step"  # torch's OneCycleLR, past its last step
 REMEDIES = {
     "ddp_find_unused_parameters_true": 'as an option: --options \'{"strategy": "ddp_find_unused_parameters_true"}\'',
     "Trainer(use_distributed_sampler=False)": (
@@ -16,10 +18,9 @@ REMEDIES = {
 }
 
 
-def with_remedy(error: Exception, other_ranks: str) -> InputError | None:
-    """The error with what to do about it; None for most. other_ranks: see observer.py."""
-    known = {**REMEDIES, SCHEDULE: other_ranks}
-    remedies = [remedy for text, remedy in known.items() if remedy and text in str(error)]
+def with_remedy(error: Exception) -> InputError | None:
+    """Return the error with what to do about it; None for most errors."""
+    remedies = [remedy for text, remedy in REMEDIES.items() if text in str(error)]
     return InputError(f"{type(error).__name__}: {str(error).strip()} Here: {remedies[0]}") if remedies else None
 
 
@@ -33,6 +34,27 @@ def problem_of_ranks(ran_on: Sequence[dict[str, Any]], now: dict[str, Any]) -> s
         "result depends on their number, as do the steps of an epoch, and with them schedules: resume on "
         f"{_counted(before)}, or train anew with --options '{{\"resume\": false}}'"
     )
+
+
+def check_schedules(trainer: Trainer, step: int, other_ranks: str) -> None:
+    """Raise InputError for a schedule, such as OneCycleLR, that ends before a training on another number of ranks does.
+
+    Args:
+        trainer: at the start of a training.
+        step: the number of batches of the first epoch that are done.
+        other_ranks: what problem_of_ranks has returned.
+    """
+    for config in trainer.lr_scheduler_configs if other_ranks else ():
+        schedule, accumulated = config.scheduler, trainer.accumulate_grad_batches
+        left = (trainer.max_epochs or 0) - trainer.current_epoch
+        if config.interval == "step":
+            left = left * math.ceil(trainer.num_training_batches / accumulated) - step // accumulated
+        total, done = getattr(schedule, "total_steps", math.inf), getattr(schedule, "last_epoch", 0)
+        if done + left // config.frequency > total:
+            raise InputError(
+                f"{type(schedule).__name__}.total_steps is {total}, of which {done} are done, and {left} are to come: "
+                f"{other_ranks}"
+            )
 
 
 def _counted(ranks: int) -> str:

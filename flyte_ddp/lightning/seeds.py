@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from flyte_ddp.engine.seeds import seed_all
+from flyte_ddp.lightning.lightning_compat import before_each_step
 from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.random_numbers import Use, key_of
 
@@ -21,16 +22,16 @@ class StepSeeds(Checkpoint):
     def __init__(self, seed: int, rank: int, observer: RankObserver):
         """observer: knows with which epoch training begins, or goes on."""
         self._settings_seed, self._rank, self._observer = seed, rank, observer
-        self._is_first_epoch = True
 
     def begin_order(self) -> None:
-        """Once the training loader is made: that of the first epoch is drawn next."""
+        """Seed what the training loader draws where its first iteration begins."""
         self._seed(self._observer.position[0], 0)
 
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        before_each_step(trainer, lambda: self._seed(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1))
+
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not self._is_first_epoch:
-            self._seed(trainer.current_epoch, 0)
-        self._is_first_epoch = False
+        self._seed(trainer.current_epoch, 0)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._seed(trainer.current_epoch, batch_idx + 1, 1 + self._rank)
@@ -38,7 +39,7 @@ class StepSeeds(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._seed(trainer.current_epoch, batch_idx + 1)
+        self._seed(trainer.current_epoch, batch_idx + 1, 0)
 
     def on_validation_batch_start(
         self, trainer: Trainer, *step: Any
@@ -59,5 +60,5 @@ class StepSeeds(Checkpoint):
         self._seed(trainer.current_epoch, int(trainer.num_training_batches), *step)
 
     def _seed(self, *position: int) -> None:
-        """position: epoch and step, and in a step one more than the rank."""
+        """position: epoch and step; in a step one more than the rank, and at its end 0."""
         seed_all(key_of(Use.LIGHTNING, self._settings_seed, *position))

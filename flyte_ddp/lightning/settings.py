@@ -26,7 +26,7 @@ CALLED = {
     "num_nodes": "the number of nodes of the task",
     "val_check_interval": "the end of each epoch",
     "check_val_every_n_epoch": "1, as each epoch is validated",
-    "callbacks": "the module's configure_callbacks",
+    "callbacks": "callbacks of LightningTraining",
     "logger": "tracking of LightningOptions",
 }
 UNSET = (

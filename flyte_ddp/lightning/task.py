@@ -1,6 +1,11 @@
 """A LightningModule as a Flyte task, in a workflow file of the user's own:
 
-training = LightningTraining("my_project.model:LitModel", data="my_project.model:MyData", headline="accuracy")
+training = LightningTraining(
+    "my_project.model:LitModel",
+    data="my_project.model:MyData",
+    callbacks="my_project.model:callbacks",
+    headline="val_accuracy",
+)
 
 @task(**training.arguments())
 def train_model(settings: Settings, options: LightningOptions) -> RecipeOutputs:
@@ -24,7 +29,7 @@ from flyte_ddp.flyte1.recipe import NamedTraining, RecipeOutputs, recipe_outputs
 from flyte_ddp.flyte1.train import Data
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import visible_gpus
-from flyte_ddp.lightning.job import LightningJob
+from flyte_ddp.lightning.job import LightningJob, without_split
 from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
@@ -42,22 +47,35 @@ class OfLightning(NamedTraining[Outputs]):
         self,
         module: str,
         data: str = "",
+        callbacks: str = "",
         headline: str = "loss",
         percent: Sequence[str] = (),
         data_files: Sequence[str] = (),
         observers: Sequence[str] = (),
     ):
-        """module, data: "package.module:Name" of a LightningModule and a LightningDataModule; the latter may be left
-        out if the former has its own data. headline: the main measure; percent: those from 0 to 1 that are shown in per
-        cent. data_files: files that the module reads, relative to its module's file. observers: classes, named
-        likewise, with a method for each event that concerns them; no part of the cache version.
+        """Find the code of a module, its data and its callbacks.
 
-        Create it at the top level of the workflow file, after the imports. Raises InputError if there is no such class.
+        Create it at the top level of the workflow file, after the imports.
+
+        Args:
+            module: "package.module:Name" of a LightningModule.
+            data: likewise of a LightningDataModule; empty if the module has its own data.
+            callbacks: likewise of a function that returns a list of callbacks, as for a Trainer.
+            headline: the main measure, as the module logs it or without the split in front.
+            percent: measures from 0 to 1 that are shown in per cent, named likewise.
+            data_files: files that the module reads, relative to its module's file.
+            observers: classes, named as the module, with a method for each event that concerns them; no part of the
+                cache version.
+
+        Raises:
+            InputError: a name stands for nothing.
         """
         ranks = (self.worker.partition(":")[0],)
-        codes = [find_code(module, data_files, ranks), *([find_code(data, ranks=ranks)] if data else [])]
-        super().__init__(joined(codes), observers)
-        self.datamodule, self.headline, self.percent = data, headline, tuple(percent)
+        others = [find_code(name, ranks=ranks) for name in (data, callbacks) if name]
+        super().__init__(joined([find_code(module, data_files, ranks), *others]), observers)
+        self.datamodule, self.callbacks = data, callbacks
+        self.headline = without_split(headline)
+        self.percent = tuple(without_split(name) for name in percent)
 
     def arguments(self, ignored_inputs: Sequence[str] = (), **own: Any) -> dict[str, Any]:
         """As of a recipe, but the cache does not ignore the options: the result depends on nproc and strategy."""
@@ -90,8 +108,8 @@ class OfLightning(NamedTraining[Outputs]):
         return subject_of(self.code, settings, source, description=description)
 
     def job_of_ranks(self, job: Job) -> LightningJob:
-        own: dict[str, Any] = {"datamodule": self.datamodule, "headline": self.headline, "percent": self.percent}
-        return LightningJob(**vars(job), **own)
+        own = ("datamodule", "callbacks", "headline", "percent")
+        return LightningJob(**vars(job), **{name: getattr(self, name) for name in own})
 
 
 class LightningTraining(OfLightning[RecipeOutputs]):

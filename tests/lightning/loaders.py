@@ -4,12 +4,15 @@
 import multiprocessing
 import os
 import random
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
 from numerals.model import Numerals
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -17,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
+    default_collate,
     random_split,
 )
 
@@ -171,3 +175,142 @@ class Unshared(IterableDataset):
 class ForEachRank(InTwo):
     def train_dataloader(self):
         return DataLoader(Unshared(), 4)
+
+
+class Augmented(Dataset):
+    """Draws from each generator that there is."""
+
+    def __init__(self, count, first=0):
+        self.count, self.first = count, first
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        noise = torch.rand(64) + np.random.rand() + random.random()
+        return noise * (1 + (index + self.first) % 7), (index + self.first) % 10
+
+
+def mixed(samples):
+    """Draws for the whole batch."""
+    inputs, labels = default_collate(samples)
+    return inputs * torch.rand(()), labels
+
+
+class Plain(LightningDataModule):
+    """A plain DataLoader of several workers; 52 samples are 7 batches of 4 on two ranks, the last one smaller."""
+
+    own = MappingProxyType({})
+
+    def __init__(self, width, learning_rate, batch_size):
+        super().__init__()
+
+    def train_dataloader(self):
+        return DataLoader(Augmented(52), **{"batch_size": 4, "shuffle": True, "num_workers": 2, **self.own})
+
+
+class Dropping(Plain):
+    own = MappingProxyType({"drop_last": True, "collate_fn": mixed, "num_workers": 3})
+
+
+class Persistent(Plain):
+    own = MappingProxyType({"persistent_workers": True})
+
+
+class Unforked(Plain):
+    own = MappingProxyType({"num_workers": 0})
+
+
+class Generated(Plain):
+    """Generators of its own give the orders."""
+
+    def train_dataloader(self):
+        order = WeightedRandomSampler([1.0] * 52, 52, generator=torch.Generator().manual_seed(5))
+        shuffled = DataLoader(Augmented(52), 4, shuffle=True, generator=torch.Generator().manual_seed(6))
+        return [DataLoader(Augmented(52), 4, sampler=order, num_workers=1), shuffled]
+
+
+class Buckets(BatchSampler):
+    """Draws the size of each batch when it is asked for."""
+
+    def __iter__(self):
+        left = list(self.sampler)
+        while left:
+            count = random.randint(3, 6)
+            yield [left.pop() for _ in range(min(count, len(left)))]
+
+
+class Bucketed(Plain):
+    def train_dataloader(self):
+        samples = Augmented(90)
+        return DataLoader(samples, batch_sampler=Buckets(RandomSampler(samples), 4, False), num_workers=2)
+
+
+class OneByOne(Plain):
+    """A batch is a sample of the Dataset."""
+
+    own = MappingProxyType(
+        {
+            "batch_size": None,
+            "shuffle": None,
+            "collate_fn": lambda sample: (sample[0][None], torch.tensor([sample[1]])),
+        }
+    )
+
+
+class Cycled(Plain):
+    """The second loader begins anew within the epoch."""
+
+    def train_dataloader(self):
+        rest = {"shuffle": True, "num_workers": 1}
+        return {"a": DataLoader(Augmented(52), 4, **rest), "b": DataLoader(Augmented(9, 100), 2, **rest)}
+
+
+class Shortest(Plain):
+    def train_dataloader(self):
+        loaders = [DataLoader(Augmented(52), 4, shuffle=True), DataLoader(Augmented(45, 100), 3)]
+        return CombinedLoader(loaders, "min_size")
+
+
+class Streamed(Plain):
+    """Has no state, and tells its length."""
+
+    def train_dataloader(self):
+        return DataLoader(Stream(), 4, num_workers=1)
+
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return 28
+
+    def __iter__(self):
+        yield from (Augmented(28)[index] for index in range(28))
+
+
+class Secret(Sampler):
+    """Draws from a generator of NumPy's that nobody else knows."""
+
+    def __init__(self, count):
+        self.count, self.rng = count, np.random.default_rng(0)
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        yield from self.rng.permutation(self.count).tolist()
+
+
+class Secretive(Plain):
+    def train_dataloader(self):
+        return DataLoader(Augmented(52), 4, sampler=Secret(52))
+
+
+class Holding(Augmented):
+    def __init__(self, count):
+        super().__init__(count)
+        self.rng = np.random.default_rng(0)
+
+
+class Keeping(Plain):
+    def train_dataloader(self):
+        return DataLoader(Holding(52), 4)

@@ -41,13 +41,14 @@ def train(
     data: str = "numerals.model:Numerals",
     nproc: int = 2,
     on_event: Callable[[Event], None] = lambda event: None,
-    headline: str = "accuracy",
+    headline: str = "val_accuracy",
+    callbacks: str = "",
     target: str = "flyte_ddp.lightning.rank:run",
     **options: Any,
 ) -> Trained:
     """One training; those in the same folder share a checkpoint. The project is on sys.path."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    training, chosen = LightningTraining(module, data, headline), LightningOptions(**options)
+    training, chosen = LightningTraining(module, data, callbacks, headline), LightningOptions(**options)
     paths = folder / "model.pt", folder / "checkpoint", folder / "logs"
     job = training.job_of_ranks(job_of(training.subject(cast(TrainingSettings, settings), None), chosen, *paths))
     events: list[Event] = []

@@ -39,6 +39,16 @@ def test_a_wrong_name_is_refused_when_the_workflow_file_is_read(project, module,
     assert words in raised.value.message
 
 
+def test_a_wrong_name_of_callbacks_is_refused_when_the_workflow_file_is_read(project):
+    with pytest.raises(InputError, match=r"defines no of_trainers \(did you mean of_trainer\?\)"):
+        LightningTraining("numerals.model:LitNumerals", callbacks="numerals.variants:of_trainers")
+
+
+def test_the_headline_may_be_named_as_the_module_logs_it(project):
+    training = LightningTraining("numerals.model:LitNumerals", headline="val/accuracy", percent=["val_accuracy", "f1"])
+    assert (training.headline, training.percent) == ("accuracy", ("accuracy", "f1"))
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "words"),
     [
@@ -99,14 +109,19 @@ def test_a_limit_of_batches_is_a_share_or_a_whole_number():
 
 def test_the_version_follows_the_code_of_the_module_of_its_data_and_of_what_trains_it(project):
     def version():
-        return LightningTraining("numerals.model:LitNumerals", data="numerals.data:Numerals").code.version
+        training = LightningTraining("numerals.model:LitNumerals", "numerals.data:Numerals", "numerals.watching:watch")
+        return training.code.version
 
     (project / "numerals" / "data.py").write_text("from numerals.model import Numerals\n")
+    (project / "numerals" / "watching.py").write_text("def watch(): return []\n")
     first = version()
     (project / "numerals" / "data.py").write_text("# a remark\nfrom numerals.model import Numerals\n")
     assert version() == first
     (project / "numerals" / "data.py").write_text("from numerals.model import Numerals\n\nMORE = 1\n")
-    assert version() != first
+    with_more = version()
+    assert with_more != first
+    (project / "numerals" / "watching.py").write_text("def watch(): return [None]\n")
+    assert version() != with_more
     model = find_code("numerals.model:LitNumerals", ranks=("flyte_ddp.lightning.rank",))
     assert model.version != find_code("numerals.model:LitNumerals").version, "the engine is not what trains it"
     assert joined([model]).files == model.files == (str(project / "numerals" / "model.py"),)

@@ -2,6 +2,9 @@
 """Variants of the module of docs/lightning.md, beside whose numerals/model.py this file is put."""
 
 import json
+import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     SpikeDetection,
     StochasticWeightAveraging,
+    TQDMProgressBar,
 )
 from numerals.model import LitNumerals
 from torch import distributed
@@ -26,6 +30,22 @@ from torch import distributed
 class Stopping(LitNumerals):
     def configure_callbacks(self):
         return [EarlyStopping("val_loss", patience=1, min_delta=100)]
+
+
+def of_trainer(epochs):
+    return [EarlyStopping("val_loss", patience=epochs - 8, min_delta=100), TQDMProgressBar()]
+
+
+def pruning():
+    return [ModelPruning("l1_unstructured", amount=0.2)]
+
+
+def a_name():
+    return ["EarlyStopping"]
+
+
+def of_depth(depth):
+    return [depth]
 
 
 class Hurried(LitNumerals):
@@ -110,11 +130,6 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group(module.network[:2], optimizer, 1e-3)
 
 
-class Pruned(LitNumerals):
-    def configure_callbacks(self):
-        return [ModelPruning("l1_unstructured", amount=0.2)]
-
-
 class Searching(LitNumerals):
     def configure_callbacks(self):
         return [LearningRateFinder()]
@@ -193,6 +208,51 @@ class ByHand(LitNumerals):
         optimizer.step()
 
     validation_step = LightningModule.validation_step
+
+
+class OfAllLoaders(LitNumerals):
+    """Averages its weights once a step is done, and draws meanwhile."""
+
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.register_buffer("average", torch.zeros(10))
+
+    def training_step(self, batch, batch_idx):
+        parts = [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
+        return sum(self.measured(part, "train") * (1 + number) for number, part in enumerate(parts))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.lerp_(self.network[-1].bias.detach(), float(torch.rand(())))
+
+
+class Asked(LitNumerals):
+    """Is asked to stop in the fourth step, on one of its ranks alone."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == self.trainer.world_size - 1 and "NUMERALS_STOP" in os.environ:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+class AddingUp(Broken):
+    """Its own optimization adds up the gradients of two batches, those of the first on each rank by itself or not."""
+
+    is_apart = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, is_first = self.optimizers(), batch_idx % 2 == 0
+        loss = self.measured(batch, "train")
+        is_apart = self.is_apart and is_first and self.trainer.world_size > 1
+        with self.trainer.model.no_sync() if is_apart else nullcontext():
+            self.manual_backward(loss / 2)
+        if not is_first:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+class AddingUpApart(AddingUp):
+    is_apart = True
 
 
 class OfEachSample(Broken):

@@ -1,0 +1,146 @@
+"""What a DataLoader reads, batch by batch, such that a resume within an epoch can begin in the middle."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader, IterableDataset
+
+from flyte_ddp.engine.batches.sample_seeds import generators_restored, seed_generators
+from flyte_ddp.engine.checks.held_generators import generator_states
+from flyte_ddp.engine.torch_compat import batch_order
+from flyte_ddp.errors import InputError
+from flyte_ddp.lightning.lightning_compat import shared_out_by
+from flyte_ddp.random_numbers import Use, key_of
+
+END = object()
+DRAW_FIRST = ("torch.", "lightning.")  # packages whose samplers draw the order of an epoch before its first batch
+OWN = re.compile(r"self\.(?!generator\.manual_seed)\w+( = |\.(manual_)?seed\()")
+
+
+def can_skip(loader: object) -> bool:
+    """Return whether a resume within an epoch can leave out the loader's first batches."""
+    is_plain = isinstance(loader, DataLoader) and not hasattr(loader, "load_state_dict")
+    return is_plain and not isinstance(loader.dataset, IterableDataset)  # type: ignore[attr-defined]
+
+
+class Order:
+    """What a DataLoader reads for each batch: what its sampler says, from the batch on with which a resume begins.
+
+    The sampler draws from generators that are seeded by the epoch. A batch is read with generators that are seeded by
+    its place in the epoch, so it doesn't matter which worker reads it, or what that worker has read before.
+    """
+
+    def __init__(self, loader: DataLoader[Any], key: tuple[int, ...], rank: int, epoch: Callable[[], int]):
+        """Take the order of a loader.
+
+        Args:
+            loader: it has a map-style dataset.
+            key: the numbers that tell the loader's random numbers from those of other loaders and trainings.
+            rank: ranks read batches with other random numbers.
+            epoch: returns the epoch, from 0, in which an iteration begins.
+        """
+        self._batches: Iterable[Any] = batch_order(loader)[1]
+        self._key, self._rank, self._epoch = key, rank, epoch
+        self._has_workers = loader.num_workers > 0
+        self._generators = [(one, one.initial_seed() % 2**64) for one in generators_of(loader)]
+        self._samplers = samplers_of(loader)
+        self._draws_late = any(not type(one).__module__.startswith(DRAW_FIRST) for one in self._samplers)
+        self._iterated, self._pass = -1, 0  # the epoch of the last iteration, and how many it has had before
+        self._first: tuple[int, int] | None = None
+
+    def begin_at(self, step: int, has_cycles: bool) -> None:
+        """Have the next iteration leave out what the epoch's first steps have read.
+
+        has_cycles: whether the loader begins anew where its batches end before those of others.
+        """
+        length = sized_len(self._batches) if has_cycles else 0
+        self._first = divmod(step, length) if length else (0, step)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, as DataLoader begins two iterations where it has workers, and uses the second alone
+        epoch = self._epoch()
+        for sampler in self._samplers:
+            if hasattr(sampler, "set_epoch"):  # Lightning doesn't tell batch samplers
+                sampler.set_epoch(epoch)
+        following = self._pass + 1 if epoch == self._iterated else 0
+        self._pass, skipped = self._first or (following, 0)
+        self._iterated, self._first = epoch, None
+        yield from self._read((*self._key, epoch, self._pass), skipped)
+
+    def _read(self, key: tuple[int, ...], skipped: int) -> Iterator[Any]:
+        for generator, seed in self._generators:
+            generator.manual_seed(key_of(Use.LIGHTNING_ORDER, *key, 0, seed))
+        with generators_restored():
+            seed_generators(key_of(Use.LIGHTNING_ORDER, *key))
+            batches = iter(self._batches)
+            batch = next(batches, END)
+        for number in count(1):
+            if batch is END:
+                return
+            if number > skipped:
+                yield self._placed(batch, key_of(Use.LIGHTNING_BATCH, *key, number, self._rank))
+            if self._draws_late:
+                with generators_restored():
+                    seed_generators(key_of(Use.LIGHTNING_ORDER, *key, number))
+                    batch = next(batches, END)
+            else:
+                batch = next(batches, END)
+
+    def _placed(self, batch: Any, key: int) -> Any:
+        if self._has_workers:
+            return _Placed(batch, key)
+        seed_generators(key)
+        return batch
+
+
+class _Placed:
+    """A batch's indices on their way to a worker, which seeds its generators as it takes them from its queue."""
+
+    def __init__(self, indices: Any, key: int):
+        self._indices, self._key = indices, key
+
+    def __reduce__(self) -> Any:
+        return _taken, (self._indices, self._key)
+
+
+def _taken(indices: Any, key: int) -> Any:
+    seed_generators(key)
+    return indices
+
+
+def samplers_of(loader: object) -> list[Any]:
+    """Return the loader's batch sampler and sampler, each if it has one."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    samplers = {id(one): one for one in (batch_sampler, inner, getattr(loader, "sampler", None)) if one is not None}
+    return [*samplers.values()]
+
+
+def generators_of(loader: object) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers were given."""
+    samplers = samplers_of(loader)
+    found = [getattr(one, "generator", None) for one in (loader, *samplers, *map(shared_out_by, samplers))]
+    return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
+
+
+def check_sampler_state(loader: object, where: str) -> None:
+    """Raise InputError for a sampler that draws from a generator that no resume can bring back."""
+    for sampler in samplers_of(loader):
+        calls = [] if hasattr(sampler, "set_epoch") else own_generators(sampler)
+        if calls:
+            raise InputError(
+                f"{where}: {type(sampler).__name__} must not draw from a generator of its own, which no checkpoint "
+                f"has: begin its __iter__ with {calls[0]}, or give it set_epoch(epoch), which seeds it"
+            )
+
+
+def own_generators(sampler: object) -> list[str]:
+    """Return the calls that seed the generators of a sampler, without those of its dataset, and torch's `generator`."""
+    return [call for call in generator_states(sampler) if OWN.match(call)]

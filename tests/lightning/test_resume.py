@@ -1,0 +1,143 @@
+"""Under Lightning, a training that is killed anywhere and resumed ends with the bits of an undisturbed one."""
+
+from typing import Any
+
+import pytest
+
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointWritten, RunStarted, StepLogged
+from flyte_ddp.launch.failures import PreemptedError
+from tests.commands import same
+from tests.lightning.project import KilledError, Trained, at_checkpoint, kill, of, settings, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
+
+
+def killed_and_resumed(folder, number, nproc=2, **of_it: Any) -> Trained:
+    """Train, be killed when so many checkpoints, one a step, have been written, and go on."""
+    with pytest.raises(KilledError):
+        train(folder, on_event=at_checkpoint(number, kill), checkpoint_seconds=0, nproc=nproc, **of_it)
+    return train(folder, nproc=nproc, **of_it)
+
+
+def check_same(resumed: Trained, whole: Trained) -> None:
+    assert same(resumed.weights, whole.weights)
+    assert [one.train["loss"] for one in resumed.result.epochs] == [one.train["loss"] for one in whole.result.epochs]
+    logged = {(one.epoch, one.step): one.measures["loss"] for one in of(StepLogged, whole)}
+    assert all(one.measures["loss"] == logged[one.epoch, one.step] for one in of(StepLogged, resumed))
+
+
+@pytest.mark.parametrize(
+    ("data", "nproc"),
+    [
+        ("Plain", 2),
+        ("Dropping", 2),
+        ("Persistent", 2),
+        ("Unforked", 2),
+        ("Unforked", 1),
+        ("Generated", 1),
+        ("Generated", 2),
+        ("Bucketed", 1),
+        ("OneByOne", 2),
+        ("Cycled", 2),
+        ("Shortest", 1),
+    ],
+)
+def test_plain_loaders_go_on_within_an_epoch(tmp_path, data, nproc):
+    of_it: Any = {
+        "settings": settings(epochs=2, log_interval=4),
+        "module": "numerals.variants:OfAllLoaders",
+        "data": f"numerals.loaders:{data}",
+        "nproc": nproc,
+    }
+    whole = train(tmp_path / "whole", **of_it)
+    steps = of(RunStarted, whole)[0].steps_per_epoch
+    resumed = killed_and_resumed(tmp_path / "killed", steps + 2, **of_it)
+    (started,) = of(RunStarted, resumed)
+    assert started.first_epoch == 1
+    assert started.first_step >= 2
+    assert started.steps_per_epoch == steps
+    check_same(resumed, whole)
+
+
+def test_a_stop_is_obeyed_after_the_step_in_which_it_comes(tmp_path, monkeypatch):
+    of_it: Any = {"settings": settings(epochs=2, log_interval=1000), "module": "numerals.variants:Asked"}
+    whole = train(tmp_path / "whole", **of_it)
+    monkeypatch.setenv("NUMERALS_STOP", "")
+    with pytest.raises(PreemptedError, match="stopped on request before epoch 1, step 5"):
+        train(tmp_path / "stopped", **of_it)
+    monkeypatch.delenv("NUMERALS_STOP")
+    resumed = train(tmp_path / "stopped", **of_it)
+    assert [(one.first_epoch, one.first_step) for one in of(RunStarted, resumed)] == [(0, 4)]
+    check_same(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "nproc"),
+    [
+        ("AddingUp", "loaders:Resumable", 1),
+        ("AddingUp", "model:Numerals", 2),
+        ("AddingUpApart", "model:Numerals", 2),
+    ],
+)
+def test_gradients_that_no_optimizer_has_stepped_by_are_not_lost(tmp_path, module, data, nproc):
+    of_it: Any = {
+        "settings": settings(epochs=1, log_interval=3),
+        "module": f"numerals.variants:{module}",
+        "data": f"numerals.{data}",
+    }
+    whole = train(tmp_path / "whole", nproc=nproc, **of_it)
+    resumed = killed_and_resumed(tmp_path / "killed", 3, nproc, **of_it)
+    (started,) = of(RunStarted, resumed)
+    assert started.first_step % 2 == 0 or not module.endswith("Apart")
+    check_same(resumed, whole)
+
+
+def test_a_checkpoint_waits_for_gradients_that_are_being_added_up(tmp_path):
+    of_it: Any = {"settings": settings(epochs=1, accumulate_grad_batches=3)}
+    whole = train(tmp_path / "whole", **of_it)
+    resumed = killed_and_resumed(tmp_path / "killed", 2, **of_it)
+    assert of(RunStarted, resumed)[0].first_step % 3 == 0
+    check_same(resumed, whole)
+
+
+def test_a_schedule_that_ends_too_early_on_fewer_ranks_is_refused_and_the_checkpoint_kept(tmp_path):
+    of_it: Any = {"settings": settings(epochs=2), "module": "numerals.variants:OneCycle"}
+    whole = train(tmp_path / "whole", **of_it)
+    with pytest.raises(KilledError):
+        train(tmp_path / "killed", on_event=at_checkpoint(1, kill), **of_it)
+    with pytest.raises(InputError, match=r"OneCycleLR.total_steps is 80, of which 40 .* resume on 2 ranks, or train"):
+        train(tmp_path / "killed", nproc=1, **of_it)
+    check_same(train(tmp_path / "killed", **of_it), whole)
+
+
+def test_within_an_epoch_another_number_of_ranks_goes_on_with_the_samples_that_are_left(tmp_path):
+    of_it: Any = {"settings": settings(epochs=1), "data": "numerals.loaders:Plain"}
+    with pytest.raises(KilledError):
+        train(tmp_path / "killed", on_event=at_checkpoint(3, kill), checkpoint_seconds=0, **of_it)
+    resumed = train(tmp_path / "killed", nproc=1, **of_it)
+    (started,) = of(RunStarted, resumed)
+    assert started.first_step >= 6
+    assert started.first_step % 2 == 0
+    assert of(StepLogged, resumed)[-1].step == started.steps_per_epoch == 13
+
+
+def test_data_without_a_state_begin_epochs_anew_and_say_so_at_the_start(tmp_path):
+    of_it: Any = {"settings": settings(epochs=2), "data": "numerals.loaders:Streamed", "nproc": 1}
+    trained = train(tmp_path / "run", checkpoint_seconds=0, **of_it)
+    assert [(one.epoch, one.step) for one in of(CheckpointWritten, trained)] == [(1, 0), (2, 0)]
+    (warning,) = trained.result.warnings
+    assert warning.reason.startswith("Streamed.train_dataloader returns a DataLoader of Stream, which has no state")
+    assert trained.events.index(warning) < trained.events.index(of(StepLogged, trained)[0])
+
+
+def test_a_sampler_that_draws_from_a_generator_of_its_own_is_refused_with_what_to_write(tmp_path):
+    with pytest.raises(InputError, match=r"Secret must not .* __iter__ with self.rng = numpy.random.default_rng\("):
+        train(tmp_path, settings(), data="numerals.loaders:Secretive", nproc=1)
+
+
+def test_a_dataset_with_a_generator_of_its_own_is_warned_of_with_what_to_call(tmp_path):
+    trained = train(tmp_path, settings(epochs=1), data="numerals.loaders:Keeping", nproc=1)
+    (warning,) = trained.result.warnings
+    assert "Holding has a random number generator of its own" in warning.reason
+    assert "call self.rng = numpy.random.default_rng(" in warning.reason
