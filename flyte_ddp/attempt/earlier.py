@@ -1,4 +1,4 @@
-"""What the attempts before have left of their progress, from which it follows where their seconds have gone."""
+"""What the attempts before have left of their progress, and in TensorBoard's file."""
 
 import os
 import tempfile
@@ -9,6 +9,8 @@ from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.run import Run
 from flyte_ddp.report.goodput import Attempt
 from flyte_ddp.report.progress import FILE, attempts_in
+from flyte_ddp.report.record import RunInfo
+from flyte_ddp.report.tensorboard import events_file
 from flyte_ddp.whole_files import temporary_beside
 
 
@@ -29,10 +31,33 @@ def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt
 def leave_progress(platform: Platform, run: Run) -> None:
     """Keeps a local run's beside its checkpoint, for the run that goes on from there; elsewhere the logs stay."""
     if platform.is_local():
-        path = _beside_checkpoint(run)
+        _link(run.logs.folder / FILE, _beside_checkpoint(run))
+
+
+def share_events(platform: Platform, run: Run, info: RunInfo) -> None:
+    """Have this attempt go on with the TensorBoard file of the attempts before, if there is one."""
+    if info.options.tracking != "tensorboard":
+        return
+    file = events_file(info)
+    with suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+    if platform.is_local():
+        beside = run.store.path.with_name(file.name)
         with suppress(OSError):
-            os.link(run.logs.folder / FILE, linked := temporary_beside(path))
-            os.replace(linked, path)
+            beside.touch()
+        _link(beside, file)
+        return
+    for place in (platform.logs_url, platform.previous_logs_url):
+        with suppress(Exception):
+            platform.get(f"{place()}/{file.relative_to(run.logs.folder).as_posix()}", file)
+            return
+
+
+def _link(file: Path, other: Path) -> None:
+    """Give the file another name, if the disk can."""
+    with suppress(OSError):
+        os.link(file, linked := temporary_beside(other))
+        os.replace(linked, other)
 
 
 def _beside_checkpoint(run: Run) -> Path:

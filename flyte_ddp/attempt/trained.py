@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore
-from flyte_ddp.attempt.earlier import earlier_attempts, leave_progress
+from flyte_ddp.attempt.earlier import earlier_attempts, leave_progress, share_events
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.restarts import Start
 from flyte_ddp.attempt.run import Run, training_run
@@ -102,6 +102,7 @@ def train_by(
             options = replace(options, resume_from="")
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run, job.launched - started)
+        share_events(platform, run, info)
         publish = platform.publisher("Training")
         goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run, options.resume))
         with Observers(

@@ -39,6 +39,13 @@ def folder_of(run) -> Path:
     return Path(model).parent
 
 
+def events_in(logs: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = (logs / "tensorboard").iterdir()
+    return EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+
+
 def losses_of(run, name):
     (found,) = re.findall(rf"{name}=\[([^]]*)]", run.stdout)
     return [float(loss) for loss in found.split(", ")]
@@ -76,8 +83,6 @@ def test_the_exported_network_has_the_reported_loss(by_pyflyte):
 
 @pytest.mark.slow
 def test_the_report_shows_reconstructions_and_codes_and_the_tracker_has_step_and_epoch_losses(by_pyflyte):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder = folder_of(by_pyflyte)
     report = (folder / "report.html").read_text()
     assert report.count('and reconstructed"') == 10
@@ -86,7 +91,7 @@ def test_the_report_shows_reconstructions_and_codes_and_the_tracker_has_step_and
     assert len(report) < 1_000_000
     assert not re.search(r'(src|href)="https?:', report)
 
-    written = EventAccumulator(str(folder / "logs" / "tensorboard")).Reload()
+    written = events_in(folder / "logs")
     assert len(written.Scalars("train/loss")) == 2 * (74 // 10 + 1)
     values = [scalar.value for scalar in written.Scalars("validation/loss")]
     assert values == pytest.approx(losses_of(by_pyflyte, "validation_losses"))
@@ -112,21 +117,24 @@ def test_one_and_three_ranks_give_the_same_as_two(by_pyflyte, monkeypatch):
 
 @pytest.mark.slow
 def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
-    hp = AutoencoderHyperparameters(epochs=12, batch_size=100, learning_rate=0.01)
+    hp = AutoencoderHyperparameters(epochs=40, batch_size=100, learning_rate=0.01)
     inputs = {"hp": literal(hp), "data": small_dataset(tmp_path / "small")}
-    inputs["options"] = literal(LightningOptions(tracking="off"))
+    inputs["options"] = literal(LightningOptions(tracking="tensorboard"))
     task = package_for_here().tasks["workflows.autoencoder.autoencoder_task"]
     data = FlyteDirectory(str(tmp_path / "small"), remote_directory=False)
     undisturbed = autoencoder_task(hp=hp, data=data, options=LightningOptions(tracking="off"))
 
     first = Pod(task, inputs, tmp_path / "killed")
-    first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint"))
+    first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint") and any(first.logs.glob("tensorboard/*")))
     second = Pod(task, inputs, tmp_path / "retried", previous=first)
     outputs = second.run()
     assert "resuming from the checkpoint: epoch " in second.log
     for losses in ("train_losses", "validation_losses"):
         found = [value.scalar.primitive.float_value for value in outputs[losses].collection.literals]
         assert found == getattr(undisturbed, losses), "bit for bit"
+    steps = [one.step for one in events_in(second.logs).Scalars("train/loss")]
+    assert len(steps) == len({*steps}), "none is written twice"
+    assert steps[0] == 10, "the file of the first attempt goes on"
 
 
 # --- bad input ---

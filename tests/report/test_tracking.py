@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
 import resource
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flyte_ddp.attempt.earlier import share_events
+from flyte_ddp.attempt.run import training_run
+from flyte_ddp.attempt.trained import tracking_id_of
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
+from flyte_ddp.flyte1 import platform
 from flyte_ddp.report import wandb_run
 from flyte_ddp.report.mlflow_run import name_of
 from flyte_ddp.report.record import RunFinished
+from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.tracking import choose_tracking, open_tracker
 from flyte_ddp.settings import RunOptions
+from tests.attempt.test_failures import local_task
 from tests.engine.probe_recipes import Named
 from tests.report.track import Told, tell_tracker
 from tests.report.wandb_file import Logged
@@ -246,6 +254,51 @@ def test_tensorboard_files_say_what_was_trained(recorded, track):
     assert "hyperparameters" in read.Tags()["tensors"]
     digests = [event.tensor_proto.string_val[0].decode() for event in read.Tensors("weights_digest")]
     assert digests == [epoch.digest for epoch in epochs]
+
+
+def test_a_resumed_training_writes_no_step_twice_after_what_a_killed_one_has_left(recorded, tmp_path):
+    (tmp_path / "whole").mkdir()
+    whole = tell_tracker(recorded, tmp_path / "whole", {"tracking": "tensorboard"})
+    count = recorded.events.index(recorded.of(StepLogged)[3])
+    killed = tell_tracker((recorded.info, recorded.events[:count]), tmp_path, {"tracking": "tensorboard"})
+    (file,) = (killed.logs / "tensorboard").iterdir()
+    os.truncate(file, file.stat().st_size - 3)
+    resumed = tell_tracker(recorded, tmp_path, {"tracking": "tensorboard"})
+    assert [*(resumed.logs / "tensorboard").iterdir()] == [file]
+    for tag in ("train/loss", "train/learning_rate", "test/accuracy"):
+        points = [[(one.step, one.value) for one in scalars_of(told).Scalars(tag)] for told in (resumed, whole)]
+        assert points[0] == points[1]
+    assert len(scalars_of(resumed).Tensors("hyperparameters")) == 1
+
+
+def test_a_local_attempt_goes_on_with_the_file_of_one_that_was_killed(recorded, tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
+    folders, key = [], "0123456789abcdef"
+    for events in (recorded.events[:5], recorded.events):
+        with (
+            suppress(KeyboardInterrupt),
+            local_task(),
+            training_run(platform, "digits", "0123456789abcdef", True) as run,
+        ):
+            info = dataclasses.replace(
+                recorded.info,
+                logs=run.logs.folder,
+                tracking_id=tracking_id_of(platform, key, run.store.path),
+                options=RunOptions(tracking="tensorboard"),
+            )
+            share_events(platform, run, info)
+            tracker = TensorBoard(info)
+            run.store.path.touch()  # the checkpoint, without which nothing is resumed
+            for event in events:
+                tracker(event)
+            tracker.close()
+            folders.append(run.logs.folder)
+            if events is not recorded.events:
+                raise KeyboardInterrupt
+    assert not folders[0].exists()
+    steps = [one.step for one in scalars_of(Told([], "", folders[1])).Scalars("train/loss")]
+    assert steps == [one.epoch * 10 + one.step for one in recorded.of(StepLogged)]
+    assert len([*(folders[1] / "tensorboard").iterdir()]) == 1
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # the traceback of a thread
