@@ -6,8 +6,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
 
 from flyte_ddp.engine.torch_compat import last_layers_first, settle_buckets
 
@@ -27,8 +28,8 @@ def settle_buckets_of(strategy: Strategy) -> None:
     strategy._setup_model = replicated  # type: ignore[method-assign]
 
 
-def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Have each training step begin with a call, once all that belongs to the last step is done.
+def around_each_step(trainer: Trainer, begin: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
+    """Call one function before each training step, and another after it, once all that belongs to the step is done.
 
     Lightning has no hook there: its last one, on_train_batch_end of the module, comes after those of callbacks. Its own
     look for a SIGTERM, for which the host waits in each step, is left out.
@@ -37,8 +38,9 @@ def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
     advance = loop.advance
 
     def advanced(data_fetcher: Any) -> None:
-        call()
+        begin()
         advance(data_fetcher)
+        end()
 
     loop.advance = advanced  # type: ignore[method-assign]
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -47,6 +49,44 @@ def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
 def epochs_done(trainer: Trainer) -> int:
     """Return the number of epochs whose steps are done, which at their ends is more than trainer.current_epoch."""
     return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+
+
+def logged_in_epoch(trainer: Trainer) -> dict[str, list[Tensor]]:
+    """Return by key the sums of what self.log has been given in the epoch's training: value, and weight of a mean."""
+    results = trainer.fit_loop.epoch_loop._results
+    return {key: _sums(one) for key, one in results.items() if one.is_tensor and one.meta.on_epoch}
+
+
+def _sums(result: Any) -> list[Tensor]:
+    return [result.value, result.cumulated_batch_size] if result.meta.is_mean_reduction else [result.value]
+
+
+def add_to_logged(trainer: Trainer, sums: dict[str, list[Tensor]]) -> None:
+    """Add sums of earlier steps to those that Lightning has begun since, and take them out of the dict.
+
+    Lightning makes a sum when something is logged for the first time. Two numbers have the same sum in either order.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+    for key in sums.keys() & results.keys():
+        result, (value, *weight) = results[key], sums.pop(key)
+        if result.meta.is_mean_reduction or result.meta.is_sum_reduction:
+            result.value = result.value + value
+        else:
+            result.value = result.meta.reduce_fx(result.value, value)
+        if weight:
+            result.cumulated_batch_size = result.cumulated_batch_size + weight[0]
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return the sums of a metric of torchmetrics; a list of what all samples have is left out."""
+    sums = {name: value for name, value in metric.metric_state.items() if isinstance(value, Tensor)}
+    return {**sums, "_update_count": metric._update_count}
+
+
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Restore the sums of a metric."""
+    for name, value in state.items():
+        setattr(metric, name, value)
 
 
 def set_steps_done(trainer: Trainer, steps: int) -> None:

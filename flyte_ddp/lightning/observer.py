@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from torch import distributed
 
 from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
@@ -21,7 +20,7 @@ from flyte_ddp.engine.hosts.unlike import unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
-from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, MOST_WAITED, Optimizers
+from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, digests_of
@@ -29,10 +28,11 @@ from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
+from flyte_ddp.lightning.epoch_state import EpochState, Window
 from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.forgotten import check_callbacks, forgotten, remember
 from flyte_ddp.lightning.job import LightningJob
-from flyte_ddp.lightning.lightning_compat import before_each_step
+from flyte_ddp.lightning.lightning_compat import around_each_step
 from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
 from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
@@ -70,15 +70,11 @@ class RankObserver(Checkpoint):
             epochs=job.settings.epochs, remedies="lower the learning rate, or set gradient_clip_val"
         )
         self._so_far = dict(NOTHING)  # of this epoch
-        self._window: list[tuple[torch.Tensor | None, int]] = []  # loss and samples of each step since the last look
-        # Losses and samples of the steps between a look and a checkpoint within the epoch, for each rank
-        self._windows: list[list[tuple[float | None, int]]] = []
-        self._window_seconds = 0.0
+        self._within: dict[str, Any] = {}  # what a checkpoint within an epoch has of it
         self.position = 0, 0  # epoch and step of the last checkpoint
         self._norm = 0.0
         self._steps = 0  # of this epoch, that are done
-        self._owes_checkpoint, self._waited = False, 0  # steps that the checkpoint has waited for
-        self._gradients: dict[int, torch.Tensor] = {}  # that no optimizer has stepped by, in a checkpoint
+        self._owes_checkpoint = False
         self.started: RunStarted | None = None
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
@@ -88,8 +84,8 @@ class RankObserver(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         epochs = [asdict(epoch) for epoch in self.epochs]
         so_far = {"so_far": self._so_far, "position": list(self.position), "forgotten": forgotten(self._trainer)}
-        window = {"windows": self._windows, "window_seconds": self._window_seconds, "gradients": self._gradients}
-        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.loss_monitor.state_dict(), **so_far, **window}
+        so_far["within"] = self._within
+        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.loss_monitor.state_dict(), **so_far}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epochs = [EpochFinished(**epoch) for epoch in state_dict["epochs"]]
@@ -100,8 +96,7 @@ class RankObserver(Checkpoint):
         self.position = epoch, step * ranks // self._environment.world.size
         self._so_far = dict(state_dict["so_far"])
         self._forgotten = state_dict.get("forgotten", {})
-        self._windows, self._gradients = state_dict["windows"], state_dict["gradients"]
-        self._window_seconds = state_dict["window_seconds"]
+        self._within = state_dict["within"]
 
     # --- before the steps ---
 
@@ -119,13 +114,9 @@ class RankObserver(Checkpoint):
         self._keep_signal_handler()
         if self._forgotten:
             remember(trainer, self._forgotten, is_within_epoch=self.position[1] > 0)
-        self._optimizers = Optimizers({str(number): one for number, one in enumerate(trainer.optimizers)})
-        for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(self._optimizers.stepped)
-        self._optimizers.put_back(self._gradients)
+        self._epoch_state = EpochState(trainer, module, self._within.get("state", {}))
         self._requests = Requests(trainer.strategy.root_device)
-        self._window = self._own_window(trainer.strategy.root_device)
-        before_each_step(trainer, lambda: self._between_steps(trainer, module))
+        around_each_step(trainer, lambda: self._between_steps(trainer, module), self._epoch_state.end_step)
         if trainer.num_training_batches == float("inf"):
             raise InputError(
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
@@ -134,7 +125,8 @@ class RankObserver(Checkpoint):
         self.loss_monitor.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
         self._files.check(trainer)
         self._saved = time.monotonic()
-        self._looked = self._saved - self._window_seconds
+        self._looked = self._saved - self._within.get("seconds", 0.0)
+        self._within = {}
         self.start(trainer)
 
     def start(self, trainer: Trainer) -> RunStarted:
@@ -176,7 +168,7 @@ class RankObserver(Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clock.lap(StepPart.DATA)
-        self._optimizers.begin_step()
+        self._epoch_state.begin_step()
         if not self._is_compared:
             self._is_compared = True
             self._warn(trainer.current_epoch, problems_of_ranks(batch, self._environment.world.size))
@@ -199,9 +191,10 @@ class RankObserver(Checkpoint):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         # of each sample, perhaps, where the module optimizes by itself
         loss = None if loss is None else loss.detach().float().mean() * trainer.accumulate_grad_batches
-        self._window.append((loss, _samples_in(batch)))
+        samples = _samples_in(batch)
+        self._epoch_state.window.append((loss, samples))
         self._clock.lap(StepPart.COMPUTING)
-        self._clock.samples += self._window[-1][1]
+        self._clock.samples += samples
         self._clock.steps += 1
         self._steps = batch_idx + 1
         if self._is_looking:
@@ -252,7 +245,8 @@ class RankObserver(Checkpoint):
 
         Raises NonFiniteError, the same on all ranks.
         """
-        window, self._window, rank, size = self._window, [], self._environment.rank, self._environment.world.size
+        window, self._epoch_state.window = self._epoch_state.window, []
+        rank, size = self._environment.rank, self._environment.world.size
         local = {
             "loss": _total(window),
             "weight": sum(samples for loss, samples in window if loss is not None),
@@ -270,7 +264,7 @@ class RankObserver(Checkpoint):
             raise NonFiniteError.in_step("gradient", list(range(size)), epoch, step)
         return dict(zip(local, totals, strict=False))
 
-    # --- between steps ---
+    # --- between two steps ---
 
     def _between_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Save, and stop, if a rank asks for it; a collective. Raises StopRequested."""
@@ -280,48 +274,21 @@ class RankObserver(Checkpoint):
         is_saved = (epoch, steps) == self.position
         self._owes_checkpoint |= asked.stop or asked.save
         can_save = self._owes_checkpoint and not self._loaders.begins_epochs_anew and not is_saved
-        if can_save and self._waits(trainer, steps):
+        if can_save and self._epoch_state.waits(steps):
             return
         if can_save:
             self._save_within(trainer, module, epoch, steps)
         if asked.stop:
             raise StopRequested(epoch, steps)
 
-    def _waits(self, trainer: Trainer, steps: int) -> bool:
-        """Return whether a checkpoint has to wait for gradients that differ between ranks; a collective.
-
-        A checkpoint keeps gradients in which the ranks agree. The wait has an end, as some gradients are never used.
-        """
-        if trainer.lightning_module.automatic_optimization:
-            return steps % trainer.accumulate_grad_batches > 0
-        for idle_alone in (False, True):
-            self._gradients = self._optimizers.pending(idle_alone)
-            if not differ_between_ranks(self._gradients.values(), trainer.strategy.root_device):
-                return False
-        self._gradients = {}
-        self._waited += 1
-        if self._waited == MOST_WAITED:
-            self._warn(trainer.current_epoch, [LEFT_OUT])
-        return self._waited < MOST_WAITED
-
     def _save_within(self, trainer: Trainer, module: LightningModule, epoch: int, steps: int) -> None:
         """Save a checkpoint within an epoch; a collective. Raises NonFiniteError."""
-        trained = {**self._validation.trained(), "loss": _total(self._window)}
+        trained = {**self._validation.trained(), "loss": _total(self._epoch_state.window)}
         check_finite(trainer, module, trained, {}, epoch, steps)
-        own = [(None if loss is None else loss.item(), samples) for loss, samples in self._window]
-        self._windows = [[] for _ in range(self._environment.world.size)]
-        distributed.all_gather_object(self._windows, own)
-        self._window_seconds = time.monotonic() - self._looked
+        if self._epoch_state.has_given_up and all(one.reason != LEFT_OUT for one in self.loss_monitor.warnings):
+            self._warn(epoch, [LEFT_OUT])
+        self._within = {"state": self._epoch_state.gather(), "seconds": time.monotonic() - self._looked}
         self._save(trainer, epoch, steps)
-
-    def _own_window(self, device: torch.device) -> list[tuple[torch.Tensor | None, int]]:
-        """Return this rank's part of the checkpoint's window; on another number of ranks rank 0 has all of it."""
-        size, rank = self._environment.world.size, self._environment.rank
-        windows = self._windows
-        if len(windows) != size:
-            windows = [[step for window in windows for step in window]] + [[]] * (size - 1)
-        self._windows = []
-        return [(None if loss is None else torch.tensor(loss, device=device), count) for loss, count in windows[rank]]
 
     # --- epochs ---
 
@@ -340,7 +307,7 @@ class RankObserver(Checkpoint):
         self._looked += seconds
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._window:  # the module, or a callback such as Timer, has ended the epoch before its last batch
+        if self._epoch_state.window:  # the module, or a callback such as Timer, has ended the epoch early
             self._look(trainer, is_last=True)
         epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
         loss = _mean(so_far["loss"], so_far["weight"])
@@ -386,8 +353,7 @@ class RankObserver(Checkpoint):
         trainer.save_checkpoint(self._job.checkpoint_path)
         self._saved = time.monotonic()
         self._looked += self._saved - started
-        self._owes_checkpoint, self._waited = False, 0
-        self._windows, self._window_seconds, self._gradients = [], 0.0, {}
+        self._owes_checkpoint, self._within = False, {}
         self._requests.readback.clear()
 
 
@@ -396,7 +362,7 @@ def _mean(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
 
 
-def _total(window: Sequence[tuple[torch.Tensor | None, int]]) -> float:
+def _total(window: Window) -> float:
     """Return the sum of the losses, each times its samples."""
     losses = [loss * samples for loss, samples in window if loss is not None]
     return torch.stack(losses).sum().item() if losses else 0.0

@@ -22,7 +22,7 @@ def killed_and_resumed(folder, number, nproc=2, **of_it: Any) -> Trained:
 
 def check_same(resumed: Trained, whole: Trained) -> None:
     assert same(resumed.weights, whole.weights)
-    assert [one.train["loss"] for one in resumed.result.epochs] == [one.train["loss"] for one in whole.result.epochs]
+    assert [one.train for one in resumed.result.epochs] == [one.train for one in whole.result.epochs]
     logged = {(one.epoch, one.step): one.measures["loss"] for one in of(StepLogged, whole)}
     assert all(one.measures["loss"] == logged[one.epoch, one.step] for one in of(StepLogged, resumed))
 

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from numerals.model import LitNumerals
 from torch import distributed
+from torchmetrics.classification import MulticlassAccuracy
 
 
 class Stopping(LitNumerals):
@@ -216,13 +217,19 @@ class OfAllLoaders(LitNumerals):
     def __init__(self, width, learning_rate):
         super().__init__(width, learning_rate)
         self.register_buffer("average", torch.zeros(10))
+        self.right = MulticlassAccuracy(10, average="micro")
 
     def training_step(self, batch, batch_idx):
         parts = [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
+        inputs, labels = parts[-1]
+        self.right(self.network(inputs), labels)
+        self.log("train_right", self.right, on_step=False, on_epoch=True)
+        self.log("train_most", inputs.max(), on_step=False, on_epoch=True, reduce_fx="max")
         return sum(self.measured(part, "train") * (1 + number) for number, part in enumerate(parts))
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.average.lerp_(self.network[-1].bias.detach(), float(torch.rand(())))
+        self.log("train_average", self.average.mean(), on_step=True, on_epoch=True)
 
 
 class Asked(LitNumerals):

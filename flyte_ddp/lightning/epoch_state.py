@@ -1,0 +1,99 @@
+"""What a checkpoint within an epoch has besides Lightning's state."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, distributed
+from torchmetrics import Metric
+
+from flyte_ddp.engine.digest import differ_between_ranks
+from flyte_ddp.engine.own_loop.optimizers import MOST_WAITED, Optimizers
+from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.lightning.lightning_compat import (
+    add_to_logged,
+    logged_in_epoch,
+    metric_state,
+    set_metric_state,
+)
+
+Window = list[tuple[Tensor | None, int]]
+
+
+class EpochState:
+    """Gradients that no optimizer has stepped by, and what each rank has added up of the epoch.
+
+    Attributes:
+        window: loss and samples of each step since the last look; a step of a module's own optimization may have no
+            loss.
+        has_given_up: whether a checkpoint has waited in vain for gradients, and the next one has none.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, saved: Mapping[str, Any]):
+        """saved: what gather has returned in an earlier attempt; empty if training doesn't go on within an epoch."""
+        self._trainer, self._module, self._device = trainer, module, trainer.strategy.root_device
+        self._optimizers = Optimizers({str(number): one for number, one in enumerate(trainer.optimizers)})
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(self._optimizers.stepped)
+        self._gradients: dict[int, Tensor] = {}
+        self._waited, self.has_given_up = 0, False
+        self._logged: dict[str, list[Tensor]] = {}
+        self.window: Window = []
+        if saved:
+            self._restore(saved)
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        self._optimizers.put_back(saved["gradients"])
+        if len(saved["ranks"]) != self._trainer.world_size:  # what the epoch's steps have logged begins anew
+            return
+        own = pytree.tree_map_only(Tensor, lambda one: one.to(self._device), saved["ranks"][self._trainer.global_rank])
+        self._logged = own["logged"]
+        for name, metric in self._metrics().items():
+            set_metric_state(metric, own["metrics"][name])
+        self.window = [
+            (None if loss is None else torch.tensor(loss, device=self._device), samples)
+            for loss, samples in own["window"]
+        ]
+
+    def begin_step(self) -> None:
+        """Note that the optimizers have not stepped in this step."""
+        self._optimizers.begin_step()
+
+    def end_step(self) -> None:
+        """Add what the epoch's steps have logged before a resume to what the first steps after it have."""
+        add_to_logged(self._trainer, self._logged)
+
+    def waits(self, steps: int) -> bool:
+        """Return whether a checkpoint has to wait for gradients that differ between ranks; a collective.
+
+        The wait has an end, as some gradients are never used.
+
+        Args:
+            steps: the number of the epoch's batches that are done.
+        """
+        if self._module.automatic_optimization:
+            return steps % self._trainer.accumulate_grad_batches > 0
+        for idle_alone in (False, True):
+            self._gradients = self._optimizers.pending(idle_alone)
+            if not differ_between_ranks(self._gradients.values(), self._device):
+                self._waited = 0
+                return False
+        self._gradients = {}
+        self._waited += 1
+        self.has_given_up = self._waited > MOST_WAITED
+        return not self.has_given_up
+
+    def gather(self) -> dict[str, Any]:
+        """Return the state, with a part for each rank; a collective."""
+        own = {
+            "window": [(None if loss is None else loss.item(), samples) for loss, samples in self.window],
+            "logged": logged_in_epoch(self._trainer),
+            "metrics": {name: metric_state(metric) for name, metric in self._metrics().items()},
+        }
+        ranks: list[Any] = [None] * self._trainer.world_size
+        distributed.all_gather_object(ranks, pytree.tree_map_only(Tensor, lambda one: one.cpu(), own))
+        return {"gradients": self._gradients, "ranks": ranks}
+
+    def _metrics(self) -> dict[str, Metric]:
+        return {name: one for name, one in self._module.named_modules() if isinstance(one, Metric)}
