@@ -22,9 +22,8 @@ from flyte_ddp.data.sources import datasets
 from flyte_ddp.launch import launcher
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.observing import Observers
+from flyte_ddp.report.observers import Observers, Page
 from flyte_ddp.report.record import RunFinished, RunInfo
-from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
 
 
@@ -38,7 +37,7 @@ def train(mode: str, dataset: str, epochs: int) -> dict[str, float]:
             results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0)
         else:
             info = info_of(hp, data, Path(folder, "logs"))
-            with Observers(info, Path(folder, "report.html"), lambda html: None, goodput=Goodput(started)) as observers:
+            with Observers(info, Goodput(started), page=Page(Path(folder, "report.html"))) as observers:
                 results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0, on_event=observers)
                 observers.end(RunFinished(results, Path(folder, "predictions.npy"), time.time() - started))
     return {"train": sum(epoch.train_seconds for epoch in results[0].epochs), "total": time.time() - started}
@@ -55,10 +54,8 @@ def info_of(hp: Hyperparameters, data: Path, logs: Path) -> RunInfo:
         options=RunOptions(tracking="offline"),
         data=data,
         description=prepared.read_description(data),
-        data_seconds=0.0,
         logs=logs,
         checkpoint="",
-        surroundings=surroundings(),
     )
 
 

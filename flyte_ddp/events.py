@@ -65,7 +65,7 @@ class RunStarted(Event):
 class StepLogged(Event):
     """State after a step: the measures, including "loss", cover all training samples since the last such event.
 
-    seconds_left: until the end of the last evaluation, at the pace of this attempt, see report/time_left.py; None in
+    seconds_left: until the end of the last evaluation, at the pace of this attempt, see report/observers.py; None in
     its first seconds, and before the event has left the ranks.
     """
 

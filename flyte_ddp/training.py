@@ -37,13 +37,11 @@ from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
-from flyte_ddp.report.console import show_output
+from flyte_ddp.report.console import say_interrupted, say_summary, show_output
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.listeners import Listeners, ReportingListeners
+from flyte_ddp.report.observers import Observers, Page
 from flyte_ddp.report.progress import FILE, attempts_in
-from flyte_ddp.report.record import RunFinished
-from flyte_ddp.report.summary import say_interrupted
-from flyte_ddp.report.time_left import TimeLeft
+from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.whole_files import absolute, remove_leftovers, writing_to
 
@@ -180,13 +178,15 @@ def run_in(
     if is_first:  # a checkpoint's draft is as large as that
         for file in (job.checkpoint_path, job.model_path, FILE, PREDICTIONS, PICTURES, LAST, FINAL):
             remove_leftovers(folder, Path(file).name)
-    listeners = ReportingListeners if report and is_first else Listeners
-    with listeners(folder, job, watching, on_event, goodput) as tell:
+    page = Page(folder / "report.html") if report and is_first else None
+    with Observers(info_of(folder, job, goodput), goodput, own=watching, page=page, on_event=on_event) as observers:
         if is_first:
-            tell(StartUp("importing torch"))
-        results = run_job(job, TimeLeft(tell))
+            observers(StartUp("importing torch"))
+        results = run_job(job, observers)
         goodput.wait(time.time())
-        tell.end(RunFinished.of(results, folder, goodput))
+        observers.end(RunFinished.of(results, folder, goodput))
+        if page:
+            say_summary(observers.record, Path(job.model_path), page.path, show_paths=True)
         if is_first:  # until then the same command would only tell again what has been trained
             remove_checkpoint(Path(job.checkpoint_path))
     result = results[0]
@@ -194,6 +194,22 @@ def run_in(
     best_epoch = 0 if result.chosen_epoch is None else result.chosen_epoch + 1
     return Result(
         result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch, result.kept, result.digest
+    )
+
+
+def info_of(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
+    """Return what observers know of a run before it starts."""
+    return RunInfo(
+        name=folder.name,
+        recipe=job.recipe,
+        tracking_id=tracking_id(job.key, f"{folder}/{goodput.attempts[0].began}"),
+        attempt=0,
+        settings=job.settings,
+        options=job.options,
+        data=None,
+        description=None,
+        logs=folder,
+        checkpoint=str(folder),
     )
 
 

@@ -19,9 +19,8 @@ from flyte_ddp.flyte1.platform import TaskError
 from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.report.goodput import Attempt, Goodput
-from flyte_ddp.report.listeners import info_of
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.training import alone_in, name_of, train
+from flyte_ddp.training import alone_in, info_of, name_of, train
 from tests.commands import unreadable
 from tests.engine.probe_recipes import Settings, Sound
 

@@ -17,13 +17,11 @@ from flyte_ddp.engine.job import Subject, TrainingResult, job_of
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.report.console import say_interrupted, say_summary
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.observing import Observers
+from flyte_ddp.report.observers import Observers, Page
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
-from flyte_ddp.report.summary import say_interrupted, say_summary
-from flyte_ddp.report.surroundings import surroundings
-from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.whole_files import write_whole
 
@@ -101,18 +99,15 @@ def train_by(
         if not run.store.is_given:
             options = replace(options, resume_from="")
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
-        info = info_of(platform, subject, options, run, job.launched - started)
+        info = info_of(platform, subject, options, run)
         share_events(platform, run, info)
-        publish = platform.publisher("Training")
+        page = Page(report, platform.publisher("Training"), platform.is_local())
         goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run, options.resume))
-        with Observers(
-            info, report, publish, run.store, run.logs,
-            goodput=goodput, own=own_observers, is_local=platform.is_local(),
-        ) as observers:  # fmt: skip
+        with Observers(info, goodput, run.store, run.logs, own=own_observers, page=page) as observers:
             leave_progress(platform, run)
             observers(StartUp("importing torch"))
             try:
-                results = start(job, TimeLeft(observers))
+                results = start(job, observers)
             except (KeyboardInterrupt, PreemptedError):
                 if platform.is_local():
                     say_interrupted(run.store.path)
@@ -134,7 +129,7 @@ def train_by(
     )
 
 
-def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run, data_seconds: float) -> RunInfo:
+def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run) -> RunInfo:
     """What observers know of a run before it starts."""
     return RunInfo(
         name=run.folder.name,
@@ -145,10 +140,8 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run,
         options=options,
         data=subject.data if isinstance(subject.data, Path) and subject.description else None,
         description=subject.description,
-        data_seconds=data_seconds,
         logs=run.logs.folder,
         checkpoint=run.store.folder,
-        surroundings=surroundings(),
     )
 
 

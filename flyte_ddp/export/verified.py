@@ -11,7 +11,7 @@ from flyte_ddp.export.card import Card, describe
 from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.report.console import Console, say
-from flyte_ddp.report.tracking import add_to_run
+from flyte_ddp.report.mlflow_run import add_to_run
 from flyte_ddp.whole_files import writing_to
 
 # Names, because they import torch

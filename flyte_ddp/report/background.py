@@ -1,4 +1,4 @@
-"""Runs a slow observer in a thread of its own, so that it never stops, fails or noticeably slows training."""
+"""A slow observer in a thread of its own, which never stops, fails or noticeably slows training."""
 
 import contextvars
 import os
@@ -24,7 +24,7 @@ class IncompleteError(Exception):
 
 
 class Background(Observer):
-    """Passes events to a slow observer, which is created, called and closed in a thread of its own.
+    """A slow observer, which a thread of its own makes, calls and closes.
 
     Events that the observer fails on, or that arrive while the queue is full, are lost; close() says so once.
     """
@@ -37,12 +37,13 @@ class Background(Observer):
         capacity: int = 10_000,
         abandon: Callable[[], None] = lambda: None,
     ):
-        """make is called in the thread, which then waits for imports and connections; close() waits at most
-        close_seconds for what is still queued, then calls abandon."""
+        """make: the thread calls it, and waits for imports and connections. close_seconds: how long close() waits for
+        what is queued, before it calls abandon."""
         self.name, self._close_seconds, self._capacity, self._abandon = name, close_seconds, capacity, abandon
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lost, self._reason = 0, ""
         self._observer: Observer | None = None
+        self._is_made, self._is_closing = threading.Event(), False
         self._thread = self._start(self._work, make)
 
     def __call__(self, event: Any) -> None:
@@ -52,17 +53,27 @@ class Background(Observer):
             self._lost += 1
             self._reason = self._reason or "too slow"
 
-    def close(self, *last: Any) -> None:
-        """Passes the last events and waits until all are handled, within close_seconds; a daemon thread does not keep
-        the process from ending. The rest runs in a new thread of normal priority, because training is over."""
-        deadline = time.monotonic() + self._close_seconds
-        self._events.put(None)
-        self._thread.join(self._close_seconds)
+    def wait_until_made(self) -> None:
+        """Wait until the observer is made, or has failed to be; close() waits the shorter for that."""
+        began = time.monotonic()
+        self._is_made.wait(self._close_seconds)
+        self._close_seconds -= time.monotonic() - began
+
+    def close(self) -> None:
+        """Wait until all events are handled, at most close_seconds. After an interrupt, a second call goes on waiting.
+
+        A new thread of normal priority closes the observer, because training is over. A daemon thread does not keep
+        the process from ending.
+        """
+        deadline = time.monotonic() + max(0.0, self._close_seconds)
+        if not self._is_closing:
+            self._is_closing = True
+            self._events.put(None)
+        self._thread.join(max(0.0, self._close_seconds))
         if not self._thread.is_alive() and self._observer:
-            self._thread = self._start(self._finish, *last)
+            observer, self._observer = self._observer, None
+            self._thread = self._start(self._try, observer.close)
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        else:
-            self._lost += len(last)
         if self._thread.is_alive():
             self._reason = self._reason or f"not ready within {self._close_seconds:g} s"
             with suppress(Exception):
@@ -73,8 +84,9 @@ class Background(Observer):
                 f"{self.name} is incomplete ({self._reason})"
                 f"{f'; lost: {lost} events' if lost else ''}. Training was not affected."
             )
+            self._reason = ""
 
-    def _start(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    def _start(self, work: Callable[..., object], *arguments: Any) -> threading.Thread:
         # With Flyte's context, without which a Deck cannot be published
         run = contextvars.copy_context().run
         thread = threading.Thread(target=run, args=(work, *arguments), name=self.name, daemon=True)
@@ -84,29 +96,23 @@ class Background(Observer):
     def _work(self, make: Callable[[], Observer]) -> None:
         give_way()
         try:
-            self._observer = make()
+            self._observer = observer = make()
         except (Exception, SystemExit) as error:  # the latter would end the thread without a word
             self._note(error)
             warn(f"{self.name} cannot be started ({self._reason}). Training goes on without it.")  # for days, perhaps
             return
+        finally:
+            self._is_made.set()
         for event in iter(self._events.get, None):
-            self._tell(self._observer, event)
+            self._lost += not self._try(observer, event)
 
-    def _finish(self, *last: Any) -> None:
-        assert self._observer
-        for event in last:
-            self._tell(self._observer, event)
+    def _try(self, work: Callable[..., Any], *arguments: Any) -> bool:
         try:
-            self._observer.close()
+            work(*arguments)
         except Exception as error:
             self._note(error)
-
-    def _tell(self, observer: Observer, event: Any) -> None:
-        try:
-            observer(event)
-        except Exception as error:
-            self._lost += 1
-            self._note(error)
+            return False
+        return True
 
     def _note(self, error: BaseException) -> None:
         name = "" if isinstance(error, IncompleteError) else f"{type(error).__name__}: "
@@ -114,14 +120,14 @@ class Background(Observer):
 
 
 def give_way() -> None:
-    """Lowers the CPU priority of this thread and of the processes that it starts, so that the ranks come first."""
+    """Lower the CPU priority of this thread and of the processes that it starts, so that the ranks come first."""
     if sys.platform == "linux":  # elsewhere this would change the priority of the whole process
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def one_line(error: BaseException) -> str:
-    """The message, shortened, on one line, without the W&B key and the passwords of addresses."""
+    """Return the message, shortened, on one line, without the W&B key and the passwords of addresses."""
     text = " ".join(message_of(error).split())
     key = os.environ.get("WANDB_API_KEY")
     return (text.replace(key, "(key)") if key else text)[:400]

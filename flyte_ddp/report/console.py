@@ -3,21 +3,33 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
 from flyte_ddp import events
 from flyte_ddp.data.sources.download import Progress
-from flyte_ddp.report.ranks import Table, in_text, rank_tables
-from flyte_ddp.report.words import in_words, split_sizes, time_left, written
+from flyte_ddp.report.goodput import spent
+from flyte_ddp.report.record import Record, RunInfo
+from flyte_ddp.report.words import (
+    Table,
+    capitalised,
+    in_text,
+    in_words,
+    rank_tables,
+    split_sizes,
+    time_left,
+    written,
+)
 from flyte_ddp.text import counted, masked
 
 logger = logging.getLogger("flyte_ddp")
 _last_words: list[str] = []
 MOST_RANKS = 4  # lines in a table
+MOST_SAID = 10  # evaluations in a summary
 
 
 class Terminal(logging.Handler):
@@ -166,19 +178,26 @@ class Console(Remarks):
         chosen = "Best on the validation split" if event.is_best else "Last"
         say(f"{early}{chosen}: epoch {counted(event.position)}, which gives {self._measured('test', event.measures)}")
 
-    def _measured(self, split: str, measures: Mapping[str, float], decimals: int = 4) -> str:
-        # A recipe's headline may be its loss, which is then printed once
-        return ", ".join(
-            f"{split} {in_words(name)} {written(name, measures[name], self._run.percent, decimals)}".lstrip()
-            for name in dict.fromkeys((self._run.headline, "loss"))
-            if name in measures
-        )
-
     def on_step_logged(self, event: events.StepLogged) -> None:
         done, left = event.step / self._run.steps_per_epoch, time_left(self._run, event.seconds_left)
+        others = [
+            f"{capitalised(in_words(name))}: {written(name, value, self._run.percent)}"
+            for name, value in event.measures.items()
+            if name != "loss"
+        ]
         say(
             f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({done:.0%})]"
-            f"\tLoss: {event.measures['loss']:.6f}" + f"\t{left}" * bool(left)
+            f"\tLoss: {event.measures['loss']:.6f}" + "".join(f"\t{text}" for text in (*others, left) if text)
+        )
+
+    def _measured(
+        self, split: str, measures: Mapping[str, float], decimals: int = 4, others: Iterable[str] = ()
+    ) -> str:
+        """Return the headline, the loss and the others. A recipe's headline may be its loss, which is shown once."""
+        return ", ".join(
+            f"{split} {in_words(name)} {written(name, measures[name], self._run.percent, decimals)}".lstrip()
+            for name in dict.fromkeys((self._run.headline, "loss", *others))
+            if name in measures
         )
 
 
@@ -208,11 +227,12 @@ class LiveConsole(Console):
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         run = self._run
+        measured = self._measured("", event.measures, 3, event.measures)
         self._progress.update(
             self._task,
             completed=event.epoch * run.steps_per_epoch + event.step,
             description=f"Epoch {event.epoch + 1}/{run.epochs}, step {event.step}/{run.steps_per_epoch}, "
-            f"{self._measured('', event.measures, decimals=3)}, {event.samples_per_second:,.0f} {run.samples}/s",
+            f"{measured}, {event.samples_per_second:,.0f} {run.samples}/s",
             left=time_left(run, event.seconds_left),
         )
 
@@ -220,6 +240,55 @@ class LiveConsole(Console):
         with suppress(OSError):  # the terminal may be closed
             self._progress.stop()
         super().close()
+
+
+def say_interrupted(checkpoint: Path) -> None:
+    """Say how to go on after Ctrl-C or a SIGTERM: the command itself says only that it was aborted, or stopped."""
+    if checkpoint.exists():
+        say(f"Interrupted; the same command resumes from {checkpoint}")
+
+
+def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
+    """Print the summary of a finished run: results, times, files, and a command to try next.
+
+    show_paths: whether its files stay where they are, as in a local run.
+    """
+    info, run = record.info, record.started
+    name = record.headline
+    tested = [record.written(name, epoch.evaluated) for epoch in record.epochs]
+    if len(tested) > MOST_SAID:
+        tested = [tested[0], "…", *tested[-MOST_SAID + 1 :]]
+    lines = []
+    if run:
+        stand_in = " (stand-in)" if info.is_stand_in else ""
+        lines.append(("Data", f"{run.dataset}, {split_sizes(run)}{stand_in}"))
+    by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
+    if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may do without
+        lines.append((capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"))
+    lines.append(("Seconds", spent(record.goodput.seconds)))
+    if record.tested:
+        chosen, value = "Chosen" if record.tested.is_best else "Last", record.written(name, record.tested.measures)
+        lines.insert(-1, (chosen, f"epoch {counted(record.tested.position)}; {value} on the test {record.samples}"))
+    for one in record.kept[:MOST_SAID]:
+        value = f"{in_words(one.measure)} {record.written(one.measure, {one.measure: one.value})}"
+        file = info.logs / one.file if show_paths else one.file
+        lines.append(("Kept", f"{file}, {value} on the validation {record.samples}"))
+    if record.digest:
+        lines.append(("Weights", record.digest))
+    lines += [("Warning", warning.reason) for warning in record.problems]
+    if show_paths:
+        lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]
+    width = max(len(label) for label, _ in lines) + 2
+    say_last("\n" + "\n".join(f"{label + ':':<{width}}{text}" for label, text in lines))
+
+
+def next_step(info: RunInfo, report: Path) -> str:
+    """Return a command that suits this run."""
+    if info.options.tracking == "tensorboard":
+        return f"tensorboard --logdir {info.logs}"
+    if info.options.tracking == "offline":
+        return f"wandb sync {info.logs}/wandb/offline-run-*"
+    return f"python3 -m webbrowser {report.as_uri()}"
 
 
 @contextmanager

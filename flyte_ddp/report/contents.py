@@ -8,9 +8,9 @@ from typing import Any
 
 from flyte_ddp.fields import Settings
 from flyte_ddp.report.goodput import LABELS, share_of
-from flyte_ddp.report.ranks import Table, rank_tables
 from flyte_ddp.report.record import Record
-from flyte_ddp.report.words import capitalised, duration, in_words, time_left
+from flyte_ddp.report.surroundings import surroundings
+from flyte_ddp.report.words import Table, capitalised, duration, in_words, rank_tables, time_left
 from flyte_ddp.text import counted, gib, masked
 
 MOST_MODULES = 40
@@ -161,7 +161,7 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
         "Hyperparameters": _settings(info.settings),
         **({"Network": _network(record)} if run else {}),
         "Options": _settings(info.options),
-        "Versions and machine": info.surroundings.items(),
+        "Versions and machine": surroundings().items(),
         "This run": lines,
     }
 

@@ -8,22 +8,25 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.events import Observer, RunStarted
+from flyte_ddp.errors import InputError, not_installed
+from flyte_ddp.events import Observer
 from flyte_ddp.model_files.model_metadata import read_metadata
-from flyte_ddp.report.background import IncompleteError, one_line
+from flyte_ddp.report.background import Background, IncompleteError, one_line
 from flyte_ddp.report.console import say
-from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo
-from flyte_ddp.report.tracker import DIGEST, Tracker, parameters_of, world_of
+from flyte_ddp.report.record import RunInfo
+from flyte_ddp.report.tracker import Tracker, first_part
 from flyte_ddp.text import USER, encodable, shortened
 
 ADDRESS = "MLFLOW_TRACKING_URI"  # of the environment; read early, because mlflow.set_tracking_uri changes it
-# Tags of a run: which training's it is, the last step of each group of measures, and the digest of the model's metadata
+# Tags of a run: its training, the last step of each group of values, and the digest of the model's metadata
 TRAINING, STEPS, MODEL = "flyte_ddp.training", "flyte_ddp.steps", "flyte_ddp.model"
+ADD_SECONDS = 30.0  # how long an export waits until its files are with the run
 # What servers take, older ones too: of a request, of a name, and of a value, of which shortened() returns a little more
 MOST_METRICS, MOST_PARAMETERS, MOST_IN_NAME, MOST_CHARACTERS = 900, 100, 250, 400
 SEND_SECONDS = 1.0  # between two requests, unless there is enough for one
@@ -38,76 +41,78 @@ ENVIRONMENT = {
 
 
 class MlflowRun(Tracker):
-    """Sends parameters, measures and the report. What the server does not take is sent again later."""
+    """A run on a server. What the server does not take is sent again later."""
 
-    def __init__(self, info: RunInfo, address: str, folder: Path, on_url: Callable[[str], None]):
-        """address: of the server. folder: has report and model when the run ends. on_url: called with the run's URL."""
-        super().__init__(info)
-        self._address, self._client = address, new_client(address)
+    label = "MLflow"
+    module = "mlflow"
+    remedy = f"tracking mlflow needs {not_installed('mlflow-skinny', 'mlflow')}"
+
+    def __init__(self, info: RunInfo, on_url: Callable[[str], None]):
+        super().__init__(info, on_url)
+        self._address = os.environ.get(ADDRESS, "")
+        if not self._address:
+            raise InputError(
+                f"tracking mlflow needs a server: set {ADDRESS}, such as to http://mlflow.example.org:5000"
+            )
+        self._run_id, self._reason = "", ""
+        self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)
+        self._tags: dict[str, Any] = {}
+        self._earlier: dict[str, int] = {}  # the last step of each group that earlier attempts have sent
+        self._sent: dict[str, int] = {}  # the same, with this attempt's
+        self._lost, self._due = 0, 0.0
+
+    def open(self, parameters: Mapping[str, Any]) -> None:
+        self._client, self._parameters = new_client(self._address), parameters
         from mlflow import entities
 
         self._entities: Any = entities
-        self._folder, self._on_url = folder, on_url
-        self._run_id, self._status, self._reason = "", "FAILED", ""
-        self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)
-        self._tags: dict[str, Any] = {}
-        self._sent: dict[str, int] = {}
-        self._reached: dict[str, int] = {}
-        self._lost, self._due = 0, 0.0
         self._send()
         if self._reason:
             say(f"MLflow is not available ({self._reason}); it is asked again every {RETRY_SECONDS:g} s")
 
-    def on_run_started(self, event: RunStarted) -> None:
-        super().on_run_started(event)
-        self._tags |= world_of(event)
+    def has_logged(self, group: str, step: int) -> bool:
+        return step <= self._earlier.get(group, -1)
 
-    def on_run_finished(self, event: RunFinished) -> None:
-        self._status, self._tags[DIGEST] = "FINISHED", event.results[0].digest
-        metadata = read_metadata(self._folder / "model.pt")
-        if metadata:
-            self._tags[MODEL] = metadata.digest
+    def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
+        self._tags |= world
 
-    def on_run_failed(self, event: RunFailed) -> None:
-        self._tags["failure"] = event.reason
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Log numbers as metrics; texts are tags, the latest of each: MLflow has no series of texts."""
+        now = int(time.time() * 1000)
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        self._tags |= {name: value for name, value in values.items() if name not in numbers}
+        self._lost += max(0, len(self._waiting) + len(numbers) - MOST_WAITING)
+        self._waiting.extend(self._entities.Metric(name_of(name), value, now, step) for name, value in numbers.items())
+        if time.monotonic() >= self._due or (len(self._waiting) >= MOST_METRICS and not self._reason):
+            self._send()
 
-    def close(self) -> None:
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self._tags |= values
+
+    def finish(self, has_succeeded: bool, report: Path) -> None:
         self._send()
         if not self._reason:
-            self._try(lambda: self._client.set_terminated(self._run_id, self._status))
+            status = "FINISHED" if has_succeeded else "FAILED"
+            self._try(lambda: self._client.set_terminated(self._run_id, status))
         if not self._reason:
-            self._try(lambda: self._client.log_artifact(self._run_id, str(self._folder / "report.html")))
+            self._try(lambda: self._client.log_artifact(self._run_id, str(report)))
         unsent = len(self._waiting) + self._lost
         missing = [f"{unsent:,} measures"] * bool(unsent) + ["the report"] * bool(self._reason)
         if missing:
             raise IncompleteError(f"{' and '.join(missing)} could not be sent: {self._reason or 'too many at a time'}")
 
-    def _scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        if step <= self._reached.get(group, -1):  # a resumed training repeats it
-            return
-        self._reached[group], now = step, int(time.time() * 1000)
-        self._lost += max(0, len(self._waiting) + len(values) - MOST_WAITING)
-        self._waiting.extend(
-            self._entities.Metric(name_of(f"{group}/{name}"), value, now, step) for name, value in values.items()
-        )
-        if time.monotonic() >= self._due or (len(self._waiting) >= MOST_METRICS and not self._reason):
-            self._send()
-
-    def _digest(self, step: int, digest: str) -> None:
-        self._tags[DIGEST] = digest  # the latest: MLflow has no series of texts
-
     def _send(self) -> None:
-        """Sends what is waiting; afterwards _reason says why that failed, and is empty if it did not."""
+        """Send what is waiting. Afterwards _reason says why that failed; it is empty if all is sent."""
         self._reason = ""
         if not self._run_id:
-            self._try(self._open)
+            self._try(self._find_run)
         while (self._waiting or self._tags) and not self._reason:
             self._try(self._send_batch)
         self._due = time.monotonic() + (RETRY_SECONDS if self._reason else SEND_SECONDS)
 
     def _send_batch(self) -> None:
         batch = list(islice(self._waiting, MOST_METRICS))
-        sent = {**self._sent, **{group_of(metric): metric.step for metric in batch}}
+        sent = {**self._sent, **{first_part(metric.key): metric.step for metric in batch}}
         tags = {**self._tags, STEPS: json.dumps(sent)}
         run_tags = [self._entities.RunTag(name, text_of(value)) for name, value in tags.items()]
         self._log(self._run_id, metrics=batch, tags=run_tags)
@@ -115,9 +120,8 @@ class MlflowRun(Tracker):
         for _ in batch:
             self._waiting.popleft()
 
-    def _open(self) -> None:
-        """Finds the run of an earlier attempt, or begins one."""
-        client, info = self._client, self._info
+    def _find_run(self) -> None:
+        client, info = self._client, self.info
         name = info.options.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "flyte-ddp"
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
@@ -127,19 +131,19 @@ class MlflowRun(Tracker):
         client.update_run(run_id, "RUNNING")
         parameters = [
             self._entities.Param(name, text_of(value))
-            for name, value in parameters_of(info).items()
+            for name, value in self._parameters.items()
             if name not in run.data.params
         ]
         for start in range(0, len(parameters), MOST_PARAMETERS):
             self._log(run_id, params=parameters[start:][:MOST_PARAMETERS])
-        self._run_id, self._sent = run_id, json.loads(run.data.tags.get(STEPS, "{}"))
-        new = (metric for metric in self._waiting if metric.step > self._sent.get(group_of(metric), -1))
+        self._run_id = run_id
+        self._sent = self._earlier = json.loads(run.data.tags.get(STEPS, "{}"))
+        new = (metric for metric in self._waiting if not self.has_logged(first_part(metric.key), metric.step))
         self._waiting = deque(new, MOST_WAITING)
-        self._reached.update({group: max(step, self._reached.get(group, -1)) for group, step in self._sent.items()})
         if self._address.startswith("http"):
             url = f"{USER.sub('', self._address).rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
             say(f"MLflow: {url}")
-            self._on_url(url)
+            self.on_url(url)
 
     def _log(self, run_id: str, **what: Any) -> None:
         self._client.log_batch(run_id, synchronous=True, **what)  # in the background it would outlive this thread
@@ -151,10 +155,17 @@ class MlflowRun(Tracker):
             self._reason = one_line(error) or type(error).__name__
 
 
-class FilesOfModel(Observer):
-    """Adds files to the run of the training that a model is from, when it is closed."""
+def add_to_run(weights: Path, *files: Path) -> None:
+    """Add the files to the run of the training of these weights, if there is one; say what fails."""
+    address = os.environ.get(ADDRESS)
+    if address and find_spec("mlflow"):
+        Background("MLflow", lambda: FilesOfModel(address, weights, files), ADD_SECONDS).close()
 
-    def __init__(self, address: str, weights: Path, *files: Path):
+
+class FilesOfModel(Observer):
+    """Files of a model, which closing adds to the run of its training."""
+
+    def __init__(self, address: str, weights: Path, files: Sequence[Path]):
         self._address, self._weights, self._files = address, weights, files
 
     def close(self) -> None:
@@ -165,7 +176,7 @@ class FilesOfModel(Observer):
 
 
 def run_of(client: Any, digest: str) -> Any:
-    """The run of the training of a model whose metadata have this digest; None if there is none."""
+    """Return the run of the training of a model whose metadata have this digest; None if there is none."""
     if not digest:
         return None
     experiments = [one.experiment_id for one in client.search_experiments()]
@@ -173,7 +184,7 @@ def run_of(client: Any, digest: str) -> Any:
 
 
 def new_client(address: str) -> Any:
-    """An impatient and quiet one."""
+    """Return a client that is impatient and quiet."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
@@ -181,16 +192,12 @@ def new_client(address: str) -> Any:
     return MlflowClient(address)
 
 
-def group_of(metric: Any) -> str:
-    return str(metric.key.partition("/")[0])
-
-
 def text_of(value: Any) -> str:
-    """The value as MLflow takes it."""
+    """Return the value as MLflow takes it."""
     return shortened(encodable(str(value)), MOST_CHARACTERS)
 
 
 def name_of(measure: str) -> str:
-    """The name as MLflow takes it: no other characters, and no part that a path would not have."""
+    """Return the name as MLflow takes it: no other characters, and no part that a path would not have."""
     parts = re.sub(r"[^\w. /-]", "_", measure).split("/")
     return "/".join(part for part in parts if part.strip("."))[:MOST_IN_NAME].rstrip("/")

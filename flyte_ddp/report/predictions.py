@@ -1,13 +1,24 @@
-"""A trained network's predictions on the test images: where it is right, where it is wrong, and how sure it is."""
+"""What a run shows of images: which were classified correctly, which were not, and what they look like."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flyte_ddp.data.image_files import ImageFiles
 from flyte_ddp.data.prepared.prepared import open_images, read_description
-from flyte_ddp.report.record import RunFinished, RunInfo
+from flyte_ddp.report.article import Drawing
+from flyte_ddp.report.figures import picture
+from flyte_ddp.report.record import Record, RunFinished, RunInfo
+from flyte_ddp.text import reason_of
+
+MOST_CLASSES = 20  # in a confusion matrix that can be read
+MOST_BARS = 40
+MOST_MISTAKES = 24
+MOST_SAMPLES = 20
+MOST_DRAWN = 24
 
 
 @dataclass(frozen=True)
@@ -31,28 +42,109 @@ class Predictions:
         return self.scores.argmax(axis=1)
 
     def probability(self, index: int) -> float:
-        """How sure the network was of its guess, from 0 to 1."""
+        """Return how sure the network was of its guess, from 0 to 1."""
         return float(np.exp(self.scores[index].max()))
 
     def confusion(self) -> np.ndarray:
-        """(classes, classes) counts, with true classes as rows and predicted ones as columns."""
+        """Return counts (classes, classes), with true classes as rows and predicted ones as columns."""
         classes = self.scores.shape[1]
         return np.bincount(self.labels * classes + self.guesses, minlength=classes**2).reshape(classes, classes)
 
     def class_accuracies(self) -> list[tuple[int, int]]:
-        """For each class: how many of its images were classified correctly, and how many there are."""
+        """Return for each class how many of its images were classified correctly, and how many there are."""
         confusion = self.confusion()
         return list(zip(confusion.diagonal().tolist(), confusion.sum(axis=1).tolist(), strict=True))
 
     def confident_mistakes(self, count: int) -> list[int]:
-        """Indices of wrongly classified images, the most confident first."""
+        """Return the indices of wrongly classified images, the most confident first."""
         wrong = np.flatnonzero(self.guesses != self.labels)
         return wrong[np.argsort(-self.scores[wrong].max(axis=1), kind="stable")][:count].tolist()
 
 
 def predictions_of(info: RunInfo, finished: RunFinished) -> Predictions | None:
-    """What rank 0 wrote of the test split of a prepared dataset; None for other recipes than image classifiers."""
+    """Return what rank 0 wrote of a prepared dataset's test split; None for other recipes than image classifiers."""
     if info.data is None or finished.predictions_path is None:
         return None
     images, labels = open_images(info.data, "test")
     return Predictions(read_description(info.data).classes, images, labels, np.load(finished.predictions_path))
+
+
+def verdict(record: Record) -> dict[str, Any]:
+    """Return accuracy by class, the most confident mistakes, and the cells of a confusion matrix. All are empty while
+    there are no predictions, or for other recipes than image classifiers."""
+    predictions = predictions_of(record.info, record.finished) if record.finished else None
+    if predictions is None:
+        return {"classes": [], "mistakes": [], "cells": []}
+    names, confusion = predictions.classes, predictions.confusion()
+    classes = [
+        (
+            names[label],
+            (f"{right:,} of {count:,}", f"{right / count:.2%}" if count else "-"),
+            round(100 * right / max(count, 1), 1),
+        )
+        for label, (right, count) in enumerate(predictions.class_accuracies())
+    ]
+    if len(classes) > MOST_BARS:
+        classes = sorted(classes, key=lambda line: line[-1])[:MOST_BARS]  # the worst
+    mistakes = [
+        (
+            picture(predictions.images[index]),
+            index,
+            names[predictions.labels[index]],
+            names[predictions.guesses[index]],
+            f"{predictions.probability(index):.1%} sure",
+        )
+        for index in predictions.confident_mistakes(MOST_MISTAKES)
+    ]
+    return {
+        "classes": classes,
+        "mistakes": mistakes,
+        "names": names,
+        "cells": _confusion(confusion) if len(names) <= MOST_CLASSES else [],
+        "roomy": max(map(len, names)) > 3 or confusion.max() > 999,
+    }
+
+
+def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
+    """Return count, heat, kind and look of each cell: shaded by its share of the row, mistakes much more strongly, or
+    they would not be visible."""
+    fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    right = np.eye(len(counts), dtype=bool)
+    heats = np.where(right, fractions, np.minimum(1, 4 * np.sqrt(fractions)))
+    # A medium shade would contrast with neither dark nor light text
+    heats = np.where(heats > 0.5, np.maximum(heats, 0.85), heats)
+    looks = np.where(heats > 0.5, "hot", np.where(counts, "", "none"))
+    kinds = np.where(right, "right", "wrong")
+    rows = zip(counts, heats, kinds, looks, strict=True)
+    return [[(count, f"{heat:.2f}", kind, look) for count, heat, kind, look in zip(*row, strict=True)] for row in rows]
+
+
+def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
+    """Return a few training images of an image classifier with their classes, the same number of each class."""
+    if not info.data or not info.description:
+        return []
+    names: Sequence[str] = info.description.classes
+    images, labels = open_images(info.data, "train")
+    labels = labels[:10_000]  # enough to find every class
+    each = max(1, MOST_SAMPLES // max(1, len(names)))
+    samples = [(index, name) for label, name in enumerate(names) for index in np.flatnonzero(labels == label)[:each]]
+    return [(picture(images[index]), name) for index, name in samples[:MOST_SAMPLES]]
+
+
+def drawn_figures(logs: Path) -> list[Drawing]:
+    """Return the figures that a training has drawn itself, if any: figures/TITLE.svg."""
+    paths = sorted((logs / "figures").glob("*.svg"))
+    return [Drawing(path.stem, path.read_text(encoding="utf-8", errors="replace")) for path in paths[:MOST_DRAWN]]
+
+
+def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
+    """Return a recipe's pictures, if any: pictures.npz has n captions, and images (C, H, W) uint8 as "0", "1", …"""
+    path = logs / "pictures.npz"
+    if not path.exists():
+        return []
+    try:
+        with np.load(path, allow_pickle=False) as drawn:
+            captions = drawn["captions"][:MOST_DRAWN]
+            return [(picture(drawn[str(number)]), str(caption)) for number, caption in enumerate(captions)]
+    except Exception as error:  # a user's module has written it, or is about to
+        return [("data:,", f"{path.name} cannot be shown: {reason_of(error)}")]

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from flyte_ddp.text import shortened
 
 MOST_STEPS = 1024  # how many steps of a long run are kept, evenly spread: more than a curve can show
 MOST_NOTES = 50
+POSITION = ("epoch", "step", "samples", "seconds_left")  # where a step is
 MOST_CHARACTERS = 2000  # of a note, or of the failure: a rank may print a line of any length
 
 
@@ -56,6 +57,12 @@ class RunFailed:
         return cls((message_of(error).splitlines() or [type(error).__name__])[0])
 
 
+def step_figures(step: events.StepLogged) -> dict[str, float]:
+    """Return the numbers of a step by name: all but its measures and its position."""
+    values = {field.name: getattr(step, field.name) for field in fields(step) if field.name not in POSITION}
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+
 def tracking_id(key: str, first: str) -> str:
     """first: what only the attempts at one training have in common."""
     return f"{key[:8]}-{hashlib.sha256(first.encode(errors='backslashreplace')).hexdigest()[:8]}"
@@ -71,10 +78,8 @@ class RunInfo:
         attempt: the number of earlier attempts on the cluster.
         recipe: what is trained, as package.module:Name.
         data: folder of the prepared dataset; only for this library's image classifiers, like its description.
-        data_seconds: how long fetching and checking the data took.
         logs: folder for the files of trackers and profiler.
         checkpoint: folder of the checkpoint, as options.resume_from takes it.
-        surroundings: versions, hardware and the like, to be shown as they are.
     """
 
     name: str
@@ -85,10 +90,8 @@ class RunInfo:
     options: RunOptions
     data: Path | None
     description: DatasetDescription | None
-    data_seconds: float
     logs: Path
     checkpoint: str
-    surroundings: dict[str, str]
 
     @property
     def is_stand_in(self) -> bool:

@@ -1,23 +1,30 @@
 """The report: one HTML file that shows a run, rewritten while it starts and trains, at each warning and at the end."""
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flyte_ddp.events import EpochFinished, Observer, RunStarted, StartUp, StepLogged, Warned
-from flyte_ddp.report import contents, curves, page
+from flyte_ddp.report import contents, page
 from flyte_ddp.report.article import Drawing, document, render_body
 from flyte_ddp.report.figures import Curves, draw
-from flyte_ddp.report.record import Record, RunFailed, RunFinished
-from flyte_ddp.report.verdict import drawn_figures, drawn_pictures, sample_pictures, verdict
+from flyte_ddp.report.predictions import drawn_figures, drawn_pictures, sample_pictures, verdict
+from flyte_ddp.report.record import Record, step_figures
+from flyte_ddp.report.words import capitalised, in_words
+from flyte_ddp.text import counted
 from flyte_ddp.whole_files import write_whole
 
 PAGE_SECONDS = 30.0  # between pages that show nothing but steps
 PAGES_FRACTION = 0.05  # the largest fraction of the time to spend on pages that the next one replaces
+MOST_CURVES = 6  # of measures besides the loss
+MOST_LAYERS = 12  # curves in a figure
+ELSEWHERE = ("samples_per_second", "gradient_norm")  # numbers of steps that are not beside the measures
 
 
 class Report(Observer):
-    """Keeps the page at path up to date with the record, and passes the content of its <body> to publish."""
+    """A page at path, kept up to date with the record; publish gets the content of its <body>."""
 
     def __init__(self, record: Record, path: Path, publish: Callable[[str], None]):
         self._record, self._path, self._publish = record, path, publish
@@ -42,10 +49,8 @@ class Report(Observer):
 
     on_slow_rank = on_not_learning
 
-    def on_run_finished(self, event: "RunFinished | RunFailed") -> None:
+    def close(self) -> None:
         self._write(live=False)
-
-    on_run_failed = on_run_finished
 
     def _write_if_due(self) -> None:
         if time.monotonic() >= self._next_page:
@@ -61,12 +66,12 @@ class Report(Observer):
 
 
 def fragment(record: Record) -> str:
-    """The content of <body>, for a Deck; all values are escaped."""
+    """Return the content of <body>, for a Deck; all values are escaped."""
     return render_body(
         page.REPORT,
         record=record,
         tiles=contents.tiles(record),
-        curves=_drawings(curves.progress_curves(record)),
+        curves=_drawings(progress_curves(record)),
         epoch_heads=contents.epoch_heads(record),
         epochs=contents.epoch_lines(record),
         kept=contents.kept_table(record),
@@ -77,7 +82,7 @@ def fragment(record: Record) -> str:
         samples=sample_pictures(record.info),
         causes=contents.cause_bars(record),
         attempts=contents.attempts_table(record),
-        speed=_drawings(curves.speed_curves(record)),
+        speed=_drawings(speed_curves(record)),
         ranks=contents.ranks(record),
         operators=contents.operator_table(record),
         setup=contents.setup_tables(record),
@@ -86,3 +91,60 @@ def fragment(record: Record) -> str:
 
 def _drawings(several: Sequence[Curves]) -> list[Drawing]:
     return [Drawing(one.title, draw(one)) for one in several if any(one.series.values())]
+
+
+def progress_curves(record: Record) -> list[Curves]:
+    """Return the curves of the loss, the other measures, and the other numbers of steps, such as the learning rate."""
+    loss = _measure_curves(record, "loss")
+    losses = [value for points in loss.series.values() for _, value in points if math.isfinite(value)]
+    least, most = min(losses, default=1.0), max(losses, default=1.0)
+    others = [name for name in record.measures if name != "loss"][:MOST_CURVES]
+    figures = [(record.position(step), step_figures(step)) for step in record.steps]
+    names = dict.fromkeys(name for _, values in figures for name in values if name not in ELSEWHERE)
+    return [
+        dataclasses.replace(loss, logarithmic=least > 0 and 30 < most / least < 1e9),
+        *(_measure_curves(record, name) for name in others),
+        *(
+            Curves(capitalised(in_words(name)), {"": [(x, values[name]) for x, values in figures if name in values]})
+            for name in names
+        ),
+    ]
+
+
+def _measure_curves(record: Record, name: str) -> Curves:
+    at, epochs, tested = record.position, record.epochs, record.tested
+    series = {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures]}
+    remark = ""
+    for split in dict.fromkeys(epoch.split for epoch in epochs):
+        points = [(e.position, e.evaluated[name]) for e in epochs if e.split == split and name in e.evaluated]
+        series[split] = points
+        if points:
+            last = record.written(name, {name: points[-1][1]})
+            remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {counted(points[-1][0])}."
+    return Curves(
+        capitalised(in_words(name)),
+        series,
+        remark,
+        percent=record.started is not None and name in record.started.percent,
+        marks=[at(warning) for warning in record.warnings],
+        chosen=tested.position if tested and tested.is_best else None,
+    )
+
+
+def speed_curves(record: Record) -> list[Curves]:
+    """Return the curves of throughput, and of the norm of each weight's gradient."""
+    at, steps = record.position, record.steps
+    names = list(steps[-1].gradient_norms) if steps else []
+    names = ([name for name in names if name.endswith("weight")] or names)[:MOST_LAYERS]
+    norms = {
+        name: [(at(step), norm) for step in steps if (norm := step.gradient_norms.get(name, 0)) > 0] for name in names
+    }
+    norms["all"] = [(at(step), step.gradient_norm) for step in steps if step.gradient_norm > 0]
+    return [
+        Curves(
+            f"{capitalised(record.samples)} per second, all ranks",
+            {"": [(at(step), step.samples_per_second) for step in steps]},
+            from_zero=True,
+        ),
+        Curves("Gradient norm by layer", norms, logarithmic=True),
+    ]

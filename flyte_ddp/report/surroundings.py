@@ -5,6 +5,7 @@ import platform
 import re
 import subprocess
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from flyte_ddp.text import gib
 SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
 
+@cache
 def surroundings() -> dict[str, str]:
-    """Label to value, to be shown as they are; takes milliseconds, since it uses neither torch nor the network."""
+    """Return label and value of each, to be shown as they are; in milliseconds, without torch or the network."""
     facts = {"Python": platform.python_version()}
     for name in SHOWN_VERSIONS:
         with suppress(PackageNotFoundError):

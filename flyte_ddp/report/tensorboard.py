@@ -1,20 +1,25 @@
 """A TensorBoard event file, written by TensorBoard's own record writer, which needs no torch."""
 
+import json
 import os
 import textwrap
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.events import GradientsSeen
+from flyte_ddp.errors import not_installed
+from flyte_ddp.fields import plain
 from flyte_ddp.report.figures import png_of
-from flyte_ddp.report.predictions import predictions_of
-from flyte_ddp.report.record import RunFinished, RunInfo
-from flyte_ddp.report.tracker import DIGEST, Tracker
+from flyte_ddp.report.predictions import Predictions
+from flyte_ddp.report.record import RunInfo
+from flyte_ddp.report.tracker import Tracker, first_part
+from flyte_ddp.text import encodable
 
 MISTAKES = 16
+
+
 RECORD_BYTES = 16  # of a record, besides its content
 
 
@@ -24,41 +29,50 @@ def events_file(info: RunInfo) -> Path:
 
 
 class TensorBoard(Tracker):
-    """Writes scalars, gradient histograms, hyperparameters and confident mistakes into the run's logs folder.
+    """An event file in the run's logs, to which each attempt appends."""
 
-    A resumed training repeats steps, and these are written once.
-    """
+    label = "TensorBoard"
+    module = "tensorboard"
+    remedy = f"tracking tensorboard needs {not_installed('tensorboard', 'tensorboard')}"
 
-    def __init__(self, info: RunInfo):
+    def open(self, parameters: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        super().__init__(info)
-        self._events, self._summaries = event_pb2, summary_pb2
-        file = events_file(info)
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._text: Any = text_pb
+        self._step = 0
+        self._earlier: dict[str, int] = {}  # by name and by group the last step that is in the file
+        file = events_file(self.info)
         file.parent.mkdir(exist_ok=True)
-        self._reached: dict[str, int] = {}  # by tag the last step that is in the file
         is_new = not (file.exists() and file.stat().st_size)
         if not is_new:
             self._read(file)
         # Not by EventFileWriter: its thread prints a traceback if the disk is full, and is not there from then on
         self._writer = RecordWriter(open(file, "ab"))  # noqa: SIM115 open until the end
-        self._text: Any = text_pb
         if is_new:
             self._add(file_version="brain.Event:2")
-        settings = text_pb("hyperparameters", textwrap.indent(info.settings.to_json(indent=1), "    "))
-        self._write(0, settings.value)
+        self._write_texts({"hyperparameters": parameters})
 
-    def on_gradients_seen(self, event: GradientsSeen) -> None:
-        step = (event.epoch + 1) * self._steps_per_epoch
-        self._write(step, [self._histogram(name, *counted) for name, counted in event.histograms.items()])
+    def has_logged(self, group: str, step: int) -> bool:
+        return step <= self._earlier.get(group, -1)
 
-    def on_run_finished(self, event: RunFinished) -> None:
-        """Writes the confident mistakes."""
-        predictions = predictions_of(self._info, event)
-        if predictions is None:
-            return
+    def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
+        self.summary({"world": world})
+
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        self._step = step
+        self._write([self._value(name, value) for name, value in values.items()])
+
+    def histograms(self, step: int, counted: Mapping[str, tuple[list[float], list[float]]]) -> None:
+        self._step = step
+        self._write([self._histogram(name, *bins) for name, bins in counted.items()])
+
+    def predictions(self, step: int, predictions: Predictions) -> None:
+        """Show the most confident mistakes."""
+        self._step = step
         classes, values = predictions.classes, []
         for number, index in enumerate(predictions.confident_mistakes(MISTAKES)):
             pixels = predictions.images[index]
@@ -67,11 +81,15 @@ class TensorBoard(Tracker):
             image = self._summaries.Summary.Image(
                 height=height, width=width, colorspace=3, encoded_image_string=png_of(pixels, max(height, width))
             )
-            tag = f"mistakes/{number + 1}: {truth} taken for {guess}"
+            tag = f"predictions/{number + 1}: {truth} taken for {guess}"
             values.append(self._summaries.Summary.Value(tag=tag, image=image))
-        self._write(self._step(event.results[0].epochs[-1]), values)
+        self._write(values)
 
-    def close(self) -> None:
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write each value as a text at the step reached."""
+        self._write_texts({f"summary/{name}": value for name, value in values.items()})
+
+    def finish(self, has_succeeded: bool, report: Path) -> None:
         self._writer.close()
 
     def _read(self, file: Path) -> None:
@@ -82,27 +100,29 @@ class TensorBoard(Tracker):
         for record in RawEventFileLoader(str(file)).Load():
             whole += len(record) + RECORD_BYTES
             event = self._events.Event.FromString(record)
-            self._reached.update({value.tag: event.step for value in event.summary.value})
+            for value in event.summary.value:
+                self._earlier[value.tag] = self._earlier[first_part(value.tag)] = event.step
         os.truncate(file, whole)
 
-    def _write(self, step: int, values: Iterable[Any]) -> None:
-        new = [value for value in values if step > self._reached.get(value.tag, -1)]
-        if new:
-            self._add(step=step, summary=self._summaries.Summary(value=new))
+    def _write_texts(self, values: Mapping[str, Any]) -> None:
+        """Write each value that an earlier attempt has not written at this step."""
+        new = {name: value for name, value in values.items() if not self.has_logged(name, self._step)}
+        self._write([self._value(name, _as_text(value)) for name, value in new.items()])
+
+    def _write(self, values: list[Any]) -> None:
+        self._add(step=self._step, summary=self._summaries.Summary(value=values))
 
     def _add(self, **content: Any) -> None:
         self._writer.write(self._events.Event(wall_time=time.time(), **content).SerializeToString())
         self._writer.flush()
 
-    def _scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        value = self._summaries.Summary.Value
-        self._write(step, [value(tag=f"{group}/{name}", simple_value=x) for name, x in values.items()])
-
-    def _digest(self, step: int, digest: str) -> None:
-        self._write(step, self._text(DIGEST, digest).value)
+    def _value(self, name: str, value: float | str) -> Any:
+        if isinstance(value, str):
+            return self._text(name, value).value[0]
+        return self._summaries.Summary.Value(tag=name, simple_value=value)
 
     def _histogram(self, name: str, counts: list[float], edges: list[float]) -> Any:
-        """Moments are computed from the bins' centres, since the gradients themselves stay in the ranks."""
+        """Compute the moments from the bins' centres: the gradients themselves stay in the ranks."""
         centres = [(low + high) / 2 for low, high in pairwise(edges)]
         histogram = self._summaries.HistogramProto(
             min=edges[0],
@@ -113,4 +133,10 @@ class TensorBoard(Tracker):
             bucket_limit=edges[1:],
             bucket=counts,
         )
-        return self._summaries.Summary.Value(tag=f"gradients/{name}", histo=histogram)
+        return self._summaries.Summary.Value(tag=name, histo=histogram)
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as Markdown: a mapping is a block of JSON, which four spaces make."""
+    text = textwrap.indent(json.dumps(plain(value), indent=1), "    ") if isinstance(value, dict) else str(value)
+    return encodable(text)

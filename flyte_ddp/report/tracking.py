@@ -1,60 +1,144 @@
-"""Opens the tracker that a run's options ask for."""
+"""What the events of a run mean for its tracker, under which names, and from which step on after a resume."""
 
+import dataclasses
 import os
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from flyte_ddp.errors import InputError, not_installed
-from flyte_ddp.report import wandb_run
+from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer, RunStarted, StepLogged
+from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.report.background import Background
 from flyte_ddp.report.console import say
-from flyte_ddp.report.mlflow_run import ADDRESS, FilesOfModel, MlflowRun
-from flyte_ddp.report.record import RunInfo
+from flyte_ddp.report.goodput import share_of
+from flyte_ddp.report.mlflow_run import MODEL, MlflowRun
+from flyte_ddp.report.predictions import predictions_of
+from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo, step_figures
 from flyte_ddp.report.tensorboard import TensorBoard
-from flyte_ddp.report.wandb_compat import kill_service
-from flyte_ddp.report.wandb_run import WandbRun
+from flyte_ddp.report.tracker import Tracker, apart, first_part
+from flyte_ddp.report.wandb_run import WandbRun, has_key
 
+TRACKERS: dict[str, type[Tracker]] = {  # by what the option tracking calls them, see TRACKING of settings.py
+    "online": WandbRun,
+    "offline": WandbRun,
+    "tensorboard": TensorBoard,
+    "mlflow": MlflowRun,
+}
 CLOSE_SECONDS = 30.0  # how long the end of a run waits for its tracker
+DIGEST = "weights_digest"
+
+
+class Tracking(Observer):
+    """Tells a tracker what happens. Steps that a resumed training repeats are logged once."""
+
+    def __init__(self, info: RunInfo, tracker: Tracker, folder: Path):
+        """folder: has report.html and model.pt when the run ends."""
+        self._info, self._tracker, self._folder = info, tracker, folder
+        self._steps_per_epoch, self._step = 1, 0
+        self._logged: dict[str, int] = {}  # the last step of each group
+        self._has_succeeded = False
+        tracker.open(run_parameters(info))
+
+    def on_run_started(self, event: RunStarted) -> None:
+        self._steps_per_epoch = event.steps_per_epoch
+        self._step = event.first_epoch * event.steps_per_epoch + event.first_step
+        self._tracker.describe(attempt_world(event), event.layers)
+
+    def on_step_logged(self, event: StepLogged) -> None:
+        self._step = event.epoch * self._steps_per_epoch + event.step
+        values = _named("train", {**event.measures, **apart(event.measures, step_figures(event))})
+        if self._info.options.log_gradients:
+            values |= _named("gradient_norm", event.gradient_norms)
+        self._log({**values, "epoch": self._step / self._steps_per_epoch})
+
+    def on_gradients_seen(self, event: GradientsSeen) -> None:
+        if self._is_new("gradients"):
+            self._tracker.histograms(self._step, _named("gradients", event.histograms))
+            self._logged["gradients"] = self._step
+
+    def on_epoch_finished(self, event: EpochFinished) -> None:
+        self._step = round(event.position * self._steps_per_epoch)
+        values = _named(event.split, event.evaluated) | _named("train_epoch", event.train)
+        values |= {"seconds/train": event.train_seconds, "seconds/evaluate": event.evaluate_seconds}
+        digest = {DIGEST: event.digest} if event.digest else {}
+        self._log({**values, "epoch": event.position, **digest})
+
+    def on_epoch_chosen(self, event: EpochChosen) -> None:
+        self._log(_named("test", event.measures))
+        self._tracker.summary({"best_epoch": event.position})
+
+    def on_run_finished(self, event: RunFinished) -> None:
+        self._has_succeeded = True
+        predictions = predictions_of(self._info, event)
+        if predictions and self._is_new("predictions"):
+            self._tracker.predictions(self._step, predictions)
+        result, metadata = event.results[0], read_metadata(self._folder / "model.pt")
+        self._tracker.summary(
+            {
+                "total_seconds": event.total_seconds,
+                "goodput": share_of(event.seconds),
+                "seconds": event.seconds,
+                DIGEST: result.digest,
+                "warnings": [warning.reason for warning in result.warnings],
+                "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
+                **({MODEL: metadata.digest} if metadata else {}),
+            }
+        )
+
+    def on_run_failed(self, event: RunFailed) -> None:
+        self._tracker.summary({"failure": event.reason})
+
+    def close(self) -> None:
+        self._tracker.finish(self._has_succeeded, self._folder / "report.html")
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        """Log the values of each group that is new at this step."""
+        new = {name: value for name, value in values.items() if self._is_new(first_part(name))}
+        if new:
+            self._tracker.log(self._step, new)
+            self._logged |= dict.fromkeys(map(first_part, new), self._step)
+
+    def _is_new(self, group: str) -> bool:
+        return self._step > self._logged.get(group, -1) and not self._tracker.has_logged(group, self._step)
 
 
 def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> Background | None:
-    """The tracker, already running in a thread of its own, or None.
+    """Return the tracker that the options ask for, already at work in a thread of its own; None if they ask for none.
 
-    folder: with the report and the model. on_url: called with the run's URL once it is known.
+    folder: has report.html and model.pt when the run ends. on_url: takes the run's URL once it is known. Raises
+    InputError if the tracker is not installed, or has no address.
     """
     wish = choose_tracking(info.options.tracking)
-    if wish == "tensorboard":
-        return Background("TensorBoard", lambda: TensorBoard(info), CLOSE_SECONDS)
-    if wish == "mlflow":
-        address = os.environ[ADDRESS]
-        return Background("MLflow", lambda: MlflowRun(info, address, folder, on_url), CLOSE_SECONDS)
-    if wish in ("online", "offline"):
-        return Background("Weights & Biases", lambda: WandbRun(info, wish, on_url), CLOSE_SECONDS, abandon=kill_service)
-    return None
-
-
-def add_to_run(weights: Path, *files: Path) -> None:
-    """Adds the files to the MLflow run of the training of these weights, if there is one; says what fails."""
-    address = os.environ.get(ADDRESS)
-    if address and find_spec("mlflow"):
-        Background("MLflow", lambda: FilesOfModel(address, weights, *files), CLOSE_SECONDS).close()
+    if wish == "off":
+        return None
+    info = dataclasses.replace(info, options=dataclasses.replace(info.options, tracking=wish))
+    tracker = TRACKERS[wish](info, on_url)
+    return Background(tracker.label, lambda: Tracking(info, tracker, folder), CLOSE_SECONDS, abandon=tracker.abandon)
 
 
 def choose_tracking(wish: str) -> str:
-    """online, offline, tensorboard, mlflow or off: auto is online if W&B has a key, else off with a line that says so.
-
-    Raises InputError if what is wished for is not installed, or has no address.
-    """
-    if wish == "tensorboard" and find_spec("tensorboard") is None:
-        raise InputError(f"tracking tensorboard needs {not_installed('tensorboard', 'tensorboard')}")
-    if wish == "mlflow" and find_spec("mlflow") is None:
-        raise InputError(f"tracking mlflow needs {not_installed('mlflow-skinny', 'mlflow')}")
-    if wish == "mlflow" and not os.environ.get(ADDRESS):
-        raise InputError(f"tracking mlflow needs a server: set {ADDRESS}, such as to http://mlflow.example.org:5000")
+    """Return what auto stands for: W&B if it has a key, else off with a line that says so."""
     if wish != "auto":
         return wish
-    if wandb_run.has_key():
+    if has_key():
         return {"offline": "offline", "disabled": "off"}.get(os.environ.get("WANDB_MODE", ""), "online")
     say("Tracking is off: set WANDB_API_KEY for Weights & Biases, or the option tracking, such as to tensorboard")
     return "off"
+
+
+def _named(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{group}/{name}": value for name, value in values.items()}
+
+
+def run_parameters(info: RunInfo) -> dict[str, Any]:
+    """Return what determines the result, which is the same for all attempts."""
+    data = {"data_digest": info.description.digest} if info.description else {}
+    settings = dataclasses.asdict(info.settings)
+    return {**settings, **apart(settings, {"recipe": info.recipe, **data})}
+
+
+def attempt_world(event: RunStarted) -> dict[str, Any]:
+    """Return what an attempt runs on."""
+    machine = event.ran_on[-1] if event.ran_on else {}
+    known = {name: machine[name] for name in ("hardware", "torch", "threads") if name in machine}
+    return known | {name: getattr(event, name) for name in ("world_size", "backend", "device", "precision", "dataset")}

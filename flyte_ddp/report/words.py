@@ -1,23 +1,28 @@
-"""How measures are named and formatted."""
+"""How measures, times and the seconds of ranks are written for people."""
 
+import heapq
 import math
 from collections.abc import Container, Sequence
+from typing import NamedTuple
 
-from flyte_ddp.events import RunStarted
+from flyte_ddp.events import RanksTimed, RunStarted
+
+SECONDS = ("Waits for data", "Computes", "Waits for others", "Is waited for")
+MOST_HOSTS = 16  # lines in a table
 
 
 def in_words(name: str) -> str:
-    """top5_accuracy becomes top5 accuracy."""
+    """Return a name as people write it: top5 accuracy for top5_accuracy."""
     return name.replace("_", " ")
 
 
 def capitalised(text: str) -> str:
-    """Changes only the first letter, so that BLEU stays BLEU."""
+    """Return the text with its first letter in upper case, and the others as they are: BLEU stays BLEU."""
     return text[:1].upper() + text[1:]
 
 
 def split_sizes(run: RunStarted) -> str:
-    """How many samples each split has."""
+    """Return how many samples each split has."""
     counts = [f"{run.train_samples:,} training" if run.train_samples else "an unknown number of training"]
     if run.validation_samples:
         counts.append(f"{run.validation_samples:,} validation")
@@ -27,12 +32,12 @@ def split_sizes(run: RunStarted) -> str:
 
 
 def multiples(names: Sequence[str]) -> str:
-    """Each distinct name once, with its number: 2 x H100."""
+    """Return each distinct name once, with its number: 2 x H100."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def written(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
-    """A measure's value: in per cent if named so, the loss with a fixed number of decimals, others with four digits.
+    """Return a measure's value: in per cent if named so, the loss with fixed decimals, others with four digits.
 
     decimals counts those of the value itself: 4 are 2 decimals of a percentage.
     """
@@ -51,7 +56,45 @@ def duration(seconds: float) -> str:
 
 
 def time_left(run: RunStarted, seconds: float | None) -> str:
-    """Of a training that has so many seconds to go; empty if that is unknown, or next to nothing."""
+    """Return how long a training has to go; empty if that is unknown, or next to nothing."""
     if seconds is None or seconds < 1:
         return ""
     return f"{'at most ' * run.may_end_early}{duration(seconds)} left"
+
+
+class Table(NamedTuple):
+    title: str
+    heads: Sequence[str]
+    lines: list[list[str]]
+
+
+def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Table]:
+    """Return a table of the `most` ranks that the others waited for most and, if there are several hosts, one of the
+    means of each host's ranks. hosts: by rank; ValueError if they are not those that were timed."""
+    of_rank = list(zip(times.data, times.computing, times.waiting, times.waited_for, strict=True))
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in zip(range(len(of_rank)), hosts, strict=True):
+        ranks_of.setdefault(host, []).append(rank)
+    of_host = [
+        [sum(values) / len(ranks) for values in zip(*(of_rank[rank] for rank in ranks), strict=True)]
+        for ranks in ranks_of.values()
+    ]
+    names = [f"{host}, mean of {len(ranks)}" for host, ranks in ranks_of.items()]
+    tables = [_table("rank", [f"{rank} on {host}" for rank, host in enumerate(hosts)], of_rank, most)]
+    return tables + ([_table("host", names, of_host, MOST_HOSTS)] if len(ranks_of) > 1 else [])
+
+
+def _table(what: str, names: Sequence[str], seconds: Sequence[Sequence[float]], most: int) -> Table:
+    size = len(names)
+    shown = sorted(heapq.nlargest(most, range(size), lambda number: seconds[number][-1]))
+    title = f"Seconds of each {what}" if size <= most else f"Seconds of the {most} slowest of {size} {what}s"
+    lines = [[names[number], *(f"{value:,.2f}" for value in seconds[number])] for number in shown]
+    return Table(title, (what.capitalize(), *SECONDS), lines)
+
+
+def in_text(table: Table) -> str:
+    """Return a table for a terminal."""
+    kind, *seconds = table.heads
+    lines = [[f"{table.title}:", *seconds], *([f"{kind.lower()} {name}", *values] for name, *values in table.lines)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, values, widths[1:])]) for name, *values in lines)

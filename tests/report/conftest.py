@@ -19,7 +19,6 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.article import document
 from flyte_ddp.report.record import Record, RunFinished, RunInfo
 from flyte_ddp.report.report import fragment
-from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.settings import RunOptions
 from tests.once import made_once
 
@@ -73,10 +72,8 @@ def record(folder: Path) -> None:
         options=options,
         data=folder / "data",
         description=description,
-        data_seconds=0.5,
         logs=logs,
         checkpoint="s3://bucket/run/_flytecheckpoints",
-        surroundings=surroundings(),
     )
     events: list[Any] = []
     results = launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 64), job, 120, events.append)

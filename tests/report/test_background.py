@@ -36,7 +36,9 @@ def test_telling_does_not_wait_and_closing_does(capsys):
         background(number)
     assert listener.heard == [], "it has not been let go, and still all was told"
     listener.may_listen.set()
-    background.close("raised", 1000)
+    background("raised")
+    background(1000)
+    background.close()
     assert (listener.heard, listener.closed) == (list(range(1001)), True)
     assert "ValueError: raised); lost: 1 events" in capsys.readouterr().err
 
@@ -71,7 +73,8 @@ def test_one_that_cannot_be_made_is_said_at_once_and_at_the_end(capsys):
 
 def test_one_that_exits_while_it_is_made_is_said(capsys):
     background = Background("listener", lambda: sys.exit("no such option"), close_seconds=60)
-    background.close("last")
+    background("last")
+    background.close()
     said = capsys.readouterr().err
     assert "Warning: listener cannot be started (SystemExit: no such option). Training goes on without it." in said
     assert "listener is incomplete (SystemExit: no such option); lost: 1 events" in said

@@ -22,11 +22,12 @@ from flyte_ddp.report.console import (
     download_progress,
     is_shown,
     logger,
+    next_step,
     say,
+    say_summary,
     show_output,
     warn,
 )
-from flyte_ddp.report.summary import next_step, say_summary
 from flyte_ddp.settings import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +43,11 @@ def test_plain_lines_in_the_tutorials_manner(recorded, capsys):
     console(Printed(1, "from another"))
     console.close()
     said = capsys.readouterr().err.splitlines()
-    loss = recorded.of(StepLogged)[0].measures["loss"]
+    measures = recorded.of(StepLogged)[0].measures
     assert "640 training and 96 test images; 2 ranks" in said[0]
     assert said.pop(1) == "Live report: file:///runs/report.html"
-    assert said[1] == f"Train Epoch: 1 [320/640 (50%)]\tLoss: {loss:.6f}"
+    measured = f"Loss: {measures['loss']:.6f}\tAccuracy: {measures['accuracy']:.2%}"
+    assert said[1] == f"Train Epoch: 1 [320/640 (50%)]\t{measured}"
     epoch = recorded.of(EpochFinished)[0]
     assert said[3] == (
         f"Epoch 1 of 2: test accuracy {epoch.test['accuracy']:.2%}, test loss {epoch.test['loss']:.4f}, "

@@ -15,7 +15,7 @@ from flyte_ddp.report import mlflow_run
 from flyte_ddp.report.background import IncompleteError
 from flyte_ddp.report.mlflow_run import ADDRESS, STEPS, MlflowRun
 from flyte_ddp.report.record import RunFailed
-from flyte_ddp.report.tracking import choose_tracking
+from flyte_ddp.report.tracking import Tracking
 from tests.commands import ROOT, free_port, pyflyte_process
 from tests.report.mlflow_server import serving
 from tests.report.track import tell_tracker
@@ -44,11 +44,13 @@ def attempt(recorded, server, tmp_path, monkeypatch, request):
     monkeypatch.setattr(mlflow_run, "SEND_SECONDS", 0)
     monkeypatch.setattr(mlflow_run, "RETRY_SECONDS", 0)
     (tmp_path / "report.html").write_text("the report")
-    named = {"tracking_id": request.node.name}
-    urls: list[str] = []
-    return lambda url=server.url, **facts: MlflowRun(
-        dataclasses.replace(recorded.info, **{**named, **facts}), url, tmp_path, urls.append
-    )
+
+    def attempt(url=server.url, **facts):
+        monkeypatch.setenv(ADDRESS, url)
+        info = dataclasses.replace(recorded.info, **{"tracking_id": request.node.name, **facts})
+        return Tracking(info, MlflowRun(info, print), tmp_path)
+
+    return attempt
 
 
 def test_run_is_what_was_trained(recorded, track, server, tmp_path):
@@ -168,9 +170,10 @@ def test_a_server_of_no_use_costs_nothing_but_a_remark(track, mood):
     assert "secret" not in told.said
 
 
-def test_mlflow_needs_an_address():
+def test_mlflow_needs_an_address(recorded, monkeypatch):
+    monkeypatch.delenv(ADDRESS, raising=False)
     with pytest.raises(InputError, match=f"set {ADDRESS}"):
-        choose_tracking("mlflow")
+        MlflowRun(recorded.info, print)
 
 
 def test_report_and_model_card_of_a_local_run_are_with_its_run(server, tmp_path):

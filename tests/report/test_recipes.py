@@ -14,17 +14,14 @@ from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.fields import setting
 from flyte_ddp.report.article import document
-from flyte_ddp.report.console import Console
+from flyte_ddp.report.console import Console, say_summary
 from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
-from flyte_ddp.report.curves import MOST_CURVES, progress_curves
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
-from flyte_ddp.report.report import fragment
-from flyte_ddp.report.summary import say_summary
-from flyte_ddp.report.tensorboard import TensorBoard
+from flyte_ddp.report.report import MOST_CURVES, fragment, progress_curves
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from tests.report.conftest import HOSTILE, Recorded
-from tests.report.track import tell_tracker
+from tests.report.track import in_tensorboard, in_wandb, tell_tracker, tensorboard_values
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = RunStarted(
@@ -83,10 +80,8 @@ def told(tmp_path: Path) -> Recorded:
         options=RunOptions(),
         data=None,
         description=None,
-        data_seconds=0.5,
         logs=tmp_path / "logs",
         checkpoint=str(tmp_path),
-        surroundings={"torch": "2"},
     )
     finished = RunFinished([result, dataclasses.replace(result, peak_bytes=2**31)], None, 9.0)
     return Recorded(place, [STARTED, *steps[:2], epochs[0], *steps[2:], epochs[1], finished])
@@ -105,7 +100,7 @@ def test_console_says_the_headline_and_the_samples(told, capsys):
         console(event)
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("letters: 1,200 training and 300 test sentences; 2 ranks (gloo, cpu, float32)")
-    assert said[1] == "Train Epoch: 1 [600/1200 (50%)]\tLoss: 2.500000"
+    assert said[1] == "Train Epoch: 1 [600/1200 (50%)]\tLoss: 2.500000\tPerplexity: 12.18\tTop5 share: 50.00%"
     assert said[3] == "Epoch 1 of 2: test perplexity 9.488, test loss 2.2500, 3.1 s of training"
 
 
@@ -225,29 +220,24 @@ def test_what_a_users_module_has_drawn_wrongly_takes_no_page_away(told):
     assert "pictures.npz cannot be shown: " in fragment(told.record)
 
 
-def test_tensorboard_has_each_measure(told):
-    tracker = TensorBoard(told.info)
-    for event in told.events:
-        tracker(event)
-    tracker.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(told.info.logs / "tensorboard"))
-    read.Reload()
-    assert read.Scalars("train/perplexity")[0].value == pytest.approx(math.exp(2.5))
-    assert [event.step for event in read.Scalars("test/top5_share")] == [10, 20]
-    assert "train/learning_rate" in read.Tags()["scalars"]
-    assert read.Tags()["images"] == []
+def test_tensorboard_has_each_measure(told, tmp_path):
+    logs = tell_tracker(told, tmp_path, {"tracking": "tensorboard"}).logs
+    points = in_tensorboard(logs)
+    assert points["train/perplexity"][0][1] == pytest.approx(math.exp(2.5))
+    assert [step for step, _ in points["test/top5_share"]] == [10, 20]
+    assert "train/learning_rate" in points
+    assert "hyperparameters" in tensorboard_values(logs, "text")
 
 
 @pytest.mark.slow
 def test_wandb_has_each_measure(told, tmp_path):
     run = tell_tracker(told, tmp_path, {"tracking": "offline"}).run
     assert (run.config["recipe"], run.config["width"]) == ("own.package:LanguageModel", 32)
-    assert run.values("loss") == pytest.approx([2.5, 2.0, 1.5, 1.0])
-    assert run.values("train_perplexity") == pytest.approx([math.exp(loss) for loss in (2.5, 2.0, 1.5, 1.0)])
-    assert run.values("perplexity") == pytest.approx([math.exp(2.25), math.exp(1.25)])
-    assert run.values("test_loss") == pytest.approx([2.25, 1.25])
-    assert run.values("train_loss") == pytest.approx([2.5, 1.5])
+    points = in_wandb(run.history)
+    assert [value for _, value in points["train/perplexity"]] == pytest.approx(
+        [math.exp(loss) for loss in (2.5, 2.0, 1.5, 1.0)]
+    )
+    assert points["test/loss"] == [(10, 2.25), (20, 1.25)]
+    assert points["train_epoch/loss"] == [(10, 2.5), (20, 1.5)]
     assert run.exit_code == 0
     assert not run.artifact

@@ -24,6 +24,7 @@ from flyte_ddp.report.plot import axis_of
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
 from flyte_ddp.report.report import Report, fragment
+from flyte_ddp.report.surroundings import surroundings
 from tests.report.conftest import HOSTILE, HOSTILE_CLASS, page_of
 
 
@@ -57,7 +58,7 @@ def test_page_shows_what_happened(recorded, page):
         f"{last.test['loss']:.4f}",
         "2 ranks",
         recorded.info.description.digest,
-        recorded.info.surroundings["torch"],
+        surroundings()["torch"],
         "conv1.weight",
         "aten::convolution_backward",
         "Retries before this attempt",
@@ -102,6 +103,8 @@ def test_live_pages_follow_the_run(recorded, tmp_path):
         report._next_page = 0.0  # as if the pages before had cost nothing
         record(event)
         report(event)
+        if event is recorded.events[-1]:
+            report.close()
         if len(published) > before:
             seen.append((type(event), path.read_text()))
     assert [kind for kind, _ in seen] == [RunStarted, EpochFinished, RunFinished]

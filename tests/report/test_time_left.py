@@ -8,10 +8,10 @@ import pytest
 
 from flyte_ddp.events import EpochFinished, RunStarted, StartUp, StepLogged
 from flyte_ddp.report.console import Console
+from flyte_ddp.report.observers import TimeLeft
 from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.report import fragment
-from flyte_ddp.report.time_left import TimeLeft
 from flyte_ddp.report.words import time_left
 
 
@@ -23,17 +23,17 @@ def said(recorded):
     """
 
     def said(position, *timed):
-        now, events = 0.0, list[Any]()
-        timer = TimeLeft(events.append, lambda: now)
+        now, left = 0.0, list[Any]()
+        timer = TimeLeft(lambda: now)
         started, step, epoch = (recorded.of(kind)[0] for kind in (RunStarted, StepLogged, EpochFinished))
         first = {"first_epoch": position[0], "first_step": position[1]}
-        timer(dataclasses.replace(started, epochs=4, steps_per_epoch=10, **first))
+        timer.added_to(dataclasses.replace(started, epochs=4, steps_per_epoch=10, **first))
         for now, number, done in timed:  # noqa: B007 read by the timer
             if isinstance(done, float):
-                timer(dataclasses.replace(epoch, epoch=number, evaluate_seconds=done))
+                timer.added_to(dataclasses.replace(epoch, epoch=number, evaluate_seconds=done))
             else:
-                timer(dataclasses.replace(step, epoch=number, step=done))
-        return [event.seconds_left for event in events if isinstance(event, StepLogged)]
+                left.append(timer.added_to(dataclasses.replace(step, epoch=number, step=done)).seconds_left)
+        return left
 
     return said
 
@@ -55,10 +55,8 @@ def test_an_epoch_that_is_longer_than_the_first_is_never_over_time(said):
 
 
 def test_an_attempt_that_begins_anew_forgets_what_was_before(recorded):
-    events: list[Any] = []
-    timer = TimeLeft(events.append, iter([0, 100, 200, 202]).__next__)
-    for event in (recorded.events[0], recorded.of(StepLogged)[0]) * 2:
-        timer(event)
+    timer = TimeLeft(iter([0, 100, 200, 202]).__next__)
+    events = [timer.added_to(event) for event in (recorded.events[0], recorded.of(StepLogged)[0]) * 2]
     assert [events[1].seconds_left is None, events[3].seconds_left] == [False, None]
 
 
@@ -74,7 +72,7 @@ def test_terminal_page_and_progress_say_the_same(recorded, tmp_path, capsys):
     for observer in (record, progress, Console()):
         for event in (recorded.events[0], step):
             observer(event)
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"Loss: {step.measures['loss']:.6f}\t1 h 6 min left")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("%\t1 h 6 min left")
     assert "<b>1 h 6 min left</b>" in fragment(record)
     assert json.loads((tmp_path / "progress.jsonl").read_text().splitlines()[-1])["seconds_left"] == 4000
 

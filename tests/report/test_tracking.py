@@ -26,11 +26,11 @@ from flyte_ddp.report import wandb_run
 from flyte_ddp.report.mlflow_run import name_of
 from flyte_ddp.report.record import RunFinished
 from flyte_ddp.report.tensorboard import TensorBoard
-from flyte_ddp.report.tracking import choose_tracking, open_tracker
+from flyte_ddp.report.tracking import Tracking, choose_tracking, open_tracker
 from flyte_ddp.settings import RunOptions
 from tests.attempt.test_failures import local_task
 from tests.engine.probe_recipes import Named
-from tests.report.track import Told, tell_tracker
+from tests.report.track import Told, in_tensorboard, tell_tracker, tensorboard_values
 from tests.report.wandb_file import Logged
 from tests.report.wandb_server import Server
 
@@ -56,13 +56,8 @@ def test_offline_run_is_what_was_trained(recorded, track):
     assert (run.config["backend"], run.config["world_size"]) == ("gloo", 2)
 
     steps, epochs = recorded.of(StepLogged), recorded.of(EpochFinished)
-    assert run.values("loss") == pytest.approx([step.measures["loss"] for step in steps])
-    assert [row["epoch"] for row in run.history if "loss" in row] == [step.epoch + 1 for step in steps]
-    assert [row["_step"] for row in run.history] == [step.epoch * 10 + step.step for step in steps]
-    assert run.values("gradient_norm") == pytest.approx([step.gradient_norm for step in steps])
-    assert not any(name.startswith("gradient_norms/") for row in run.history for name in row)  # only on request
-    assert run.values("test_loss") == pytest.approx([epoch.test["loss"] for epoch in epochs])
-    assert run.values("accuracy") == pytest.approx([epoch.test["accuracy"] for epoch in epochs])
+    assert run.values("train/loss") == pytest.approx([step.measures["loss"] for step in steps])
+    assert not any(name.startswith("gradient_norm/") for row in run.history for name in row)  # only on request
     assert run.values("weights_digest") == [epoch.digest for epoch in epochs]
     assert run.summary["weights_digest"] == recorded.events[-1].results[0].digest
     assert run.config["hardware"] == recorded.of(RunStarted)[0].ran_on[0]["hardware"]
@@ -103,16 +98,9 @@ def test_settings_and_measures_keep_their_names_where_a_tracker_has_the_same(rec
     assert run.config["backend"] == started.backend, "which auto stood for"
 
     told = tell_tracker((info, named), tmp_path / "tensorboard", {"tracking": "tensorboard"})
-    read = scalars_of(told)
-    assert {event.value for event in read.Scalars("train/gradient_norm")} == {7.0}
-    assert len(read.Scalars("train/run.gradient_norm")) == len(recorded.of(StepLogged))
-
-
-def scalars_of(told: Any) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(told.logs / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
-    return read.Reload()
+    points = in_tensorboard(told.logs)
+    assert {value for _, value in points["train/gradient_norm"]} == {7.0}
+    assert len(points["train/run.gradient_norm"]) == len(recorded.of(StepLogged))
 
 
 def assert_table(recorded: Any, run: Logged) -> None:
@@ -145,7 +133,7 @@ def test_online_run_reaches_the_server(recorded, track):
     assert f"Weights & Biases: {url}" in told.said
     upsert = server.variables[server.operations.index("UpsertBucket")]
     assert upsert["name"] == recorded.info.tracking_id, "a retry would continue this very run"
-    losses = [row["loss"] for row in server.history if "loss" in row]
+    losses = [row["train/loss"] for row in server.history if "train/loss" in row]
     assert losses == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
     assert server.exit_code == 0
     everything = [told.said, json.dumps(server.variables), *map(repr, server.uploads.values())]
@@ -181,7 +169,7 @@ def test_server_that_falls_silent_is_not_waited_for(recorded, track):
     with Server("stops") as server:
         told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
     assert told.said.count("wandb sync") == 1
-    assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
+    assert told.run.values("train/loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
 
 
 def test_server_that_refuses_what_a_run_has_measured_is_said(recorded, track):
@@ -189,14 +177,14 @@ def test_server_that_refuses_what_a_run_has_measured_is_said(recorded, track):
         told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
     _, warning = told.said.splitlines()
     assert re.search("Weights & Biases is incomplete .The server has refused .*: wandb sync ", warning), told.said
-    assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
+    assert told.run.values("train/loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
 
 
 def assert_kept(recorded: Any, told: Told) -> None:
     assert told.urls == []
     assert len(told.said.splitlines()) == 1, "said once, and without a traceback"
     assert "wandb sync" in told.said
-    assert told.run.values("loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
+    assert told.run.values("train/loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
     assert told.run.exit_code == 0
     assert KEY not in told.said
     assert not files_with(KEY, told.logs)
@@ -222,10 +210,11 @@ def test_auto_needs_a_key(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "mlflow"])
-def test_a_tracker_that_is_not_installed_is_refused(tracker, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused(recorded, tracker, monkeypatch):
     monkeypatch.setitem(sys.modules, tracker, None)
+    info = dataclasses.replace(recorded.info, options=RunOptions(tracking=tracker))
     with pytest.raises(InputError, match=re.escape(f'not installed: pip install "flyte-ddp-training[{tracker}]"')):
-        choose_tracking(tracker)
+        open_tracker(info, info.logs, print)
 
 
 def test_names_are_made_fit_for_mlflow():
@@ -238,22 +227,17 @@ def test_names_are_made_fit_for_mlflow():
 def test_tensorboard_files_say_what_was_trained(recorded, track):
     told = track({"tracking": "tensorboard", "log_gradients": True})
     assert told.said == ""
-    read = scalars_of(told)
-    steps, epochs = recorded.of(StepLogged), recorded.of(EpochFinished)
-    losses = read.Scalars("train/loss")
-    assert [event.step for event in losses] == [step.epoch * 10 + step.step for step in steps]
-    assert [event.value for event in losses] == pytest.approx([step.measures["loss"] for step in steps])
-    accuracies = [event.value for event in read.Scalars("test/accuracy")]
-    assert accuracies == pytest.approx([epoch.test["accuracy"] for epoch in epochs])
-    assert [event.step for event in read.Scalars("test/loss")] == [10, 20]
+    read = partial(tensorboard_values, told.logs)
     (seen, _) = recorded.of(GradientsSeen)
-    histogram = read.Histograms("gradients/conv1.weight")[0].histogram_value
-    assert histogram.num == sum(seen.histograms["conv1.weight"][0]) == 500
-    assert "gradient_norm/conv1.weight" in read.Tags()["scalars"]
-    assert any(tag.startswith("mistakes/1") for tag in read.Tags()["images"])
-    assert "hyperparameters" in read.Tags()["tensors"]
-    digests = [event.tensor_proto.string_val[0].decode() for event in read.Tensors("weights_digest")]
-    assert digests == [epoch.digest for epoch in epochs]
+    ((_, first), _) = read("histograms")["gradients/conv1.weight"]
+    assert first[:, 2].sum() == sum(seen.histograms["conv1.weight"][0]) == 500
+    assert any(tag.startswith("predictions/1") for tag in read("images"))
+    texts = read("text")
+    assert f'"batch_size": {recorded.info.settings.batch_size}' in str(texts["hyperparameters"])
+    assert [text.item().decode() for _, text in texts["weights_digest"]] == [
+        epoch.digest for epoch in recorded.of(EpochFinished)
+    ]
+    assert float(texts["summary/total_seconds"][0][1].item()) == recorded.events[-1].total_seconds
 
 
 def test_a_resumed_training_writes_no_step_twice_after_what_a_killed_one_has_left(recorded, tmp_path):
@@ -265,10 +249,11 @@ def test_a_resumed_training_writes_no_step_twice_after_what_a_killed_one_has_lef
     os.truncate(file, file.stat().st_size - 3)
     resumed = tell_tracker(recorded, tmp_path, {"tracking": "tensorboard"})
     assert [*(resumed.logs / "tensorboard").iterdir()] == [file]
-    for tag in ("train/loss", "train/learning_rate", "test/accuracy"):
-        points = [[(one.step, one.value) for one in scalars_of(told).Scalars(tag)] for told in (resumed, whole)]
-        assert points[0] == points[1]
-    assert len(scalars_of(resumed).Tensors("hyperparameters")) == 1
+    assert in_tensorboard(resumed.logs) == in_tensorboard(whole.logs)
+    texts = tensorboard_values(resumed.logs, "text")
+    assert {name: len(values) for name, values in texts.items() if name != "weights_digest"} == dict.fromkeys(
+        {*texts} - {"weights_digest"}, 1
+    )
 
 
 def test_a_local_attempt_goes_on_with_the_file_of_one_that_was_killed(recorded, tmp_path, monkeypatch):
@@ -287,7 +272,7 @@ def test_a_local_attempt_goes_on_with_the_file_of_one_that_was_killed(recorded, 
                 options=RunOptions(tracking="tensorboard"),
             )
             share_events(platform, run, info)
-            tracker = TensorBoard(info)
+            tracker = Tracking(info, TensorBoard(info, print), tmp_path)
             run.store.path.touch()  # the checkpoint, without which nothing is resumed
             for event in events:
                 tracker(event)
@@ -296,7 +281,7 @@ def test_a_local_attempt_goes_on_with_the_file_of_one_that_was_killed(recorded, 
             if events is not recorded.events:
                 raise KeyboardInterrupt
     assert not folders[0].exists()
-    steps = [one.step for one in scalars_of(Told([], "", folders[1])).Scalars("train/loss")]
+    steps = [step for step, _ in in_tensorboard(folders[1])["train/loss"]]
     assert steps == [one.epoch * 10 + one.step for one in recorded.of(StepLogged)]
     assert len([*(folders[1] / "tensorboard").iterdir()]) == 1
 

@@ -9,16 +9,13 @@ import pytest
 from flyte_ddp.engine.job import KeptModel
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
 from flyte_ddp.report.article import document
-from flyte_ddp.report.console import Console
+from flyte_ddp.report.console import Console, say_summary
 from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
-from flyte_ddp.report.curves import progress_curves
 from flyte_ddp.report.progress import event_of, fields_of
 from flyte_ddp.report.record import Record, RunFinished
-from flyte_ddp.report.report import fragment
-from flyte_ddp.report.summary import say_summary
-from flyte_ddp.report.tensorboard import TensorBoard
+from flyte_ddp.report.report import fragment, progress_curves
 from tests.report.conftest import Recorded
-from tests.report.track import tell_tracker
+from tests.report.track import in_tensorboard, in_wandb, tell_tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTED = {"loss": 0.75, "accuracy": 0.625}
@@ -120,24 +117,14 @@ def test_before_the_end_the_report_shows_the_validation_split(validated):
     assert labels[:2] == ["validation accuracy", "validation loss"]
 
 
-def test_tensorboard_names_the_splits(validated):
-    tracker = TensorBoard(validated.info)
-    for event in validated.events:
-        tracker(event)
-    tracker.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(validated.info.logs / "tensorboard")).Reload()
-    assert len(read.Scalars("validation/accuracy")) == 2
-    assert [(one.step, one.value) for one in read.Scalars("test/accuracy")] == [(10, 0.625)]
-
-
-def test_wandb_names_the_splits(validated, tmp_path):
-    logged = tell_tracker(validated, tmp_path, {"tracking": "offline"}).run
-    assert len(logged.values("validation_accuracy")) == 2
-    assert not logged.values("accuracy")
-    assert logged.summary["accuracy"] == 0.625
-    assert logged.summary["best_epoch"] == 1
+@pytest.mark.parametrize("tracking", ["tensorboard", "offline"])
+def test_trackers_name_the_splits(validated, tmp_path, tracking):
+    told = tell_tracker(validated, tmp_path, {"tracking": tracking})
+    points = in_tensorboard(told.logs) if tracking == "tensorboard" else in_wandb(told.run.history)
+    assert [step for step, _ in points["validation/accuracy"]] == [10, 20]
+    assert points["test/accuracy"] == [(20, 0.625)], "once, at the end"
+    if tracking == "offline":
+        assert told.run.summary["best_epoch"] == 1
 
 
 def test_evaluations_within_an_epoch_are_shown_as_such(parted, tmp_path, capsys):
@@ -162,15 +149,9 @@ def test_evaluations_within_an_epoch_are_shown_as_such(parted, tmp_path, capsys)
 
 
 def test_trackers_and_progress_have_evaluations_within_an_epoch_at_their_steps(parted, tmp_path):
-    tracker = TensorBoard(parted.info)
-    for event in parted.events:
-        tracker(event)
-    tracker.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(parted.info.logs / "tensorboard")).Reload()
-    assert [one.step for one in read.Scalars("validation/loss")] == [2, 12]  # of 10 per epoch
-    assert [one.step for one in read.Scalars("test/loss")] == [2]
+    points = in_tensorboard(tell_tracker(parted, tmp_path, {"tracking": "tensorboard"}).logs)
+    assert [step for step, _ in points["validation/loss"]] == [2, 12]  # of 10 per epoch
+    assert [step for step, _ in points["test/loss"]] == [12], "when it was measured"
     logged = tell_tracker(parted, tmp_path, {"tracking": "offline"}).run
     assert logged.summary["best_epoch"] == 0.25
     (finished, *_) = [event for event in parted.events if isinstance(event, EpochFinished)]

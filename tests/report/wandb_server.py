@@ -7,6 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
+PROJECT = {"id": "cA==", "name": "proj", "entity": {"id": "ZQ==", "name": "ent"}}
+
 
 class Server:
     """Mood: answers; forbids (403 to all); fails (500); silent (never answers); stops (takes the run, then silent);
@@ -41,9 +43,10 @@ class Server:
         operation = found[1] if found else ""
         self.operations.append(operation)
         self.variables.append(variables)
+        if operation == "RunResumeStatus" and self.history:
+            return {"model": {**PROJECT, "bucket": self._resumed(variables["name"])}}
         if operation == "UpsertBucket":
-            project = {"id": "cA==", "name": "proj", "entity": {"id": "ZQ==", "name": "ent"}}
-            bucket = {"id": "aWQ=", "name": variables["name"], "displayName": "d", "config": "{}", "project": project}
+            bucket = {"id": "aWQ=", "name": variables["name"], "displayName": "d", "config": "{}", "project": PROJECT}
             return {"upsertBucket": {"bucket": {**bucket, "historyLineCount": 0}, "inserted": True}}
         if operation == "CreateRunFiles":
             files = [{"name": name, "uploadUrl": f"{self.url}/up/{name}"} for name in variables["files"]]
@@ -55,6 +58,24 @@ class Server:
             sequence = {"id": "cw==", "name": "table", "latestArtifact": None}
             return {"createArtifact": {"artifact": {"id": "YQ==", "state": "COMMITTED", "artifactSequence": sequence}}}
         return {"project": None} if operation == "ArtifactType" else {}
+
+    def _resumed(self, name: str) -> dict[str, Any]:
+        """What it has of a run that another process has begun."""
+        last = json.dumps({key: value for row in self.history for key, value in row.items()})
+        return {
+            "id": "aWQ=",
+            "name": name,
+            "displayName": "d",
+            "tags": [],
+            "config": "{}",
+            "wandbConfig": '{"t": 1}',
+            "summaryMetrics": last,
+            "historyTail": json.dumps([last]),
+            "eventsTail": "[]",
+            "historyLineCount": len(self.history),
+            "eventsLineCount": 0,
+            "logLineCount": 0,
+        }
 
 
 class QuietServer(ThreadingHTTPServer):

@@ -1,0 +1,196 @@
+"""The observers of a run: record, terminal, progress file, the user's own, and if asked for, report and tracker."""
+
+import copy
+import pkgutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.code.user_code import UserCode
+from flyte_ddp.events import EpochFinished, Event, Observer, RunStarted, StepLogged, tell
+from flyte_ddp.launch.environment import is_first_rank
+from flyte_ddp.report.background import Background, one_line
+from flyte_ddp.report.console import open_console, warn
+from flyte_ddp.report.goodput import Goodput
+from flyte_ddp.report.progress import FILE, ProgressFile
+from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
+from flyte_ddp.report.report import Report
+from flyte_ddp.report.tracking import open_tracker
+
+REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
+OBSERVER_SECONDS = 10.0  # and for an observer of the user's own
+FIRST_SECONDS = 5.0  # without an estimate of the time left: the first steps are not like the others
+ERRORS = (Exception, SystemExit)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where a run shows its report.
+
+    Attributes:
+        path: of the file, beside which the trained model will be.
+        publish: shows the content of its <body> where people see it live.
+        is_local: whether the file can be opened meanwhile.
+    """
+
+    path: Path
+    publish: Callable[[str], None] = lambda html: None
+    is_local: bool = True
+
+
+class Observers:
+    """Hands each event to all observers of a run. A fault of one hurts neither the others nor the training.
+
+    An exception that ends the block of a `with` is a failure, unless end() was called before.
+
+    Attributes:
+        record: what is known of the run.
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        goodput: Goodput,
+        *others: Observer,
+        own: Sequence[UserCode] = (),
+        page: Page | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ):
+        """own: the user's. page: without one, there is neither a report nor a tracker. on_event: gets each event of
+        the ranks, and may raise; without a page nothing is printed then. Only the first rank writes files.
+
+        Raises InputError if the tracker is not installed, or has no address.
+        """
+        self.record, self._page, self._on_event = Record(info, goodput), page, on_event
+        self._tracker = open_tracker(info, page.path.parent, self._on_url) if page else None
+        shown = page.path.as_uri() if page and page.is_local else ""
+        ours: list[Observer] = [open_console(shown)] if page or not on_event else []
+        theirs: list[Observer] = [self._tracker] if self._tracker else []
+        if is_first_rank():
+            progress = ProgressFile(info.logs, info.name, info.attempt, goodput)
+            ours.append(Background(FILE, lambda: progress, OBSERVER_SECONDS))
+            theirs += _own_observers(own)
+        if page:
+            ours.append(Background("the report", partial(Report, self.record, page.path, page.publish), REPORT_SECONDS))
+        self._ours, self._theirs = ours, theirs
+        self._receivers = [self.record, *ours, *others, *theirs]
+        self._time_left = TimeLeft()
+        self._last: RunFinished | RunFailed | None = None
+
+    def __enter__(self) -> "Observers":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, stack: Any) -> None:
+        if error and self._last:  # Ctrl-C while the end waits: what has been trained is no failure
+            self._close(self._ours)
+        elif error:
+            self.end(RunFailed.by(error))
+
+    def __call__(self, event: Any) -> None:
+        event = self._time_left.added_to(event)
+        self._hand_on(event)
+        if self._on_event:
+            self._on_event(event)
+
+    def end(self, event: RunFinished | RunFailed) -> None:
+        """Hand on the last event, and wait until each observer has finished, or is out of time."""
+        self._last = event
+        self._hand_on(event)
+        if self._tracker:
+            self._tracker.wait_until_made()  # the run's URL may still come, and belongs in the report
+        self._close(self._ours)
+        self._close(self._theirs)  # a tracker may send the report
+
+    def _hand_on(self, event: Any) -> None:
+        for receiver in list(self._receivers):
+            try:
+                receiver(event)
+            except Exception as error:
+                self._receivers.remove(receiver)
+                warn(f"{type(receiver).__name__} gave up: {type(error).__name__}: {one_line(error)}")
+
+    def _close(self, observers: Sequence[Observer]) -> None:
+        for observer in observers:
+            observer.close()
+        if self._page and not self._page.path.exists():  # without its output the task would fail
+            with suppress(OSError):  # a full disk: what has been trained is there
+                self._page.path.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
+
+    def _on_url(self, url: str) -> None:
+        self.record.tracking_url = url
+
+
+def _own_observers(codes: Sequence[UserCode]) -> list[Background]:
+    """Make the user's observers, "package.module:Name", each in a thread of its own.
+
+    Their modules are imported here and now: later ones would be the recipe's, where this process is a rank.
+    """
+    opened = []
+    for code in codes:
+        sys.path.insert(0, code.root)  # pyflyte has it there only while it loads the workflow
+        try:
+            make = partial(OwnObserver, code.name, pkgutil.resolve_name(code.name))
+            opened.append(Background(f"observer {code.name}", make, OBSERVER_SECONDS))
+        except ERRORS as error:
+            _give_up(code.name, error)
+        finally:
+            sys.path.remove(code.root)
+    return opened
+
+
+class OwnObserver(Observer):
+    """An observer of the user's, which gets events until it raises; that is said once."""
+
+    def __init__(self, name: str, make: Callable[[], object]):
+        self._name, self._observer = name, make()
+
+    def __call__(self, event: Any) -> None:
+        try:
+            tell(self._observer, copy.deepcopy(event))  # others read the event too
+        except ERRORS as error:
+            self._observer = None
+            _give_up(self._name, error)
+
+
+def _give_up(name: str, error: BaseException) -> None:
+    warn(f"observer {name} gave up: {type(error).__name__}: {one_line(error)}. Training was not affected.")
+
+
+class TimeLeft:
+    """How long a training has yet to go, by the pace of this attempt.
+
+    A step takes its share of all that has happened since the first one, checkpoints included, without evaluations.
+    Evaluations are counted apart, by their share in the steps that have been evaluated: the next may be near or far.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+
+    def added_to(self, event: Any) -> Any:
+        """Return the event; a StepLogged has its seconds_left."""
+        if isinstance(event, RunStarted):
+            self._run, self._began = event, self._now()
+            self._first = self._evaluated = event.first_epoch * event.steps_per_epoch + event.first_step
+            self._evaluating = 0.0
+        elif isinstance(event, EpochFinished):
+            self._evaluated = round(event.position * self._run.steps_per_epoch)
+            self._evaluating += event.evaluate_seconds
+        elif isinstance(event, StepLogged):
+            return replace(event, seconds_left=self._left(event))
+        return event
+
+    def _left(self, event: StepLogged) -> float | None:
+        """Return the estimate; None in the first seconds."""
+        run, seconds = self._run, self._now() - self._began
+        done = event.epoch * run.steps_per_epoch + event.step
+        steps = max(done, run.epochs * run.steps_per_epoch)  # an own loop's epochs may be longer than its first one
+        if seconds < FIRST_SECONDS:
+            return None
+        stepping = (seconds - self._evaluating) / (done - self._first) * (steps - done)
+        evaluating = self._evaluating / max(1, self._evaluated - self._first) * (steps - self._evaluated)
+        return round(stepping + evaluating, 1)
