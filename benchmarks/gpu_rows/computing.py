@@ -17,7 +17,7 @@ from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
-from flyte_ddp.engine.checks.comparison import is_close, tolerance_of
+from flyte_ddp.engine.checks.trials import is_close, tolerance_of
 from flyte_ddp.engine.evaluations import gather
 from flyte_ddp.engine.hosts.places import facts_of, room, serial, tried
 from flyte_ddp.launch.nvml import why_slow

@@ -10,7 +10,7 @@ from torch import Tensor
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.checks.trials import Trials
+from flyte_ddp.engine.checks.trials import Network, Trials
 from flyte_ddp.engine.job import job_in, subject_of
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
@@ -57,7 +57,8 @@ def test_a_step_of_every_example_neither_waits_nor_mixes_devices(alone, tmp_path
     with process_group(environment, 60), BlockCache(environment, 2**30) as cache:
         here = load_recipe(job, CPU)
         model = here.model()
-        names = tuple(Trials(here, model, load_split(here, "train", job, cache), 8)().pairs)
+        split = load_split(here, "train", job, cache)
+        names = tuple(Trials(here, Network(model), split, torch.arange(8))().pairs)
         recipe = load_recipe(job, META)
         recipe.model()
         batches = TrainBatches(

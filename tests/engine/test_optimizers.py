@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flyte_ddp.engine.checks import lost_state
+from flyte_ddp.engine.checks import optimizer_probe
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.settings import RunOptions
@@ -38,7 +38,7 @@ def test_what_a_checkpoint_lacks_of_an_optimizer_without_effect_is_warned_of(alo
 
 
 def test_of_a_large_network_a_few_weights_are_enough(alone, tmp_path, monkeypatch):
-    monkeypatch.setattr(lost_state, "MOST_NUMBERS", 10)  # a bias
+    monkeypatch.setattr(optimizer_probe, "MOST_NUMBERS", 10)  # a bias
     with pytest.raises(InputError, match="Outer keeps something"):
         run("Holding", tmp_path)
 

@@ -1,19 +1,28 @@
-"""A check of a recipe's data before training: all ranks must have the same samples, and the same each time."""
+"""Checks of data before training: all ranks must have the same samples, and a Dataset the same each time."""
 
+import hashlib
+import pickle
 import random
-from collections.abc import Sequence
+import select
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from itertools import count, islice
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import Tensor, distributed
+from torch.utils.data import get_worker_info
 
 from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
-from flyte_ddp.engine.checks.held_generators import SEED, generator_states
 from flyte_ddp.engine.checks.trials import is_same
-from flyte_ddp.engine.checks.worker_probe import Fault, fault_of_workers, sample_digests
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
@@ -22,7 +31,35 @@ from flyte_ddp.recipe import Recipe
 
 SAMPLES = 4  # how many samples are read twice
 COMPARED = 16  # how many samples the ranks compare
+CPU = torch.device("cpu")
 AUGMENT = "draw in augment() from its argument random"
+SEED = "torch.randint(2**31, ()).item()"
+SEEDING = ("set_random_seed", "set_random_state")  # of albumentations and MONAI, for all transforms in a transform
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+MOST = 1000  # objects that are looked at for generators
+MOST_ITEMS = 50  # of a container: a list of a million paths has no generators behind its first ones
+MOST_TURNS = 4096  # about 0.1 s
+TURN_SECONDS = 5.0  # a worker may wait for a lock that the other one holds
+GO, END = b"g", b"e"
+
+
+class Fault(Enum):
+    """Why samples are not the same, with the remedy. Of several, the first is reported."""
+
+    CHANGING = "its {dataset} gives another sample each time: {remedy}"
+    KEPT = (
+        "its {dataset} gives other samples after others were read: keep nothing that was drawn from one sample to the "
+        "next; draw it in each __getitem__, or in __init__ from a generator with a seed, such as "
+        "numpy.random.default_rng(0)"
+    )
+    SHARED = (
+        "its {dataset} gives other samples where two loader workers read at once, as they share what it has opened: "
+        "open it at first use in __getitem__, or set loader_workers to 0"
+    )
+    UNEQUAL = (
+        "gives each rank other samples: sort what it lists, and to shuffle or split, draw from a generator with a "
+        "seed, such as numpy.random.default_rng(0)"
+    )
 
 
 def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
@@ -31,40 +68,27 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     A collective, which returns the same on all ranks. owner: the code that the samples are from.
     """
     device = next(iter(splits.values())).device
-    digests, unsteady, faults = {}, {}, dict[str, Fault]()
+    digests, faults, remedies = {}, dict[str, set[Fault | None]](), {}
     for name, split in splits.items():
         chosen = spread(split, min(COMPARED, len(split)))
-        if isinstance(split, Streamed):
-            # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
-            twice = Streamed(_Twice(split.dataset, split.is_padded), torch.device("cpu"), min(1, split.workers))
-            differs, call, expected = next(iter(twice.fetch([chosen[:SAMPLES]])))
-            if differs:
-                unsteady[name] = _remedy(split.dataset, bytes(call.numpy()).decode())
-            elif split.workers and (fault := fault_of_workers(split, chosen[:SAMPLES], expected.numpy())):
-                faults[name] = fault
+        fault, remedies[name] = _find_fault(split, chosen[:SAMPLES])
+        faults[name] = {fault}
         (tree,) = split.fetch([chosen])
         digests[name] = len(split), [sum_of(leaf).item() for leaf in pytree.tree_leaves(tree)]
-    first, remedies = of_first_rank((digests, unsteady))
-    changing = on_any_rank([name in unsteady for name in splits], device)
-    others = on_any_rank([digests[name] != first[name] for name in splits], device)
-    found = {fault: on_any_rank([faults.get(name) is fault for name in splits], device) for fault in Fault}
+    first_digests, first_remedies = of_first_rank((digests, remedies))
+    for name in splits:
+        if digests[name] != first_digests[name]:
+            faults[name].add(Fault.UNEQUAL)
+    found = {fault: on_any_rank([fault in faults[name] for name in splits], device) for fault in Fault}
     reasons: dict[str, list[str]] = {}  # the splits that each is true of
     for number, (name, split) in enumerate(splits.items()):
-        dataset = getattr(split, "dataset", None)
         fault = next((fault for fault in Fault if found[fault][number]), None)
-        if changing[number]:
-            remedy = remedies.get(name) or _remedy(dataset, "")
-            reason = f"its {type(dataset).__name__} gives another sample each time: {remedy}"
-        elif fault:
-            reason = f"its {type(dataset).__name__} {fault.value}"
-        elif others[number]:
-            reason = (
-                "gives each rank other samples: sort what it lists, and to shuffle or split, draw from a generator "
-                "with a seed, such as numpy.random.default_rng(0)"
-            )
-        else:
-            continue
-        reasons.setdefault(reason, []).append(f'split "{name}"')
+        if fault:
+            dataset = getattr(split, "dataset", None)
+            # On rank 0, whose remedy is told, the samples may have been the same
+            remedy = first_remedies[name] or _remedy(dataset, "")
+            reason = fault.value.format(dataset=type(dataset).__name__, remedy=remedy)
+            reasons.setdefault(reason, []).append(f'split "{name}"')
     return [f"{owner}, {' and '.join(where)}: {reason}" for reason, where in reasons.items()]
 
 
@@ -101,6 +125,36 @@ def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
     return [count > 0 for count in counts.tolist()]
 
 
+def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
+    """Return why this rank reads other samples each time, and the remedy if that depends on the Dataset.
+
+    chosen: (n,) int64, the samples that are read, in increasing order.
+    """
+    if not isinstance(split, Streamed):
+        return None, ""
+    dataset = split.dataset
+    # In a loader worker, as in training, because a file that the Dataset opens at first use must not be shared
+    read_twice = partial(_read_twice, split.is_padded)
+    twice = Streamed(_ReadBy(read_twice, dataset), CPU, min(1, split.workers))
+    differs, call, expected = next(iter(twice.fetch([chosen])))
+    if differs:
+        return Fault.CHANGING, _remedy(dataset, bytes(call.numpy()).decode())
+    if not split.workers:
+        return None, ""
+    ends = socket.socketpair()
+    try:
+        at_once = Streamed(_ReadBy(partial(_read_in_turns, ends), dataset), CPU, workers=2)
+        read = [*at_once.fetch([chosen.roll(1), chosen.roll(2)])]
+    finally:
+        for end in ends:
+            end.close()
+    if all(torch.equal(digests, expected) for digests in read):
+        return None, ""
+    alone = Streamed(_ReadBy(_sample_digests, dataset), CPU, workers=1)
+    (digests,) = alone.fetch([chosen.roll(1)])
+    return Fault.SHARED if torch.equal(digests, expected) else Fault.KEPT, ""
+
+
 def _remedy(dataset: Any, call: str) -> str:
     """Say what to write instead. call: what seeds the generator that the dataset draws from; empty if none is found."""
     if hasattr(dataset, "read_batch"):
@@ -119,36 +173,123 @@ def _remedy(dataset: Any, call: str) -> str:
     )
 
 
+class _ReadBy:
+    """A Dataset whose batches are what `read` returns for some samples of another one."""
+
+    def __init__(self, read: Callable[[Any, np.ndarray], Any], dataset: Any):
+        self.read, self.dataset = read, dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read_batch(self, indices: np.ndarray) -> Any:
+        return self.read(self.dataset, indices)
+
+
+def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
+    """Read samples in the order of `indices`, as in a training; return their digests (n,) int64 by increasing index."""
+    digests = np.zeros(len(indices), np.int64)
+    for row, place in enumerate(indices.argsort().argsort()):
+        leaves = pytree.tree_leaves(read_samples(dataset, indices[row : row + 1], origin=(0, int(place))))
+        content = [(array.dtype.str, array.shape, array.tobytes()) for array in map(np.asarray, leaves)]
+        digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
+        digests[place] = int.from_bytes(digest, "little", signed=True)
+    return digests
+
+
+def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.ndarray) -> np.ndarray:
+    """Return the samples' digests, read while another loader worker reads, too.
+
+    After each call of a function in C, such as seek or read, a worker waits for the other one to make one. So a shared
+    offset shows each time, instead of once in a thousand samples.
+    """
+    worker = get_worker_info()
+    assert worker
+    end, turns = ends[worker.id], count(1)
+
+    def called(_frame: object, event: str, _function: object) -> None:
+        if event != "c_return":
+            return
+        end.send(GO)
+        is_answered = bool(select.select([end], [], [], TURN_SECONDS)[0])
+        if not is_answered or end.recv(1) == END or next(turns) == MOST_TURNS:
+            sys.setprofile(None)
+            end.send(END)
+
+    sys.setprofile(called)
+    try:
+        return _sample_digests(dataset, indices)
+    except Exception:  # of a file read in the wrong place; a worker by itself has read these samples
+        return np.zeros(len(indices), np.int64)
+    finally:
+        sys.setprofile(None)
+        end.send(END)
+
+
+def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return whether samples differ when they are read twice, in UTF-8 what seeds the generator of its own that the
+    Dataset draws from, if any is found, and what `_sample_digests` returns after that.
+
+    Compares the states of the random number generators, too: flipping half of the images may leave these few as they
+    are. A Dataset that sets a seed for each sample ends up in the same state both times.
+    """
+    readings, held = [], []
+    for _ in range(2):
+        leaves = map(np.asarray, pytree.tree_leaves(read_samples(dataset, indices, is_padded)))
+        content = [(leaf.shape, leaf.tobytes()) for leaf in leaves]
+        readings.append((content, host_state(), torch.get_rng_state().numpy().tobytes()))
+        held.append(generator_states(dataset))
+    drawn = [call for call, state in held[1].items() if held[0].get(call) != state]
+    call = "".join(drawn[:1]).encode()
+    differs = readings[0] != readings[1] or bool(drawn)
+    return np.array([differs]), np.array([*call], np.uint8), _sample_digests(dataset, indices)
+
+
 def host_state() -> Any:
     """Return the state of NumPy's and Python's random number generators, which changes when something draws."""
     _, keys, position, *_ = np.random.get_state(legacy=True)
     return random.getstate(), keys.tobytes(), position  # type: ignore[union-attr]
 
 
-class _Twice:
-    """A Dataset that reads another one twice and returns whether the samples differ, in UTF-8 what seeds the generator
-    of its own that it draws from, if any is found, and what `sample_digests` returns after that.
+def generator_states(dataset: Any) -> dict[str, bytes]:
+    """Return the state of each generator that a Dataset, or a transform in it, holds, by the call that seeds it.
 
-    It compares the states of the random number generators, too: flipping half of the images may leave these few as they
-    are. A Dataset that sets a seed for each sample ends up in the same state both times.
+    The outermost come first.
     """
+    states: dict[str, bytes] = {}
+    ahead, seen = deque([("self", dataset, "")]), set[int]()
+    while ahead and len(seen) < MOST:
+        name, value, owner = ahead.popleft()
+        if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, Tensor, np.ndarray, str)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, GENERATORS):
+            call, state = _call_and_state(name, value)
+            states[owner or call] = states.get(owner or call, b"") + state
+            continue
+        if not owner:
+            owner = next((f"{name}.{method}({SEED})" for method in SEEDING if hasattr(value, method)), "")
+        ahead.extend((name + step, child, owner) for step, child in _children(value))
+    return states
 
-    def __init__(self, dataset: Any, is_padded: bool):
-        self.dataset, self.is_padded = dataset, is_padded
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+def _call_and_state(name: str, generator: Any) -> tuple[str, bytes]:
+    """Return the call that seeds a generator, and its state."""
+    if isinstance(generator, np.random.Generator):
+        return f"{name} = numpy.random.default_rng({SEED})", pickle.dumps(generator.bit_generator.state)
+    if isinstance(generator, torch.Generator):
+        return f"{name}.manual_seed({SEED})", generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.RandomState):
+        return f"{name}.seed({SEED})", pickle.dumps(generator.get_state())
+    return f"{name}.seed({SEED})", b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(
+        generator.getstate()
+    )
 
-    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, ...]:
-        readings, held = [], []
-        for _ in range(2):
-            leaves = [
-                np.asarray(leaf) for leaf in pytree.tree_leaves(read_samples(self.dataset, indices, self.is_padded))
-            ]
-            state = host_state(), torch.get_rng_state().numpy().tobytes()
-            readings.append(([(leaf.shape, leaf.tobytes()) for leaf in leaves], state))
-            held.append(generator_states(self.dataset))
-        drawn = [call for call, state in held[1].items() if held[0].get(call) != state]
-        call = "".join(drawn[:1]).encode()
-        differs = readings[0] != readings[1] or bool(drawn)
-        return np.array([differs]), np.array([*call], np.uint8), sample_digests(self.dataset, indices)
+
+def _children(parent: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(parent, dict):
+        yield from [(f"[{key!r}]", value) for key, value in islice(parent.items(), MOST_ITEMS)]
+    elif isinstance(parent, (list, tuple)):
+        yield from [(f"[{number}]", item) for number, item in enumerate(parent[:MOST_ITEMS])]
+    else:
+        yield from [(f".{name}", value) for name, value in getattr(parent, "__dict__", {}).items()]

@@ -1,13 +1,19 @@
-"""A trial of a recipe before training: can it be trained, saved, resumed and evaluated?
+"""The probe of a recipe before training: can it be trained, saved, resumed and evaluated?
 
 A few samples are computed as in a training step, and a few as in evaluation. Whatever would fail, or be lost by a
-resume, is reported with its place in the recipe and with what to write instead.
+resume, is reported with its place in the recipe and with what to write instead. `probe` tries, in this order:
+
+1. the data: all ranks have the same samples, and the same each time (data_probe.py);
+2. a training step: a checkpoint has all that it changes, and a gradient reaches each trained weight;
+3. the step of a single sample, and the same step again, which must return the same;
+4. the optimizer and the schedule: a step, and a resume (optimizer_probe.py);
+5. weights that are not trained, but follow those that are, and transforms that change all samples alike;
+6. an evaluation: what is made of its outputs, and whether a prediction depends on other samples of its batch;
+7. all ranks, which must have measured the same.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -15,32 +21,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.lengths import lengths_of
-from flyte_ddp.engine.batches.splits import Split, Subset
-from flyte_ddp.engine.checks.comparison import (
-    optimizer_of,
-    refuse_coupled_predictions,
-    refuse_scaled_rates,
-    refuse_unsteady,
-    some_rates,
-)
+from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, refuse_coupled_reading, unequal_data
-from flyte_ddp.engine.checks.lost_state import SAVE_IT, lost_on_resume, refuse_lost_state
-from flyte_ddp.engine.checks.refusals import (
-    refuse_gathering,
-    refuse_moving_buffers,
-    refuse_uneven_units,
-    refuse_untrainable,
-)
-from flyte_ddp.engine.checks.trials import Trial, Trials, changed_weights, is_same
-from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios
-from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.engine.torch_compat import count_in_total
+from flyte_ddp.engine.checks.optimizer_probe import try_optimizer
+from flyte_ddp.engine.checks.trials import Network, Trial, Trials, fault_named, is_close, is_same, tolerance_of
+from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios, sums_of
+from flyte_ddp.engine.sharding.sharding import OFF
+from flyte_ddp.engine.torch_compat import count_in_total, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
 SEEDS = 8  # with which a sample is looked at for layers that are dropped at random
 SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and without gradients as in evaluation
+MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradients, and how many at a time
 
 
 @dataclass(frozen=True)
@@ -70,29 +64,8 @@ class Probed:
     is_mixed: bool
 
 
-class _Tried(NamedTuple):
-    """The findings of a training step, as Probed has them.
-
-    Attributes:
-        totals: the sums of values and weights of each measure, alternating.
-        gathers: whether the recipe calls all_gather().
-    """
-
-    names: tuple[str, ...]
-    totals: list[float]
-    sample_flops: float
-    moving: frozenset[str]
-    changing: tuple[str, ...]
-    has_unused: bool
-    gathers: bool
-    warnings: list[str]
-
-
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, constant_loss: float) -> Probed:
     """Try a recipe; a collective.
-
-    The order matters: a step of the optimizer changes the weights of the trial, so what compares comes before it, and
-    what asks which weights follow the trained ones (_moving) after it.
 
     Args:
         splits: by name; those that are computed are "train" and "test".
@@ -105,99 +78,318 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     """
     if reasons := unequal_data(code_location(recipe, "data"), splits):
         raise InputError(f"all ranks must have the same samples each time: {'; '.join(reasons)}")
-    if recipe.settings.virtual_ranks:
-        for split in splits.values():
-            refuse_coupled_reading(recipe, split)
+    for split in splits.values() if recipe.settings.virtual_ranks else ():
+        refuse_coupled_reading(recipe, split)
+    network = Network(model)
     try:
-        training = _try_training(recipe, model, splits["train"], steps)
-        tests = Trials(recipe, model, splits["test"], _count(recipe, splits["test"], is_training=False), False)
-        tested = tests()
-        refuse_gathering(recipe, tests)
-        gathers = training.gathers or bool(tests.gathered)
+        training = Trials(recipe, network, splits["train"], _choose(recipe, splits["train"]))
+        with count_in_total(FlopCounterMode(display=False)) as counter:
+            whole = training()
+        names, totals = tuple(whole.pairs), sums_of(whole.pairs).tolist()
+        changing, sample_flops = network.changed_buffers(), counter.get_total_flops() / training.size
+        _refuse_gathering(training)
+        _refuse_lost_buffers(recipe, network)
+        _refuse_changed_weights(recipe, network)
+        _refuse_missing_gradients(recipe, network, whole)
+        _refuse_reentrant(recipe, network, whole)
+        _refuse_unreached(training, splits["train"])
+
+        one = training(0, 1)
+        has_unused = _has_unused(training, whole)
+        _refuse_uneven_units(recipe, whole, one)
+        _refuse_unsteady(training, whole)
+
+        warnings = try_optimizer(recipe, network.model, steps)  # with the gradients of the last trial
+        moving = _find_moving(training)
+        warnings += _find_alike(training, whole)
+        gathers = bool(training.gathered)
+        del training, whole, one  # their memory is for the evaluation
+
+        evaluation = Trials(recipe, network, splits["test"], _choose(recipe, splits["test"], False), False)
+        tested = evaluation()
+        _refuse_moving_buffers(recipe, network)
+        _refuse_gathering(evaluation)
+        gathers = gathers or bool(evaluation.gathered)
         is_mixed = not (constant_loss or gathers)
-        _try_results(recipe, tested, is_mixed)
-        if tested.stages["predictions"] is not None:
-            _try_lengths(recipe, tests, splits["test"], is_mixed)
-        refuse_coupled_predictions(recipe, tests, tested)
-        if recipe.settings.virtual_ranks:
-            refuse_moving_buffers(recipe, tests, tested)
-        _refuse_disagreement(recipe, training.totals + _totals(tested))
+        _try_results(evaluation, tested, is_mixed)
+        _refuse_uneven_rows(evaluation, splits["test"], tested, is_mixed)
+        _refuse_coupled_predictions(evaluation, tested)
+
+        _refuse_disagreement(recipe, totals + sums_of(tested.pairs).tolist())
     finally:
         vars(recipe.share).update(alone=False, stand_in=None)
-    headline = headline_of(recipe, ratios(recipe, training.names, training.totals))
-    return Probed(
-        training.names, headline, training.warnings, training.sample_flops, training.moving, training.changing,
-        training.has_unused, gathers, is_mixed,
-    )  # fmt: skip
+    headline = headline_of(recipe, ratios(recipe, names, totals))
+    return Probed(names, headline, warnings, sample_flops, moving, changing, has_unused, gathers, is_mixed)
 
 
-def _try_training(recipe: Recipe, model: nn.Module, split: Split, steps: int) -> _Tried:
-    """Try some samples as in a training step.
-
-    The memory of a copy of the weights, and of their gradients, is free again when it returns.
-    """
-    trials = Trials(recipe, model, split, _count(recipe, split))
-    with count_in_total(FlopCounterMode(display=False)) as counter:
-        whole = trials()
-    refuse_untrainable(recipe, model, split, trials, whole)
-    whole.gradients.clear()
-    before = trials.buffers
-    changing = tuple(name for name, now in whole.buffers.items() if name in before and not is_same(now, before[name]))
-    one = trials(0, 1)
-    has_unused = _leaves_unused(trials, one) or (
-        # Layers may be dropped at random
-        whole.has_drawn and any(_leaves_unused(trials, trials(0, 1, seed)) for seed in range(1, SEEDS))
-    )
-    refuse_uneven_units(recipe, whole, one)
-    refuse_unsteady(recipe, trials, whole)
-    some_rates(recipe, steps)
-    if recipe.settings.virtual_ranks:
-        refuse_scaled_rates(recipe, trials.model, steps)
-    warnings = _try_step(recipe, trials.model)
-    moving = _moving(trials, model)
-    warnings += [
-        f"{where}: torchvision's {name} changes all samples of a batch alike, by the same random numbers: call it on "
-        "each sample, in a Dataset, or draw from the argument random of augment()"
-        for where, name in _changing_all(trials, whole)
-    ]
-    return _Tried(
-        tuple(whole.pairs), _totals(whole), counter.get_total_flops() / trials.size, moving, changing,
-        has_unused, bool(trials.gathered), warnings,
-    )  # fmt: skip
-
-
-def _changing_all(trials: Trials, whole: Trial) -> list[tuple[str, str]]:
-    """Return the transforms, by place and name, that draw as often for half of the samples as for all."""
-    if not whole.transforms or trials.size < 4:
-        return []
-    half = trials(0, trials.size // 2)
-    return [one for one, times in whole.transforms.items() if half.transforms[one] == times]
-
-
-def _leaves_unused(trials: Trials, trial: Trial) -> bool:
-    """Return whether a trained weight has no gradient, and drop the gradients."""
-    unused = any(p.requires_grad and name not in trial.gradients for name, p in trials.model.named_parameters())
-    trial.gradients.clear()
-    return unused
-
-
-def _count(recipe: Recipe, split: Split, is_training: bool = True) -> int:
-    """Return how many samples to try: two, or at most as many as a rank computes at once, which fit into memory."""
+def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
+    """Return the indices of some samples: two, or at most as many as a rank computes at once, which fit into memory."""
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size
     at_once = -(-size // distributed.get_world_size())
     if is_training and recipe.micro_batch:
         at_once = min(at_once, abs(recipe.micro_batch))  # of -1 it is not known yet
-    return min(SAMPLES if is_training else TEST_SAMPLES, len(split), max(2, at_once))
+    some = spread(split, min(SAMPLES if is_training else TEST_SAMPLES, len(split), max(2, at_once)))
+    # Parts are spread over the split, too, or of sorted samples each would have a class of its own
+    return torch.cat([some[::2], some[1::2]])
 
 
-def _totals(trial: Trial) -> list[float]:
-    """Return the sums of values and weights of each measure, alternating."""
-    return [float(part.detach().double().sum()) for pair in trial.pairs.values() for part in pair]
+def _refuse_gathering(trials: Trials) -> None:
+    """Refuse all_gather() unless each rank computes its whole share at once, with the whole network."""
+    recipe = trials.recipe
+    if not trials.gathered:
+        return
+    others = [method for method, _ in trials.gathered if method != "measure"]
+    if recipe.settings.virtual_ranks and others:
+        raise InputError(
+            f"{code_location(recipe, others[0])}: with virtual_ranks all_gather() must be called in measure() alone, "
+            "as the network is computed part by part: gather there what it returns, or set virtual_ranks to 0"
+        )
+    where = f"for {type(recipe).__name__}, which calls all_gather()"
+    if recipe.micro_batch and trials.is_training:
+        raise InputError(f"micro_batch must be 0 {where}, got {recipe.micro_batch}: set it to 0")
+    if trials.network.is_sharded:
+        raise InputError(f"options.sharding must be off {where}: leave it out")
+
+
+def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
+    """Refuse what a checkpoint would lack, and what model() has no place for.
+
+    That is a state_dict with more than tensors, buffers that a step changes and that aren't persistent, and persistent
+    buffers that a step creates, or gives another shape.
+    """
+    kept = network.model.state_dict()
+    for name, value in kept.items():
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{code_location(recipe, 'model')}: its state_dict must have nothing but tensors, got {name} "
+                f"({type(value).__name__}): let get_extra_state() return a tensor, or leave it out"
+            )
+    for name, now in network.model.named_buffers():
+        before = network.buffers.get(name)
+        is_fitting = before is not None and now.shape == before.shape
+        if is_fitting == (name in kept) or (before is not None and is_same(now, before)):
+            continue  # so is a cache that grows, which is made again
+        does, remedy = "creates", "of which model() has none of this shape: create it in its __init__"
+        if is_fitting:
+            does, remedy = "changes", "which no checkpoint has: register it with persistent=True"
+        raise InputError(
+            f"{code_location(recipe, 'model')}: forward {does} the buffer {network.with_owner(name)}, {remedy}"
+        )
+
+
+def _refuse_changed_weights(recipe: Recipe, network: Network) -> None:
+    """Refuse forward passes that change trained weights: by its own samples, each rank would change them otherwise."""
+    for name in network.changed_weights():
+        if network.model.get_parameter(name).requires_grad:
+            raise InputError(
+                f"{code_location(recipe, 'forward')}: it changes {network.with_owner(name)} by the samples of its "
+                "rank: change no trained weights there; of nn.Embedding, leave out max_norm"
+            )
+
+
+def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) -> None:
+    """Refuse a loss without a gradient, weights of it with one, and gradients that are sparse."""
+    name, values, weights = whole.trained
+    where = code_location(recipe, "measure")
+    if not values.requires_grad:
+        raise InputError(
+            f"{where}: no gradient comes from {name!r}: compute it with torch from outputs, without detach(), argmax() "
+            "or no_grad(), and leave some parameters trainable"
+        )
+    if weights.requires_grad:
+        raise InputError(
+            f"{where}: the weights of {name!r} must not need a gradient, since only its values are differentiated: "
+            "call detach() on them"
+        )
+    for name, weight in network.model.named_parameters():
+        if weight.grad is not None and weight.grad.layout != torch.strided:
+            raise InputError(
+                f"{code_location(recipe, 'model')}: the gradient of {name} must not be sparse: create its layer with "
+                "sparse=False"
+            )
+
+
+def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
+    """Refuse reentrant checkpoints: parameters would get gradients twice in a step, an error to DDP."""
+    _, values, _ = whole.trained
+    seen, ahead = set(), [] if network.is_sharded else [values.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise InputError(
+                f"{code_location(recipe, 'forward')}: torch.utils.checkpoint must have use_reentrant=False: change it, "
+                "or name the layers in the recipe's activation_checkpointing"
+            )
+        seen.add(node)
+        ahead += [function for function, _ in node.next_functions]
+
+
+def _refuse_unreached(training: Trials, split: Split) -> None:
+    """Refuse parameters that get no gradient from MORE_SAMPLES; few samples need not reach every expert."""
+    recipe, network = training.recipe, training.network
+    unreached = {*network.unreached()}
+    some = spread(split, min(MORE_SAMPLES, len(split)))
+    for seed, chosen in enumerate(some.split(PART), 1):
+        if unreached:
+            Trials(recipe, network, split, chosen)(seed=seed)
+            unreached.intersection_update(network.unreached())
+    if unreached:
+        names = [name for name in network.unreached() if name in unreached]
+        raise InputError(
+            f"{code_location(recipe, 'forward')}: no gradient reaches the parameters {listed(names)} from "
+            f"{len(some)} samples: use them, remove them, or call requires_grad_(False) on them in model(); if "
+            "torch.utils.checkpoint computes them, give it use_reentrant=False"
+        )
+
+
+def _has_unused(training: Trials, whole: Trial) -> bool:
+    """Return whether the sample of the last trial leaves trained weights unused, at once or by what it draws."""
+    for seed in range(1, SEEDS if whole.has_drawn else 1):
+        if training.network.unreached():
+            break
+        training(0, 1, seed)
+    return bool(training.network.unreached())
+
+
+def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
+    """Refuse layers of fsdp_units that are not called alike for all samples. one: the trial of a single sample.
+
+    Ranks that call different ones would take one's rows for those of another, without an error.
+    """
+    if one.units != whole.units:
+        some = sorted({*one.units} ^ {*whole.units}) or whole.units
+        raise InputError(
+            f"{code_location(recipe, 'forward')}: with sharding it must call the layers that "
+            f"{type(recipe).__name__}.fsdp_units names alike for all samples, and does not so call {listed(some)}: "
+            f"name a layer that holds them all, {OFF}"
+        )
+
+
+def _refuse_unsteady(training: Trials, whole: Trial) -> None:
+    """Refuse a method that returns something else when the same samples are tried again.
+
+    A training that is resumed would go on with other bits: no checkpoint has what such a method goes by. Numbers that
+    stand alone, and what has another shape, are not compared.
+    """
+    again, tolerance = training(), tolerance_of(training.network.model)
+    for stage, returned in whole.stages.items():
+        leaves, others = (pytree.tree_leaves(tree) for tree in (returned, again.stages[stage]))
+        for leaf, other in zip(leaves, others, strict=False):
+            is_compared = isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.ndim
+            if is_compared and leaf.shape == other.shape and not is_close(leaf, other, tolerance):
+                raise InputError(
+                    f"{code_location(training.recipe, stage)}: returns something else each time, so that no training "
+                    "could be resumed: draw from torch.rand, numpy.random or random, whose generators each step "
+                    "seeds, and count in a buffer"
+                )
+
+
+def _find_moving(training: Trials) -> frozenset[str]:
+    """Return the frozen weights that change once the trained ones have: a teacher starts as a copy of these."""
+    weights = training.network.model.named_parameters(remove_duplicate=False)
+    frozen = frozenset(name for name, weight in weights if not weight.requires_grad)
+    if not frozen or training.network.is_sharded:
+        return frozenset()
+    training(is_moved=True)
+    return frozen.intersection(training.network.changed_weights())
+
+
+def _find_alike(training: Trials, whole: Trial) -> list[str]:
+    """Return a warning for each transform that draws as often for half of the samples as for all."""
+    if not whole.transforms or training.size < 4:
+        return []
+    half = training(0, training.size // 2)
+    return [
+        f"{where}: torchvision's {name} changes all samples of a batch alike, by the same random numbers: call it on "
+        "each sample, in a Dataset, or draw from the argument random of augment()"
+        for (where, name), times in whole.transforms.items()
+        if half.transforms[where, name] == times
+    ]
+
+
+def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
+    """Refuse, with virtual ranks, an evaluation that changes buffers: how often depends on the number of ranks."""
+    changed = network.changed_buffers() if recipe.settings.virtual_ranks else ()
+    for name in network.model.state_dict().keys() & changed:
+        raise InputError(
+            f"{code_location(recipe, 'forward')}: with virtual_ranks an evaluation must leave buffers as they are, "
+            f"and it changes {name}: change it only if self.training, or set virtual_ranks to 0"
+        )
+
+
+@torch.no_grad()
+def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
+    """Refuse what would fail after an epoch, or after the last one: facts, guesses, predictions and pictures."""
+    recipe, tree, outputs = evaluation.recipe, evaluation.tree, tested.stages["forward"]
+    facts: Any = recipe.facts()
+    if not isinstance(facts, dict):  # which the metadata of the weights could not be read with
+        raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
+    if is_mixed:
+        what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
+        with fault_named(what, "define constant_loss(), the loss of guessing"):
+            pairs_of(recipe, mismatched(outputs), Batch(tree, recipe.share))
+    predictions, count = tested.stages["predictions"], evaluation.size
+    if predictions is not None:
+        where = code_location(recipe, "predictions")
+        if not isinstance(predictions, Tensor) or predictions.shape[:1] != (count,):
+            raise InputError(
+                f"{where} must return a tensor with a row for each of the {count} samples, got {_shape(predictions)}"
+            )
+        with fault_named(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
+            predictions.cpu().numpy()
+    where = code_location(recipe, "pictures")
+    with fault_named(f"{where} fails, or returns no pairs of a caption and an image", "return () for none"):
+        pictures = [(str(caption), picture) for caption, picture in recipe.pictures(outputs, tree)]
+    for _, picture in pictures:
+        if not isinstance(picture, Tensor) or picture.ndim != 3 or picture.shape[0] not in (1, 3):
+            shape = f"shape {_shape(picture)}" if isinstance(picture, Tensor) else _shape(picture)
+            raise InputError(f"{where} must return images, tensors (C, H, W) of 1 or 3 channels, got {shape}")
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixed: bool) -> None:
+    """Refuse predictions whose rows have another shape in the shortest padded batch than in the longest."""
+    recipe, lengths, size = evaluation.recipe, lengths_of(split), evaluation.recipe.settings.test_batch_size
+    if not lengths or tested.stages["predictions"] is None:
+        return
+    samples = EvaluationBatches(split, size, rank=0, world_size=1, mixed=is_mixed).order.at(torch.arange(len(split)))
+    longest = torch.stack([batch[lengths.each[batch].argmax()] for batch in samples.split(size)])
+    rows = []
+    for index in (longest[lengths.each[longest].argmin()], longest[lengths.each[longest].argmax()]):
+        trial = Trials(recipe, evaluation.network, split, index.expand(evaluation.size), False)()
+        rows.append(trial.stages["predictions"])
+    check_rows(recipe, *rows)
+
+
+def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
+    """Refuse predictions of a sample that depend on the others of its batch: they would depend on test_batch_size.
+
+    Nothing is refused where evaluation draws random numbers, which are others for other samples, nor where parts have
+    rows of another shape, as those that are padded to the longest of their part.
+    """
+    predictions, size = tested.stages["predictions"], evaluation.size
+    if predictions is None or tested.has_drawn or size == 1:
+        return
+    # Of two halves, both might have the mean of the whole
+    cut = max(1, 3 * size // 8)
+    parts = [evaluation(*ends).stages["predictions"] for ends in ((0, cut), (cut, size))]
+    if [part.shape for part in parts] != [(count, *predictions.shape[1:]) for count in (cut, size - cut)]:
+        return
+    if not is_close(predictions, torch.cat(parts), tolerance_of(evaluation.network.model)):
+        raise InputError(
+            f"{code_location(evaluation.recipe, 'predictions')}: those of a sample depend on the others of its batch: "
+            "to compare samples, call all_gather(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
+        )
 
 
 def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
-    """Raise InputError, on all ranks, if they measure something else for the same samples; a collective."""
+    """Refuse, on all ranks, a recipe of which they measure something else for the same samples; a collective."""
     own = torch.tensor([totals], dtype=torch.float64)
     first = of_first_rank(own)
     unlike = own.shape != first.shape or not torch.allclose(own, first, rtol=1e-3, equal_nan=True)
@@ -206,93 +398,3 @@ def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
             f"{code_location(recipe, 'measure')}: each rank measures something else for the same samples: let nothing, "
             "from the initial weights to the measures, depend on the process that computes it"
         )
-
-
-def _try_step(recipe: Recipe, model: nn.Module) -> list[str]:
-    """Step the optimizer, which changes the weights that have a gradient from the last trial.
-
-    Returns a warning if a checkpoint would lack a part of the optimizer.
-    """
-    optimizer = optimizer_of(recipe, model)
-    for weight in () if is_sharded(model) else model.parameters():
-        if weight.grad is not None:  # any will do: the weights themselves take no memory besides
-            weight.grad = weight.detach()
-    remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
-    with _fault_named(f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__} cannot make a step", remedy):
-        optimizer.step()
-    if is_sharded(model):  # whose rows each rank steps on by itself, and whose state a checkpoint has in another form
-        return []
-    what = f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__}"
-    lost = lost_on_resume(recipe, model, optimizer)
-    del optimizer  # its state is as large as the network, or twice
-    refuse_lost_state(recipe, model, lost)
-    keeps = f"{what} keeps {listed(lost)} outside of its state_dict, and a training that is resumed goes on without"
-    return [f"{keeps}: {SAVE_IT}"] if lost else []
-
-
-def _moving(trials: Trials, model: nn.Module) -> frozenset[str]:
-    """Return the frozen weights that change once the trained ones have: a teacher starts as a copy of these."""
-    frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
-    if not frozen or not trials.original:
-        return frozenset()
-    with torch.no_grad():  # a little, where the step, which lacks schedule and clipping, may have gone anywhere
-        for weight, first in zip(trials.model.parameters(), model.parameters(), strict=True):
-            if weight.requires_grad:
-                weight.copy_(1.01 * first + 0.01)  # those that begin as zeros, too
-    trials.original = None  # the trial goes on from there
-    trials()
-    return frozenset(frozen & changed_weights(trials.model, model).keys())
-
-
-@torch.no_grad()
-def _try_results(recipe: Recipe, tested: Trial, mixed: bool) -> None:
-    """Try what is made of the outputs after an epoch, and after the last one."""
-    facts: Any = recipe.facts()
-    if not isinstance(facts, dict):  # which the metadata of the weights could not be read with
-        raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
-    outputs, tree, predictions = (tested.stages[stage] for stage in ("forward", "data", "predictions"))
-    batch = Batch(tree, recipe.share)
-    if mixed:
-        what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
-        with _fault_named(what, "define constant_loss(), the loss of guessing"):
-            pairs_of(recipe, mismatched(outputs), batch)
-    if predictions is not None:
-        where, count = code_location(recipe, "predictions"), batch.share.count
-        if not isinstance(predictions, Tensor) or predictions.shape[:1] != (count,):
-            got = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
-            raise InputError(f"{where} must return a tensor with a row for each of the {count} samples, got {got}")
-        with _fault_named(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
-            predictions.cpu().numpy()
-    where = code_location(recipe, "pictures")
-    with _fault_named(f"{where} fails, or returns no pairs of a caption and an image", "return () for none"):
-        pictures = [(str(caption), picture) for caption, picture in recipe.pictures(outputs, tree)]
-    for _, picture in pictures:
-        if not isinstance(picture, Tensor) or picture.ndim != 3 or picture.shape[0] not in (1, 3):
-            got = f"shape {tuple(picture.shape)}" if isinstance(picture, Tensor) else type(picture).__name__
-            raise InputError(f"{where} must return images, tensors (C, H, W) of 1 or 3 channels, got {got}")
-
-
-def _try_lengths(recipe: Recipe, tests: Trials, split: Split, mixed: bool) -> None:
-    """Check that the predictions of the shortest and of the longest padded batch have rows of the same shape."""
-    lengths, size = lengths_of(split), recipe.settings.test_batch_size
-    if not lengths:
-        return
-    samples = EvaluationBatches(split, size, rank=0, world_size=1, mixed=mixed).order.at(torch.arange(len(split)))
-    longest = torch.stack([batch[lengths.each[batch].argmax()] for batch in samples.split(size)])
-    rows = []
-    for index in (longest[lengths.each[longest].argmin()], longest[lengths.each[longest].argmax()]):
-        one = Subset(split, tests.size, index.expand_as)
-        trial = Trials(recipe, tests.model, one, tests.size, False, copied=tests.model)
-        rows.append(trial().stages["predictions"])
-    check_rows(recipe, *rows)
-
-
-@contextmanager
-def _fault_named(what: str, remedy: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise InputError(f"{what} ({cause}): {remedy}") from error

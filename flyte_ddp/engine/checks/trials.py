@@ -1,162 +1,191 @@
-"""A recipe, tried on some samples of a batch as one rank would compute them, without the other ranks."""
+"""Trials of a recipe: some samples, computed as one rank would compute them, without the other ranks."""
 
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import flyte_ddp
+from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.batches.splits import Split, spread
-from flyte_ddp.engine.checks.draws import Draws
+from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.measures import augment, code_location, pairs_of, trained_measure
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.engine.torch_compat import any_batch_size, copy_with_hooks, pytree
+from flyte_ddp.engine.torch_compat import (
+    TorchDispatchMode,
+    any_batch_size,
+    arguments_of,
+    copy_with_hooks,
+    may_round_to_tf32,
+    pytree,
+)
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe, Tree
 from flyte_ddp.text import reason_of
 
+# The tolerance is relative, and at least eight roundings of the coarsest dtype. It can't be zero: for other numbers of
+# rows libraries choose other kernels, which add in another order.
+TOLERANCE, ROUNDINGS = 1e-3, 8
+SIZES = 1 << 16  # how many numbers of a tensor are looked at for their size
 # Types that no layer of float32 takes, by what torch calls them then
 UNFIT = {torch.float64: r"\bdouble\b", torch.float16: r"\bhalf\b", torch.uint8: r"\b(byte|unsigned char)\b"}
+TRANSFORMS = "torchvision.transforms"  # compared with names: ranks that don't use it are not to import it
+OURS = str(Path(flyte_ddp.__path__[0], "engine"))
 
 
-@dataclass(frozen=True)
+class Network:
+    """A network that is tried: each trial begins with the weights and buffers of the one that is to be trained.
+
+    Attributes:
+        model: a copy of that one, since what else a trial changes, such as a count of calls, can't be put back. A
+            sharded network can't be copied, so it is tried itself, and keeps its weights.
+        buffers: as they are before a trial, by name.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.is_sharded = is_sharded(model)
+        self.model = model if self.is_sharded else copy_with_hooks(model)
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._original = model
+
+    @torch.no_grad()
+    def start_afresh(self, is_training: bool, is_moved: bool) -> None:
+        """Put back weights and buffers. is_moved: give the trained weights other values, as a step would."""
+        self.model.train(is_training).zero_grad()
+        if not self.is_sharded:
+            for weight, first in zip(self.model.parameters(), self._original.parameters(), strict=True):
+                # Not by an optimizer, which without schedule and clipping may go anywhere; those that are 0 move, too
+                weight.copy_(1.01 * first + 0.01 if is_moved and weight.requires_grad else first)
+        for name, buffer in self.model.named_buffers():
+            if name in self.buffers and buffer.shape == self.buffers[name].shape:
+                buffer.copy_(self.buffers[name])
+
+    def changed_weights(self) -> list[str]:
+        """Return each name of the weights that the last trial has changed."""
+        before = dict(self._original.named_parameters(remove_duplicate=False))
+        now = {} if self.is_sharded else dict(self.model.named_parameters(remove_duplicate=False))
+        return [name for name, weight in now.items() if not is_same(weight.detach(), before[name])]
+
+    def changed_buffers(self) -> tuple[str, ...]:
+        """Return the names of the buffers that the last trial has changed, or removed."""
+        now = dict(self.model.named_buffers())
+        return tuple(name for name, first in self.buffers.items() if name not in now or not is_same(now[name], first))
+
+    def unreached(self) -> list[str]:
+        """Return the names of the trained weights that have no gradient from the last trial."""
+        weights = self.model.named_parameters()
+        return [name for name, weight in weights if weight.requires_grad and weight.grad is None]
+
+    def with_owner(self, name: str) -> str:
+        """Return the name of a weight or buffer, and the type of the layer that has it."""
+        return f"{name} of {type(self.model.get_submodule(name.rpartition('.')[0])).__name__}"
+
+
+@dataclass
 class Trial:
     """The outcome for some samples.
 
     Attributes:
-        count: of the samples.
-        stages: what each method of the recipe was given ("data") and returned, by name.
+        stages: what each method of the recipe returned, by name.
         pairs: values and weights of each measure.
         has_drawn: whether torch drew random numbers.
-        transforms: how often each of torchvision's transforms drew, by place and name.
-        buffers: of the network, afterwards.
-        changed: the names of the weights that are not as they were before.
-        gradients: of the sum of what is trained, by parameter; none in evaluation.
+        transforms: how often each of torchvision's transforms drew, by the place that calls it and its name.
         units: the names of the sharded layers, in the order of their calls.
     """
 
-    count: int
-    stages: dict[str, Any]
-    pairs: dict[str, tuple[Tensor, Tensor]]
-    has_drawn: bool
-    transforms: "Counter[tuple[str, str]]"
-    buffers: dict[str, Tensor]
-    changed: list[str]
-    gradients: dict[str, Tensor]
-    units: list[str]
+    stages: dict[str, Any] = field(default_factory=dict)
+    pairs: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    has_drawn: bool = False
+    transforms: "Counter[tuple[str, str]]" = field(default_factory=Counter)
+    units: list[str] = field(default_factory=list)
+
+    @property
+    def trained(self) -> tuple[str, Tensor, Tensor]:
+        """Name, values and weights of what is trained."""
+        name = trained_measure(list(self.pairs))
+        return name, *self.pairs[name]
 
 
 class Trials:
-    """Trials of samples that are spread over a split, each from the same state, without the other ranks.
+    """Trials of a recipe on some samples, each from the same state.
 
-    is_training: with augmentation and gradients; otherwise as in evaluation, with predictions.
+    Attributes:
+        tree: the samples.
+        size: how many these are.
+        gathered: what all_gather() was called with for all of them: the method that called it, and the rows.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        model: nn.Module,
-        split: Split,
-        size: int,
-        is_training: bool = True,
-        copied: nn.Module | None = None,
-    ):
-        """copied: a copy of the model that other trials have made; by default another one, unless it is sharded."""
-        self.recipe, self.size, self.device, self.is_training = recipe, size, split.device, is_training
-        # A copy, unless it is sharded: what a trial changes in the network, such as counts of calls, is not kept
-        self.model = copied or (model if is_sharded(model) else copy_with_hooks(model))
-        self.original = None if is_sharded(model) else model
-        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self.gathered: list[Tensor] = []  # what all_gather() returned for the whole batch, call by call
-        self.gathering = dict[str, None]()  # the methods that called it, by name, in their order
+    def __init__(self, recipe: Recipe, network: Network, split: Split, chosen: Tensor, is_training: bool = True):
+        """chosen: (size,) int64, their indices. is_training: with augmentation and gradients, without predictions."""
+        self.recipe, self.network, self.size, self.is_training = recipe, network, len(chosen), is_training
+        self.gathered: list[tuple[str, Tensor]] = []
         self._method = ""
-        # Parts are spread over the split, too, or of sorted samples each would have a class of its own
-        some = spread(split, size)
-        (self.tree,) = split.fetch([torch.cat([some[::2], some[1::2]])])
+        (self.tree,) = split.fetch([chosen])
 
-    def __call__(self, first: int = 0, last: int | None = None, seed: int = 0) -> Trial:
-        """Compute samples first..last, by default the whole batch. seed: of what is drawn."""
+    def __call__(self, first: int = 0, last: int | None = None, seed: int = 0, is_moved: bool = False) -> Trial:
+        """Compute samples first..last, by default all of them.
+
+        seed: of what is drawn. is_moved: see Network.start_afresh.
+        """
         last = self.size if last is None else last
-        recipe, share, is_whole = self.recipe, self.recipe.share, last - first == self.size
+        recipe, share, model, trial = self.recipe, self.recipe.share, self.network.model, Trial()
         vars(share).update(first=first, count=last - first, size=self.size, part=0, borrowed=False, alone=True)
-        share.stand_in = self._note if is_whole else self._repeat(iter(self.gathered))
-        self.gathered = [] if is_whole else self.gathered
-        stages = {"data": pytree.tree_map(lambda leaf: leaf[first:last], self.tree)}
+        if last - first == self.size:
+            self.gathered, share.stand_in = [], self._note
+        else:
+            share.stand_in = self._repeat(iter(self.gathered))
+
+        def run(method: str, function: Any, *arguments: Any) -> Any:
+            self._method = method
+            trial.stages[method] = function(*arguments)
+            return trial.stages[method]
+
         # As in training, where what a recipe changes in place is a copy, too
-        part = pytree.tree_map(torch.clone, stages["data"])
+        tree = pytree.tree_map(lambda leaf: leaf[first:last].clone(), self.tree)
         with (
-            _types_named(recipe, part),
-            Draws() as draws,
+            _types_named(recipe, tree),
+            _Draws(trial),
             torch.set_grad_enabled(self.is_training),
-            _noting_units(self.model) as units,
+            _noting_units(model, trial.units),
         ):
-            self._start_afresh()
-            self._method = "augment"
+            self.network.start_afresh(self.is_training, is_moved)
             if self.is_training:
-                stages["augment"] = part = augment(recipe, part, seed, share)
+                tree = run("augment", augment, recipe, tree, seed, share)
             seed_part(seed, 0)
             with any_batch_size():
-                self._method = "forward"
-                stages["forward"] = recipe.forward(self.model, part)
-                self._method = "measure"
-                stages["measure"] = pairs = pairs_of(recipe, stages["forward"], Batch(part, share))
-                self._method = "predictions"
+                outputs = run("forward", recipe.forward, model, tree)
+                trial.pairs = run("measure", pairs_of, recipe, outputs, Batch(tree, share))
+                _, values, _ = trial.trained
                 if not self.is_training:
-                    stages["predictions"] = recipe.predictions(stages["forward"], part)
-                elif pairs[trained_measure(list(pairs))][0].requires_grad:
-                    pairs[trained_measure(list(pairs))][0].sum().backward()
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        changed = [*changed_weights(self.model, self.original)] if self.original else []
-        count, transforms = last - first, draws.transforms
-        return Trial(count, stages, pairs, draws.has_drawn, transforms, buffers, changed, gradients, units)
-
-    def _start_afresh(self) -> None:
-        self.model.train(self.is_training).zero_grad()
-        with torch.no_grad():
-            if self.original:
-                for weight, first in zip(self.model.parameters(), self.original.parameters(), strict=True):
-                    weight.copy_(first)
-            for name, buffer in self.model.named_buffers():
-                if name in self.buffers and buffer.shape == self.buffers[name].shape:
-                    buffer.copy_(self.buffers[name])
+                    run("predictions", recipe.predictions, outputs, tree)
+                elif values.requires_grad:
+                    values.sum().backward()
+        return trial
 
     def _note(self, rows: Tensor) -> Tensor:
-        self.gathered.append(rows)
-        self.gathering[self._method] = None
+        self.gathered.append((self._method, rows))
         return rows
 
-    def _repeat(self, noted: Iterator[Tensor]) -> Any:
-        return lambda rows: next(noted, rows).detach()
-
-
-def changed_weights(model: nn.Module, original: nn.Module) -> dict[str, Tensor]:
-    """Return the network's parameters that differ from the original, by each of their names."""
-    before = dict(original.named_parameters(remove_duplicate=False))
-    now = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
-    return {name: weight for name, weight in now.items() if not is_same(weight, before[name])}
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits; a NaN is the same as any other NaN."""
-    return torch.equal(one, other) or (one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True))
+    def _repeat(self, noted: Iterator[tuple[str, Tensor]]) -> Any:
+        return lambda rows: next(noted, ("", rows))[1].detach()
 
 
 @contextmanager
-def _noting_units(model: nn.Module) -> Iterator[list[str]]:
-    """Yield the names of the sharded layers that are called within the block."""
-    called: list[str] = []
+def _noting_units(model: nn.Module, called: list[str]) -> Iterator[None]:
+    """Append the names of the sharded layers that are called within the block."""
     with ExitStack() as hooks:
         for name, unit in model.named_modules():
             if is_sharded(unit):
                 hooks.callback(unit.register_forward_pre_hook(lambda *_, name=name: called.append(name)).remove)
-        yield called
+        yield
 
 
 @contextmanager
@@ -173,3 +202,94 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
                     'convert it, by .float() or .astype("float32")'
                 ) from error
         raise
+
+
+@contextmanager
+def fault_named(what: str, remedy: str) -> Iterator[None]:
+    """Say of an error in the block what fails, and what to do about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"{what} ({cause}): {remedy}") from error
+
+
+# --- what draws random numbers ---
+
+
+class _Draws(TorchDispatchMode):
+    """A block in which the trial notes what draws random numbers by torch."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trial = trial
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _really_draws(func, args, kwargs):
+            self.trial.has_drawn = True
+            self.trial.transforms.update(_calling_transform())
+        return func(*args, **kwargs)
+
+
+def _calling_transform() -> list[tuple[str, str]]:
+    """Return 'file, line n' of the user's code and the innermost transform of torchvision that it called, if any."""
+    frame, place, name = sys._getframe(1), "", ""
+    while frame:
+        file, kind = frame.f_code.co_filename, type(frame.f_locals.get("self"))
+        if not name and kind.__module__.startswith(TRANSFORMS):
+            name = kind.__name__
+        if not place and not file.startswith((OURS, "<")) and not is_installed(file):
+            place = f"{file}, line {frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return [(place or "the network", name)] if name else []
+
+
+def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call draws: attention and recurrent layers always call operations that may."""
+    arguments = arguments_of(func, args, kwargs)
+    probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
+    is_training = next((arguments[name] for name in ("train", "training") if name in arguments), True)
+    return bool(probability) and is_training is not False
+
+
+# --- what is the same ---
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bits; a NaN is the same as any other NaN."""
+    return torch.equal(one, other) or (one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True))
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """Return by what part of their size numbers may differ that should be the same."""
+    steps = [torch.finfo(weight.dtype).eps for weight in model.parameters() if weight.is_floating_point()]
+    if may_round_to_tf32() and any(weight.is_cuda for weight in model.parameters()):
+        steps.append(2.0**-10)
+    return max([TOLERANCE, *(ROUNDINGS * step for step in steps)])
+
+
+@torch.no_grad()  # with gradients, torch may refuse a view of a weight that has changed since
+def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Return whether each number differs by little, compared with itself or with most others.
+
+    A number near 0 may be the difference of two that are not, so it is compared with the others.
+    """
+    if one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    tolerance = max(tolerance, ROUNDINGS * torch.finfo(one.dtype).eps)
+    return torch.allclose(one, other.to(one.dtype), tolerance, tolerance * _size_of(one), equal_nan=True)
+
+
+def _size_of(numbers: Tensor) -> float:
+    """Return the lower quartile of the sizes, without 0 and infinity, since a few may stand for a mask."""
+    sizes = numbers.detach().abs().flatten()
+    sizes = sizes[:: max(1, len(sizes) // SIZES)].double()
+    sizes = sizes[sizes.isfinite() & (sizes > 0)].sort().values
+    return sizes[len(sizes) // 4].item() if len(sizes) else 0.0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from flyte_ddp.engine.checks.lost_state import beside_state
+from flyte_ddp.engine.checks.optimizer_probe import beside_state
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.own_loop.optimizers import weights_of
 from flyte_ddp.engine.torch_compat import pytree

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flyte_ddp.engine.checks.comparison import TOLERANCE, is_close
+from flyte_ddp.engine.checks.trials import TOLERANCE, is_close
 
 SPREAD = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(64, 100, generator=torch.Generator().manual_seed(1))
