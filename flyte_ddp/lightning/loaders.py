@@ -83,8 +83,8 @@ class Loaders:
             what = type(loader).__name__ if dataset is None else f"{type(loader).__name__} of {type(dataset).__name__}"
             self.begins_epochs_anew = (
                 f"{where} returns a {what}, which has no state, so checkpoints are saved at the ends of epochs alone, "
-                "and a resume begins there: read a Dataset with __getitem__ and __len__, or give the loader state_dict "
-                "and load_state_dict"
+                "and a resume begins there: let a plain DataLoader read a Dataset with __getitem__ and __len__, or give "
+                "the loader state_dict and load_state_dict"
             )
             self.problems.append(self.begins_epochs_anew)
         for call in [*generator_states(dataset)][:1]:

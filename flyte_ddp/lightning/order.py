@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
 
-from flyte_ddp.engine.batches.sample_seeds import generators_restored, seed_generators
+from flyte_ddp.engine.batches.sample_seeds import SeededIndices, generators_restored, seed_generators
 from flyte_ddp.engine.checks.held_generators import generator_states
 from flyte_ddp.engine.torch_compat import batch_order
 from flyte_ddp.errors import InputError
@@ -23,8 +23,9 @@ OWN = re.compile(r"self\.(?!generator\.manual_seed)\w+( = |\.(manual_)?seed\()")
 
 def can_skip(loader: object) -> bool:
     """Return whether a resume within an epoch can leave out the loader's first batches."""
-    is_plain = isinstance(loader, DataLoader) and not hasattr(loader, "load_state_dict")
-    return is_plain and not isinstance(loader.dataset, IterableDataset)  # type: ignore[attr-defined]
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False  # a class with an __iter__ of its own may read in an order of its own
+    return not (hasattr(loader, "load_state_dict") or isinstance(loader.dataset, IterableDataset))
 
 
 class Order:
@@ -95,24 +96,9 @@ class Order:
 
     def _placed(self, batch: Any, key: int) -> Any:
         if self._has_workers:
-            return _Placed(batch, key)
+            return SeededIndices(batch, key)
         seed_generators(key)
         return batch
-
-
-class _Placed:
-    """A batch's indices on their way to a worker, which seeds its generators as it takes them from its queue."""
-
-    def __init__(self, indices: Any, key: int):
-        self._indices, self._key = indices, key
-
-    def __reduce__(self) -> Any:
-        return _taken, (self._indices, self._key)
-
-
-def _taken(indices: Any, key: int) -> Any:
-    seed_generators(key)
-    return indices
 
 
 def samplers_of(loader: object) -> list[Any]:

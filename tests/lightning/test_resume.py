@@ -122,12 +122,13 @@ def test_within_an_epoch_another_number_of_ranks_goes_on_with_the_samples_that_a
     assert of(StepLogged, resumed)[-1].step == started.steps_per_epoch == 13
 
 
-def test_data_without_a_state_begin_epochs_anew_and_say_so_at_the_start(tmp_path):
-    of_it: Any = {"settings": settings(epochs=2), "data": "numerals.loaders:Streamed", "nproc": 1}
+@pytest.mark.parametrize(("data", "what"), [("Streamed", "DataLoader of Stream"), ("ReadAhead", "Ahead of Augmented")])
+def test_data_without_a_state_begin_epochs_anew_and_say_so_at_the_start(tmp_path, data, what):
+    of_it: Any = {"settings": settings(epochs=2), "data": f"numerals.loaders:{data}", "nproc": 1}
     trained = train(tmp_path / "run", checkpoint_seconds=0, **of_it)
     assert [(one.epoch, one.step) for one in of(CheckpointWritten, trained)] == [(1, 0), (2, 0)]
     (warning,) = trained.result.warnings
-    assert warning.reason.startswith("Streamed.train_dataloader returns a DataLoader of Stream, which has no state")
+    assert warning.reason.startswith(f"{data}.train_dataloader returns a {what}, which has no state")
     assert trained.events.index(warning) < trained.events.index(of(StepLogged, trained)[0])
 
 

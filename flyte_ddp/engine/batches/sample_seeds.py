@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,21 @@ def seed_generators(key: int) -> None:
     torch.default_generator.manual_seed(key)
     np.random.seed(key >> 32)
     random.seed(key)
+
+
+class SeededIndices:
+    """Indices on their way to a DataLoader's worker, which seeds its generators as it takes them from its queue."""
+
+    def __init__(self, indices: Any, key: int):
+        self._indices, self._key = indices, key
+
+    def __reduce__(self) -> Any:
+        return _taken, (self._indices, self._key)
+
+
+def _taken(indices: Any, key: int) -> Any:
+    seed_generators(key)
+    return indices
 
 
 @contextmanager
