@@ -26,14 +26,14 @@ KEPT = "flyte_ddp_kept"  # beside Lightning's parts of a checkpoint
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Saves and loads the checkpoint that a training resumes from. Those of the module's own callbacks are Lightning's.
+    """The checkpoint that a training resumes from. Checkpoints of the user's callbacks are saved as Lightning does.
 
     Attributes:
         position: epoch and step, from 0, that training goes on with; whoever saves sets it.
     """
 
     def __init__(self, job: Job, emit: Callable[[Event], None], device: torch.device):
-        """device: from which this rank can send."""
+        """device: the one from which this rank can send."""
         super().__init__()
         self._path, self._job, self._emit, self._device = job.checkpoint_path or NOWHERE, job, emit, device
         self._is_readable, self._kept = False, KeptFiles(job)
@@ -58,7 +58,7 @@ class CheckpointFiles(TorchCheckpointIO):
             self._emit(CheckpointWritten(*self.position, str(path), stall_seconds=seconds, write_seconds=0.0))
 
     def check(self, trainer: Trainer) -> None:
-        """Raises InputError before the first step for what a checkpoint cannot hold; a collective."""
+        """Raise InputError before the first step for what a checkpoint cannot hold; a collective."""
         try:
             checkpoint = checkpoint_now(trainer)
         except Exception:  # a hook may need what a step leaves; the first checkpoint is checked again
@@ -66,7 +66,7 @@ class CheckpointFiles(TorchCheckpointIO):
         check_readable(_needed(checkpoint))
 
     def _save_theirs(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Each in a new file: Lightning writes into the old one where its folder is on another disk than /tmp."""
+        """Save a new file: Lightning writes into the old one where its folder is on another disk than /tmp."""
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         beside = temporary_beside(Path(path))
@@ -77,12 +77,12 @@ class CheckpointFiles(TorchCheckpointIO):
             beside.unlink(missing_ok=True)
 
     def find(self) -> str | None:
-        """The path, if rank 0, perhaps on another host, has a checkpoint of this training there; a collective."""
+        """Return the path if rank 0 has a checkpoint of this training there, perhaps on another host; a collective."""
         self._state = state_on_all_ranks(self._job, self._emit, self._device)
         return self._path if self._state else None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """What find has found."""
+        """Return the state that `find` has found."""
         if path != self._path:
             return super().load_checkpoint(path, map_location, weights_only)
         state, self._state = self._state, None

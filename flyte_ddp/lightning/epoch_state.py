@@ -1,4 +1,4 @@
-"""What a checkpoint within an epoch has besides Lightning's state."""
+"""The part of a checkpoint within an epoch that Lightning's own state lacks."""
 
 from collections.abc import Mapping
 from typing import Any

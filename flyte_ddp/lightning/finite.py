@@ -1,4 +1,4 @@
-"""What of a training under Lightning has become NaN or infinite, whoever optimizes and whatever is logged."""
+"""A check that losses and weights are finite, whoever optimizes and whatever is logged."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from flyte_ddp.errors import NonFiniteError
 
 
 def broken(measures: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """The names of losses, those of each loader, and of other measures that are not finite."""
+    """Return the names of losses, one for each loader, and of other measures that are not finite."""
     names = [name for name, value in measures.items() if not math.isfinite(value)]
     losses = [name for name in names if name.partition("/")[0] == "loss"]
     return losses, [name for name in names if name not in losses]
@@ -25,8 +25,13 @@ def check_finite(
     epoch: int,
     steps: int,
 ) -> None:
-    """Raises NonFiniteError, on all ranks, if a loss that was logged in the epoch, or a weight, is not finite on any of
-    them; a collective. epoch: from 0."""
+    """Raise NonFiniteError on all ranks if a loss of the epoch, or a weight, is not finite on one; a collective.
+
+    Args:
+        trained, validation: the measures that were logged last.
+        epoch: from 0.
+        steps: the number of the epoch's steps that are done.
+    """
     weights = [local(weight.detach()) for weight in module.parameters() if weight.requires_grad]
     is_bad = not all(bool(weight.isfinite().all()) for weight in weights)
     own_flags = [float(is_bad), float(bool(broken(trained)[0])), float(bool(broken(validation)[0]))]

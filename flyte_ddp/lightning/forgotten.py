@@ -1,4 +1,4 @@
-"""What a checkpoint of Lightning's lacks, and a resume needs to end with the same bits."""
+"""The state of callbacks that Lightning's checkpoints lack."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,14 +39,19 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 
 
 def forgotten(trainer: Trainer) -> dict[str, Any]:
-    """Whether a callback has ended the training, and what callbacks have frozen or unfrozen."""
+    """Return whether a callback has ended the training, and what callbacks have frozen or unfrozen."""
     switches = _switches(trainer.lightning_module)
     frozen = {name: getattr(owner, attribute) for name, (owner, attribute) in switches.items()}
     return {"stops_early": trainer.should_stop, "frozen": frozen}
 
 
 def remember(trainer: Trainer, saved: dict[str, Any], is_within_epoch: bool) -> None:
-    """saved: of `forgotten`, in the checkpoint. is_within_epoch: whether the resume goes on within an epoch."""
+    """Restore what callbacks had done before the checkpoint.
+
+    Args:
+        saved: what `forgotten` has returned.
+        is_within_epoch: whether the training goes on within an epoch.
+    """
     trainer.should_stop |= saved["stops_early"]
     for name, (owner, attribute) in _switches(trainer.lightning_module).items():  # BackboneFinetuning unfreezes once
         setattr(owner, attribute, saved["frozen"][name])
@@ -56,7 +61,7 @@ def remember(trainer: Trainer, saved: dict[str, Any], is_within_epoch: bool) -> 
 
 
 def _switches(module: LightningModule) -> dict[str, tuple[Any, str]]:
-    """What BackboneFinetuning and its like freeze: by name the object, and the name of its attribute."""
+    """Return what callbacks such as BackboneFinetuning freeze: by name the object, and the name of its attribute."""
     layers = {name: one for name, one in module.named_modules() if hasattr(one, "track_running_stats")}
     return {
         **{name: (weight, "requires_grad") for name, weight in module.named_parameters()},

@@ -12,7 +12,7 @@ SPLIT = re.compile(r"^(train(ing)?|val(id|idation)?|test)[_/]")
 
 @dataclass(frozen=True, kw_only=True)
 class LightningJob(Job):
-    """One training run; its recipe names the LightningModule.
+    """A training under Lightning, whose recipe is the name of the LightningModule.
 
     Attributes:
         settings: LightningSettings.

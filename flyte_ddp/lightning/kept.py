@@ -1,5 +1,7 @@
-"""What the module's ModelCheckpoints keep in the logs is kept beside the checkpoint, too: each attempt has logs of its
-own, and those of an earlier one may be gone."""
+"""Files of ModelCheckpoints in the logs, which are kept beside the checkpoint, too.
+
+Each attempt has logs of its own, and the logs of an earlier attempt may be gone.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,13 +17,15 @@ from flyte_ddp.whole_files import link_or_copy, temporary_beside
 
 class KeptFiles:
     def __init__(self, job: Job):
-        """job: its paths may be empty on other ranks than the first."""
+        """job: the paths of a training; ranks other than the first may have none."""
         self._folder = models_beside(Path(job.checkpoint_path or "another host's"))
         self._logs = os.path.realpath(job.logs)  # as ModelCheckpoint has it
 
     def keep(self, callbacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Rank 0 gives the files that this state of callbacks names another name there, or a copy; returns what restore
-        needs. Raises OSError."""
+        """Link or copy the files that this state of callbacks names; return what `restore` needs.
+
+        Raises OSError.
+        """
         files = {}
         for path in {*_paths(_checkpoints_in(callbacks))}:
             file = Path(path)
@@ -43,7 +47,7 @@ class KeptFiles:
             beside.unlink(missing_ok=True)
 
     def drop_others(self, kept: Mapping[str, Any]) -> None:
-        """Once there is a checkpoint that does without them."""
+        """Remove the files that the newest checkpoint doesn't name."""
         for file in self._folder.glob("*.pt"):
             if file.name not in kept["files"].values():
                 file.unlink(missing_ok=True)
@@ -67,12 +71,12 @@ class KeptFiles:
 
 
 def _checkpoints_in(callbacks: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of ModelCheckpoints."""
+    """Return the states of ModelCheckpoints."""
     return {key: state for key, state in callbacks.items() if isinstance(state, dict) and "best_k_models" in state}
 
 
 def _paths(state: Any) -> Iterator[str]:
-    """All strings in it."""
+    """Yield all strings in a state."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from (*_paths(key), *_paths(value))
@@ -81,7 +85,7 @@ def _paths(state: Any) -> Iterator[str]:
 
 
 def _moved(state: Any, before: str, now: str) -> Any:
-    """With paths below one folder below another."""
+    """Return the state with paths in the folder `now` instead of `before`."""
     if isinstance(state, dict):
         return {_moved(key, before, now): _moved(value, before, now) for key, value in state.items()}
     is_below = isinstance(state, str) and f"{state}/".startswith(f"{before}/")

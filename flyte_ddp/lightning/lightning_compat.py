@@ -14,7 +14,7 @@ from flyte_ddp.engine.torch_compat import last_layers_first, settle_buckets
 
 
 def settle_buckets_of(strategy: Strategy) -> None:
-    """Has it replicate the network as SettledBuckets does, so that a resumed training ends with the same bits."""
+    """Have the strategy replicate the network as SettledBuckets does, so that a resume ends with the same bits."""
     if not isinstance(strategy, DDPStrategy):
         return
     replicate = strategy._setup_model
@@ -52,7 +52,7 @@ def epochs_done(trainer: Trainer) -> int:
 
 
 def logged_in_epoch(trainer: Trainer) -> dict[str, list[Tensor]]:
-    """Return by key the sums of what self.log has been given in the epoch's training: value, and weight of a mean."""
+    """Return the sums of what training steps have logged in the epoch, by key: a value, and for a mean its weight."""
     results = trainer.fit_loop.epoch_loop._results
     return {key: _sums(one) for key, one in results.items() if one.is_tensor and one.meta.on_epoch}
 
@@ -107,7 +107,6 @@ def has_cycles(loaders: Any) -> bool:
 
 
 def checkpoint_now(trainer: Trainer) -> dict[str, Any]:
-    """What trainer.save_checkpoint would write, which has no form without a file; a collective, if one of the module's
-    hooks is."""
+    """Return what trainer.save_checkpoint would write; a collective if one of the module's hooks is."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return checkpoint

@@ -1,4 +1,4 @@
-"""Has a module's loaders draw the same on all ranks and, after a resume, what an undisturbed training draws.
+"""Loaders of a module, which draw the same orders on all ranks, and after a resume those of an undisturbed training.
 
 On several ranks Lightning puts its DistributedSampler in place of a RandomSampler or SequentialSampler, and deals out
 what any other sampler draws.
@@ -83,8 +83,8 @@ class Loaders:
             what = type(loader).__name__ if dataset is None else f"{type(loader).__name__} of {type(dataset).__name__}"
             self.begins_epochs_anew = (
                 f"{where} returns a {what}, which has no state, so checkpoints are saved at the ends of epochs alone, "
-                "and a resume begins there: let a plain DataLoader read a Dataset with __getitem__ and __len__, or give "
-                "the loader state_dict and load_state_dict"
+                "and a resume begins there: let a plain DataLoader read a Dataset with __getitem__ and __len__, or "
+                "give the loader state_dict and load_state_dict"
             )
             self.problems.append(self.begins_epochs_anew)
         for call in [*generator_states(dataset)][:1]:
@@ -121,7 +121,7 @@ class Loaders:
 
 
 def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
-    """Raises InputError for one that Lightning takes for a plain shuffle, or for none."""
+    """Raise InputError for a sampler that Lightning takes for a plain shuffle, or for none."""
     if not isinstance(sampler, (RandomSampler, SequentialSampler)):
         return
     drawn = {name: getattr(sampler, name, None) for name in ("replacement", "num_samples")}
@@ -136,7 +136,7 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
 
 
 def problems_of_ranks(batch: Any, world_size: int) -> list[str]:
-    """Says which ranks see the same samples in a step; a collective."""
+    """Return a sentence if ranks see the same samples in a step; a collective."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     own = [int(sum_of(leaf)) for leaf in leaves if leaf.layout == torch.strided]
     sums: list[list[int]] = [[]] * world_size

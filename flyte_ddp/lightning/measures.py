@@ -12,7 +12,7 @@ FORKS = ("_step", "_epoch")  # what Lightning appends to the name of what is log
 
 
 def measures_of(logged: Mapping[str, Any]) -> dict[str, float]:
-    """By name, without the split in front of it: val_loss and val/loss are both loss, unless loss itself is logged."""
+    """Return values by name without the split in front: val_loss and val/loss are both loss, unless loss is logged."""
     values = {name: float(value) for name, value in logged.items() if getattr(value, "numel", lambda: 1)() == 1}
     measures = {}
     for name, value in values.items():
@@ -40,7 +40,7 @@ class LoggedByValidation(DummyLogger):
             self._names |= {*self.values, *(name.removesuffix("_epoch") for name in self.values)}
 
     def trained(self) -> dict[str, float]:
-        """What the module's training has logged last."""
+        """Return what training steps have logged last."""
         logged = self.trainer.callback_metrics.items()
         return measures_of({name: value for name, value in logged if name not in self._names})
 
@@ -48,7 +48,10 @@ class LoggedByValidation(DummyLogger):
 def problems_of_names(
     headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool, has_batches: bool
 ) -> list[str]:
-    """Of names that nothing has, and of those that validation lacks. has_batches: whether its loaders, if any, have."""
+    """Return sentences about names that nothing has, and names that the validation lacks.
+
+    has_batches: whether the validation's loaders, if there are any, have batches.
+    """
     if not has_batches:
         return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]
     logged, problems = {*trained, *validated}, []

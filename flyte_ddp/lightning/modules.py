@@ -1,4 +1,4 @@
-"""Builds the user's LightningModule, LightningDataModule and callbacks from the settings."""
+"""The user's LightningModule, LightningDataModule and callbacks, built from the settings."""
 
 import inspect
 import pkgutil
@@ -20,7 +20,7 @@ from flyte_ddp.text import did_you_mean
 
 @dataclass(frozen=True)
 class Parts:
-    """What a user gives to a Trainer.
+    """A module, its data and its callbacks.
 
     Attributes:
         data: None if the module has its own.
@@ -33,7 +33,7 @@ class Parts:
 
     @property
     def owners(self) -> list[LightningModule | LightningDataModule]:
-        """Those that can have loaders."""
+        """The objects that can have loaders."""
         return [self.module, self.data] if self.data else [self.module]
 
 

@@ -1,4 +1,4 @@
-"""What goes on beside a training under Lightning: events to the parent, checkpoints and stops."""
+"""A callback that tells the parent what happens under Lightning, saves checkpoints and stops the ranks."""
 
 import math
 import signal

@@ -1,4 +1,4 @@
-"""What a DataLoader reads, batch by batch, such that a resume within an epoch can begin in the middle."""
+"""The order in which a DataLoader reads, which can begin in the middle of an epoch."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ def can_skip(loader: object) -> bool:
 
 
 class Order:
-    """What a DataLoader reads for each batch: what its sampler says, from the batch on with which a resume begins.
+    """A sampler's order, from the batch on with which a resume begins.
 
     The sampler draws from generators that are seeded by the epoch. A batch is read with generators that are seeded by
     its place in the epoch, so it doesn't matter which worker reads it, or what that worker has read before.

@@ -1,4 +1,4 @@
-"""One rank under Lightning's Trainer, in a process that our launcher has started."""
+"""A rank under Lightning's Trainer, in a process that our launcher has started."""
 
 import logging
 import os
@@ -43,14 +43,16 @@ SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|small
 
 
 def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:
-    """Joins the process group, trains, and leaves it; see train."""
+    """Join the process group, train, and leave it; see train."""
     with process_group(environment, job.options) as device:
         return train(environment, device, link, job)
 
 
 def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
-    """Trains the module as this rank of the process group, which Lightning finds already initialised; rank 0 writes the
-    weights to job.model_path."""
+    """Train the module as this rank of the process group, which Lightning finds already initialised.
+
+    Rank 0 writes the weights to job.model_path.
+    """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")  # between it and torch
@@ -66,7 +68,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
 
 
 def variables_of(environment: Environment) -> dict[str, str]:
-    """The variables in which Lightning looks for a rank that torchrun, or another launcher, has started."""
+    """Return the variables in which Lightning looks for a rank that torchrun, or another launcher, has started."""
     node = environment.rank // environment.world.local_size
     position = {"RANK": environment.rank, "LOCAL_RANK": environment.local_rank, "GROUP_RANK": node}
     sizes = {"WORLD_SIZE": environment.world.size, "LOCAL_WORLD_SIZE": environment.world.local_size}
@@ -110,7 +112,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
 
 
 def seed(job: LightningJob) -> None:
-    """Before weights are drawn, and before each call of a datamodule's setup: a split drawn there is the same."""
+    """Seed all generators, so that weights, and splits that a datamodule's setup draws, are the same on all ranks."""
     seed_everything(job.settings.seed, workers=True, verbose=False)
 
 

@@ -1,4 +1,4 @@
-"""What to do here about errors of Lightning's, or torch's, that say what can only be done in a script of one's own."""
+"""Remedies for errors of Lightning and torch that name what only a script of one's own can do."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def with_remedy(error: Exception) -> InputError | None:
 
 
 def problem_of_ranks(ran_on: Sequence[dict[str, Any]], now: dict[str, Any]) -> str:
-    """Of a resume on another number of ranks than that of the checkpoint; empty without one. See hosts/machine.py."""
+    """Return a sentence if a checkpoint is of another number of ranks, else an empty text; see hosts/machine.py."""
     ranks, before = (one["ranks"] for one in (now, (ran_on or [now])[-1]))
     if ranks == before:
         return ""

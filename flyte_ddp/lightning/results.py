@@ -1,4 +1,4 @@
-"""What the parent is told of a training under Lightning: at its start, and at its end."""
+"""The events that tell the parent of a training's start and end."""
 
 import time
 from collections.abc import Sized
@@ -84,6 +84,6 @@ def result_of(
 
 
 def samples_of(loaders: Any) -> int:
-    """The number of samples that loaders read, nested as Lightning takes them; 0 where it is unknown."""
+    """Return the number of samples that loaders read, nested as Lightning takes them; 0 where it is unknown."""
     datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
     return sum(len(dataset) for dataset in datasets if isinstance(dataset, Sized))

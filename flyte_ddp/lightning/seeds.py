@@ -1,5 +1,4 @@
-"""Random numbers of a training under Lightning: each step begins with some of its own, so that those after a resume are
-those of an undisturbed training."""
+"""Seeds of the steps of a training under Lightning, by which a resumed training draws as an undisturbed one."""
 
 from typing import Any
 
@@ -13,14 +12,14 @@ from flyte_ddp.random_numbers import Use, key_of
 
 
 class StepSeeds(Checkpoint):
-    """Lightning calls a Checkpoint after all other callbacks, which may draw, too.
+    """A callback that seeds all generators at each step. Lightning calls a Checkpoint after other callbacks.
 
     In a step the ranks draw different numbers. What is drawn outside of steps, such as an order or a split, has to be
     the same on all ranks, or they would not share the samples among them.
     """
 
     def __init__(self, seed: int, rank: int, observer: RankObserver):
-        """observer: knows with which epoch training begins, or goes on."""
+        """observer: has the epoch that training begins with, or goes on with."""
         self._settings_seed, self._rank, self._observer = seed, rank, observer
 
     def begin_order(self) -> None:
@@ -60,5 +59,5 @@ class StepSeeds(Checkpoint):
         self._seed(trainer.current_epoch, int(trainer.num_training_batches), *step)
 
     def _seed(self, *position: int) -> None:
-        """position: epoch and step; in a step one more than the rank, and at its end 0."""
+        """Seed by epoch and step, and within a step by one more than the rank, or at its end by 0."""
         seed_all(key_of(Use.LIGHTNING, self._settings_seed, *position))

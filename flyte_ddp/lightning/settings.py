@@ -39,7 +39,7 @@ UNSET = (
 
 @dataclass(frozen=True)
 class LightningSettings(Settings):
-    """What determines the result, and so the cache key; those that Lightning's Trainer has too keep its names.
+    """Settings that determine the result, and so the cache key; arguments of Lightning's Trainer keep their names.
 
     Attributes:
         backend: process group backend; auto is nccl where a GPU is visible, else gloo.
@@ -95,7 +95,7 @@ class LightningSettings(Settings):
 
 @dataclass(frozen=True)
 class LightningOptions(RunOptions):
-    """How to run it. The result depends on nproc and strategy, so the cache tells these apart.
+    """Options that say how to run a training. The result depends on nproc and strategy, so the cache tells them apart.
 
     Attributes:
         strategy: Lightning's; auto is ddp for several ranks, and none for one.

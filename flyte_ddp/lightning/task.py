@@ -37,7 +37,7 @@ Outputs = TypeVar("Outputs")
 
 
 class OfLightning(NamedTraining[Outputs]):
-    """That of a LightningModule and its data, whose modules, too, are for the ranks."""
+    """The training of a LightningModule and its data, whose modules only ranks import."""
 
     worker = "flyte_ddp.lightning.rank:run"
     preload = (*launcher.PRELOAD, "lightning.pytorch")
@@ -78,11 +78,11 @@ class OfLightning(NamedTraining[Outputs]):
         self.percent = tuple(without_split(name) for name in percent)
 
     def arguments(self, ignored_inputs: Sequence[str] = (), **own: Any) -> dict[str, Any]:
-        """As of a recipe, but the cache does not ignore the options: the result depends on nproc and strategy."""
+        """Return arguments of @task as a recipe's; the cache tells options apart, as nproc changes the result."""
         return super().arguments(ignored_inputs, **own)
 
     def run(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Outputs:  # type: ignore[override]
-        """Trains with one process per rank, on the file or folder data, if the module or its data use one.
+        """Train with one process per rank, on the file or folder data, if the module or its data use one.
 
         Raises what launcher.launch raises.
         """
@@ -90,7 +90,7 @@ class OfLightning(NamedTraining[Outputs]):
         return super().run(cast(TrainingSettings, settings), options, data)
 
     def run_as_rank(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Outputs:  # type: ignore[override]
-        """Trains as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
+        """Train as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
         return super().run_as_rank(cast(TrainingSettings, settings), options, data)
 
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
@@ -120,7 +120,7 @@ class LightningTraining(OfLightning[RecipeOutputs]):
 
 
 def check_lightning(settings: Any, options: Any) -> None:
-    """Raises InputError for what this machine, or Lightning, cannot do."""
+    """Raise InputError for what this machine, or Lightning, cannot do."""
     for value, kind in ((settings, LightningSettings), (options, LightningOptions)):
         if not isinstance(value, kind):
             raise InputError(f"{type(value).__name__} must derive from flyte_ddp.{kind.__name__}")
