@@ -22,7 +22,7 @@ from flyte_ddp.data.sources import datasets
 from flyte_ddp.launch import launcher
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.observers import Observers, Page
+from flyte_ddp.report.observers import Observers
 from flyte_ddp.report.record import RunFinished, RunInfo
 from flyte_ddp.settings import RunOptions
 
@@ -37,7 +37,7 @@ def train(mode: str, dataset: str, epochs: int) -> dict[str, float]:
             results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0)
         else:
             info = info_of(hp, data, Path(folder, "logs"))
-            with Observers(info, Goodput(started), page=Page(Path(folder, "report.html"))) as observers:
+            with Observers(info, Goodput(started), page=Path(folder, "report.html")) as observers:
                 results = engine.train(hp, data, folder=folder, checkpoint_seconds=30.0, on_event=observers)
                 observers.end(RunFinished(results, Path(folder, "predictions.npy"), time.time() - started))
     return {"train": sum(epoch.train_seconds for epoch in results[0].epochs), "total": time.time() - started}

@@ -39,7 +39,7 @@ from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
 from flyte_ddp.report.console import say_interrupted, say_summary, show_output
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.observers import Observers, Page
+from flyte_ddp.report.observers import Observers
 from flyte_ddp.report.progress import FILE, attempts_in
 from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -178,7 +178,7 @@ def run_in(
     if is_first:  # a checkpoint's draft is as large as that
         for file in (job.checkpoint_path, job.model_path, FILE, PREDICTIONS, PICTURES, LAST, FINAL):
             remove_leftovers(folder, Path(file).name)
-    page = Page(folder / "report.html") if report and is_first else None
+    page = folder / "report.html" if report and is_first else None
     with Observers(info_of(folder, job, goodput), goodput, own=watching, page=page, on_event=on_event) as observers:
         if is_first:
             observers(StartUp("importing torch"))
@@ -186,7 +186,7 @@ def run_in(
         goodput.wait(time.time())
         observers.end(RunFinished.of(results, folder, goodput))
         if page:
-            say_summary(observers.record, Path(job.model_path), page.path, show_paths=True)
+            say_summary(observers.record, Path(job.model_path), page, show_paths=True)
         if is_first:  # until then the same command would only tell again what has been trained
             remove_checkpoint(Path(job.checkpoint_path))
     result = results[0]

@@ -19,7 +19,7 @@ from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.report.console import say_interrupted, say_summary
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.observers import Observers, Page
+from flyte_ddp.report.observers import Observers
 from flyte_ddp.report.predictions import Predictions, predictions_of
 from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
 from flyte_ddp.settings import RunOptions
@@ -101,9 +101,11 @@ def train_by(
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run)
         share_events(platform, run, info)
-        page = Page(report, platform.publisher("Training"), platform.is_local())
+        publish, is_local = platform.publisher("Training"), platform.is_local()
         goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run, options.resume))
-        with Observers(info, goodput, run.store, run.logs, own=own_observers, page=page) as observers:
+        with Observers(
+            info, goodput, run.store, run.logs, own=own_observers, page=report, publish=publish, is_local=is_local
+        ) as observers:
             leave_progress(platform, run)
             observers(StartUp("importing torch"))
             try:

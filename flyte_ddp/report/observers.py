@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,6 @@ FIRST_SECONDS = 5.0  # without an estimate of the time left: the first steps are
 ERRORS = (Exception, SystemExit)
 
 
-@dataclass(frozen=True)
-class Page:
-    """Where a run shows its report.
-
-    Attributes:
-        path: of the file, beside which the trained model will be.
-        publish: shows the content of its <body> where people see it live.
-        is_local: whether the file can be opened meanwhile.
-    """
-
-    path: Path
-    publish: Callable[[str], None] = lambda html: None
-    is_local: bool = True
-
-
 class Observers:
     """Hands each event to all observers of a run. A fault of one hurts neither the others nor the training.
 
@@ -58,17 +43,22 @@ class Observers:
         goodput: Goodput,
         *others: Observer,
         own: Sequence[UserCode] = (),
-        page: Page | None = None,
+        page: Path | None = None,
+        publish: Callable[[str], None] = lambda html: None,
+        is_local: bool = True,
         on_event: Callable[[Event], None] | None = None,
     ):
-        """own: the user's. page: without one, there is neither a report nor a tracker. on_event: gets each event of
-        the ranks, and may raise; without a page nothing is printed then. Only the first rank writes files.
+        """Only the first rank writes files.
+
+        own: the user's. page: the report, beside which the model will be; without it, there is no tracker either.
+        publish: shows the content of the page's <body> where people see it live. is_local: whether the page can be
+        opened meanwhile. on_event: gets each event of the ranks, and may raise; without a page nothing is printed then.
 
         Raises InputError if the tracker is not installed, or has no address.
         """
         self.record, self._page, self._on_event = Record(info, goodput), page, on_event
-        self._tracker = open_tracker(info, page.path.parent, self._on_url) if page else None
-        shown = page.path.as_uri() if page and page.is_local else ""
+        self._tracker = open_tracker(info, page.parent, self._on_url) if page else None
+        shown = page.as_uri() if page and is_local else ""
         ours: list[Observer] = [open_console(shown)] if page or not on_event else []
         theirs: list[Observer] = [self._tracker] if self._tracker else []
         if is_first_rank():
@@ -76,7 +66,7 @@ class Observers:
             ours.append(Background(FILE, lambda: progress, OBSERVER_SECONDS))
             theirs += _own_observers(own)
         if page:
-            ours.append(Background("the report", partial(Report, self.record, page.path, page.publish), REPORT_SECONDS))
+            ours.append(Background("the report", partial(Report, self.record, page, publish), REPORT_SECONDS))
         self._ours, self._theirs = ours, theirs
         self._receivers = [self.record, *ours, *others, *theirs]
         self._time_left = TimeLeft()
@@ -117,9 +107,9 @@ class Observers:
     def _close(self, observers: Sequence[Observer]) -> None:
         for observer in observers:
             observer.close()
-        if self._page and not self._page.path.exists():  # without its output the task would fail
+        if self._page and not self._page.exists():  # without its output the task would fail
             with suppress(OSError):  # a full disk: what has been trained is there
-                self._page.path.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
+                self._page.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
 
     def _on_url(self, url: str) -> None:
         self.record.tracking_url = url

@@ -5,7 +5,6 @@ import os
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ class TensorBoard(Tracker):
         self._summaries: Any = summary_pb2
         self._text: Any = text_pb
         self._step = 0
-        self._earlier: dict[str, int] = {}  # by name and by group the last step that is in the file
+        self._earlier: dict[str, int] = {}  # by group the last step that is in the file
         file = events_file(self.info)
         file.parent.mkdir(exist_ok=True)
         is_new = not (file.exists() and file.stat().st_size)
@@ -54,7 +53,7 @@ class TensorBoard(Tracker):
         self._writer = RecordWriter(open(file, "ab"))  # noqa: SIM115 open until the end
         if is_new:
             self._add(file_version="brain.Event:2")
-        self._write_texts({"hyperparameters": parameters})
+            self._write([self._value("hyperparameters", _as_text(parameters))])
 
     def has_logged(self, group: str, step: int) -> bool:
         return step <= self._earlier.get(group, -1)
@@ -87,7 +86,7 @@ class TensorBoard(Tracker):
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write each value as a text at the step reached."""
-        self._write_texts({f"summary/{name}": value for name, value in values.items()})
+        self._write([self._value(f"summary/{name}", _as_text(value)) for name, value in values.items()])
 
     def finish(self, has_succeeded: bool, report: Path) -> None:
         self._writer.close()
@@ -100,14 +99,9 @@ class TensorBoard(Tracker):
         for record in RawEventFileLoader(str(file)).Load():
             whole += len(record) + RECORD_BYTES
             event = self._events.Event.FromString(record)
-            for value in event.summary.value:
-                self._earlier[value.tag] = self._earlier[first_part(value.tag)] = event.step
+            self._step = event.step
+            self._earlier |= {first_part(value.tag): event.step for value in event.summary.value}
         os.truncate(file, whole)
-
-    def _write_texts(self, values: Mapping[str, Any]) -> None:
-        """Write each value that an earlier attempt has not written at this step."""
-        new = {name: value for name, value in values.items() if not self.has_logged(name, self._step)}
-        self._write([self._value(name, _as_text(value)) for name, value in new.items()])
 
     def _write(self, values: list[Any]) -> None:
         self._add(step=self._step, summary=self._summaries.Summary(value=values))
@@ -122,16 +116,8 @@ class TensorBoard(Tracker):
         return self._summaries.Summary.Value(tag=name, simple_value=value)
 
     def _histogram(self, name: str, counts: list[float], edges: list[float]) -> Any:
-        """Compute the moments from the bins' centres: the gradients themselves stay in the ranks."""
-        centres = [(low + high) / 2 for low, high in pairwise(edges)]
         histogram = self._summaries.HistogramProto(
-            min=edges[0],
-            max=edges[-1],
-            num=sum(counts),
-            sum=sum(count * x for count, x in zip(counts, centres, strict=True)),
-            sum_squares=sum(count * x * x for count, x in zip(counts, centres, strict=True)),
-            bucket_limit=edges[1:],
-            bucket=counts,
+            min=edges[0], max=edges[-1], num=sum(counts), bucket_limit=edges[1:], bucket=counts
         )
         return self._summaries.Summary.Value(tag=name, histo=histogram)
 

@@ -24,7 +24,7 @@ from flyte_ddp.events import (
     StepLogged,
 )
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.observers import Observers, Page
+from flyte_ddp.report.observers import Observers
 from flyte_ddp.report.progress import EVENTS, LEFT_OUT, ProgressFile, event_of
 from flyte_ddp.report.record import RunFailed
 from flyte_ddp.settings import RunOptions
@@ -99,7 +99,7 @@ def test_what_a_newer_program_says_beside_is_passed_over(written):
 def test_an_interrupt_while_the_end_waits_for_a_tracker_is_no_failure_of_what_has_been_trained(recorded, tmp_path):
     info = dataclasses.replace(recorded.info, logs=tmp_path, options=RunOptions(tracking="off"))
     page, goodput = tmp_path / "report.html", Goodput(time.time())
-    with suppress(KeyboardInterrupt), Observers(info, goodput, page=Page(page)) as observers:
+    with suppress(KeyboardInterrupt), Observers(info, goodput, page=page) as observers:
         for event in recorded.events[:-1]:
             observers(event)
         observers.end(recorded.events[-1])
@@ -112,7 +112,7 @@ def test_a_page_that_cannot_be_written_is_no_failure_of_what_has_been_trained(re
     info = dataclasses.replace(recorded.info, logs=tmp_path, options=RunOptions(tracking="off"))
     page = tmp_path / "file" / "report.html"  # where there is no room either, in whatever way
     page.parent.touch()
-    with Observers(info, Goodput(time.time()), page=Page(page)) as observers:
+    with Observers(info, Goodput(time.time()), page=page) as observers:
         for event in recorded.events:
             observers(event) if event is not recorded.events[-1] else observers.end(event)
     assert last_event(tmp_path) == "finished"
