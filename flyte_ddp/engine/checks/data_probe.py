@@ -1,17 +1,14 @@
 """Checks of data before training: all ranks must have the same samples, and a Dataset the same each time."""
 
 import hashlib
-import pickle
 import random
 import select
 import socket
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from itertools import count, islice
-from types import FunctionType, ModuleType
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -22,6 +19,7 @@ from torch.utils.data import get_worker_info
 from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
+from flyte_ddp.engine.checks.held_generators import SEED, generator_states
 from flyte_ddp.engine.checks.trials import is_same
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.measures import code_location
@@ -33,11 +31,6 @@ SAMPLES = 4  # how many samples are read twice
 COMPARED = 16  # how many samples the ranks compare
 CPU = torch.device("cpu")
 AUGMENT = "draw in augment() from its argument random"
-SEED = "torch.randint(2**31, ()).item()"
-SEEDING = ("set_random_seed", "set_random_state")  # of albumentations and MONAI, for all transforms in a transform
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-MOST = 1000  # objects that are looked at for generators
-MOST_ITEMS = 50  # of a container: a list of a million paths has no generators behind its first ones
 MOST_TURNS = 4096  # about 0.1 s
 TURN_SECONDS = 5.0  # a worker may wait for a lock that the other one holds
 GO, END = b"g", b"e"
@@ -249,47 +242,3 @@ def host_state() -> Any:
     """Return the state of NumPy's and Python's random number generators, which changes when something draws."""
     _, keys, position, *_ = np.random.get_state(legacy=True)
     return random.getstate(), keys.tobytes(), position  # type: ignore[union-attr]
-
-
-def generator_states(dataset: Any) -> dict[str, bytes]:
-    """Return the state of each generator that a Dataset, or a transform in it, holds, by the call that seeds it.
-
-    The outermost come first.
-    """
-    states: dict[str, bytes] = {}
-    ahead, seen = deque([("self", dataset, "")]), set[int]()
-    while ahead and len(seen) < MOST:
-        name, value, owner = ahead.popleft()
-        if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, Tensor, np.ndarray, str)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, GENERATORS):
-            call, state = _call_and_state(name, value)
-            states[owner or call] = states.get(owner or call, b"") + state
-            continue
-        if not owner:
-            owner = next((f"{name}.{method}({SEED})" for method in SEEDING if hasattr(value, method)), "")
-        ahead.extend((name + step, child, owner) for step, child in _children(value))
-    return states
-
-
-def _call_and_state(name: str, generator: Any) -> tuple[str, bytes]:
-    """Return the call that seeds a generator, and its state."""
-    if isinstance(generator, np.random.Generator):
-        return f"{name} = numpy.random.default_rng({SEED})", pickle.dumps(generator.bit_generator.state)
-    if isinstance(generator, torch.Generator):
-        return f"{name}.manual_seed({SEED})", generator.get_state().numpy().tobytes()
-    if isinstance(generator, np.random.RandomState):
-        return f"{name}.seed({SEED})", pickle.dumps(generator.get_state())
-    return f"{name}.seed({SEED})", b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(
-        generator.getstate()
-    )
-
-
-def _children(parent: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(parent, dict):
-        yield from [(f"[{key!r}]", value) for key, value in islice(parent.items(), MOST_ITEMS)]
-    elif isinstance(parent, (list, tuple)):
-        yield from [(f"[{number}]", item) for number, item in enumerate(parent[:MOST_ITEMS])]
-    else:
-        yield from [(f".{name}", value) for name, value in getattr(parent, "__dict__", {}).items()]

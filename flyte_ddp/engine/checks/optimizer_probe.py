@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,21 +37,23 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     _some_rates(recipe, steps)
     if recipe.settings.virtual_ranks:
         _refuse_scaled_rates(recipe, model, steps)
-    optimizer = _optimizer_of(recipe, model)
+    optimizer, is_whole = _optimizer_of(recipe, model), not is_sharded(model)
     what = f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__}"
-    for weight in () if is_sharded(model) else model.parameters():
-        if weight.grad is not None:  # any will do: the weights themselves take no memory besides
+    for weight in model.parameters():
+        if is_whole and weight.grad is not None:  # any will do: the weights themselves take no memory besides
             weight.grad = weight.detach()
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
     with fault_named(f"{what} cannot make a step", remedy):
         optimizer.step()
-    if is_sharded(model):  # whose rows each rank steps on by itself, and whose state a checkpoint has in another form
+    if not is_whole:  # whose rows each rank steps on by itself, and whose state a checkpoint has in another form
         return []
     lost = _lost_on_resume(recipe, model, optimizer)
     del optimizer  # its state is as large as the network, or twice
     _refuse_lost_state(recipe, model, what, lost)
+    if not lost:
+        return []
     keeps = f"{what} keeps {listed(lost)} outside of its state_dict, and a training that is resumed goes on without"
-    return [f"{keeps}: {SAVE_IT}"] if lost else []
+    return [f"{keeps}: {SAVE_IT}"]
 
 
 def beside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
@@ -58,17 +61,15 @@ def beside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
 
     Flags are left out, such as whether there was a step.
     """
-    names = [name for name in vars(optimizer) if not name.startswith("_")]
-    counted = {
-        name: [
-            sum_of(leaf.detach()).item() if isinstance(leaf, Tensor) else leaf
-            for leaf in pytree.tree_leaves(getattr(optimizer, name))
-            if isinstance(leaf, (Tensor, int, float)) and not isinstance(leaf, bool)
-        ]
-        for name in names
-        if name not in ("state", "param_groups", "defaults")
-    }
-    return {name: values for name, values in counted.items() if values}
+    found = {}
+    for name, value in vars(optimizer).items():
+        if name.startswith("_") or name in ("state", "param_groups", "defaults"):
+            continue
+        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Tensor, int, float))]
+        numbers = [leaf for leaf in leaves if not isinstance(leaf, bool)]
+        if numbers:
+            found[name] = [sum_of(one.detach()).item() if isinstance(one, Tensor) else one for one in numbers]
+    return found
 
 
 def _optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
@@ -163,12 +164,10 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
 
     what: its place and name. lost: the names of what it is known to keep outside of its state_dict.
     """
-    weights, room = [], MOST_NUMBERS
-    with_gradient = [weight for weight in model.parameters() if weight.grad is not None]
-    for weight in sorted(with_gradient, key=Tensor.numel):
-        room -= weight.numel()
-        weight.grad = None
-        weights += [weight] if room >= 0 else []
+    with_gradient = sorted((one for one in model.parameters() if one.grad is not None), key=Tensor.numel)
+    model.zero_grad()
+    numbers = accumulate(weight.numel() for weight in with_gradient)
+    weights = [weight for weight, count in zip(with_gradient, numbers, strict=True) if count <= MOST_NUMBERS]
     gradients = [weight.detach() + 0.01 for weight in weights]  # some weights begin as zeros
     first = _optimizer_of(recipe, model)
     try:
@@ -193,13 +192,13 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
         _step(resumed, STEPS[1], weights, gradients)
     except Exception as error:
         raise InputError(
-            f"{what} cannot go on from its own state_dict ({reason_of(error)}), so that no "
-            "training could be resumed: let load_state_dict() take what state_dict() returns"
+            f"{what} cannot go on from its own state_dict ({reason_of(error)}), so that no training could be resumed: "
+            "let load_state_dict() take what state_dict() returns"
         ) from error
-    if not all(is_same(weight, value) for weight, value in zip(weights, expected, strict=True)):
-        keeps = f"keeps {listed(lost)}" if lost else "keeps something, such as the optimizer that it holds,"
+    if not all(map(is_same, weights, expected)):
+        keeps = listed(lost) or "something, such as the optimizer that it holds,"
         raise InputError(
-            f"{what} {keeps} outside of its state_dict, so that a training that is resumed ends with other bits: "
+            f"{what} keeps {keeps} outside of its state_dict, so that a training that is resumed ends with other bits: "
             f"{SAVE_IT}"
         )
 

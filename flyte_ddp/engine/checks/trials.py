@@ -127,7 +127,6 @@ class Trials:
         """chosen: (size,) int64, their indices. is_training: with augmentation and gradients, without predictions."""
         self.recipe, self.network, self.size, self.is_training = recipe, network, len(chosen), is_training
         self.gathered: list[tuple[str, Tensor]] = []
-        self._method = ""
         (self.tree,) = split.fetch([chosen])
 
     def __call__(self, first: int = 0, last: int | None = None, seed: int = 0, is_moved: bool = False) -> Trial:
@@ -138,13 +137,17 @@ class Trials:
         last = self.size if last is None else last
         recipe, share, model, trial = self.recipe, self.recipe.share, self.network.model, Trial()
         vars(share).update(first=first, count=last - first, size=self.size, part=0, borrowed=False, alone=True)
-        if last - first == self.size:
-            self.gathered, share.stand_in = [], self._note
-        else:
-            share.stand_in = self._repeat(iter(self.gathered))
+        is_whole, of_whole = last - first == self.size, iter(self.gathered)
+        self.gathered = [] if is_whole else self.gathered
 
         def run(method: str, function: Any, *arguments: Any) -> Any:
-            self._method = method
+            def gather(rows: Tensor) -> Tensor:
+                if not is_whole:
+                    return next(of_whole, ("", rows))[1].detach()
+                self.gathered.append((method, rows))
+                return rows
+
+            share.stand_in = gather
             trial.stages[method] = function(*arguments)
             return trial.stages[method]
 
@@ -169,13 +172,6 @@ class Trials:
                 elif values.requires_grad:
                     values.sum().backward()
         return trial
-
-    def _note(self, rows: Tensor) -> Tensor:
-        self.gathered.append((self._method, rows))
-        return rows
-
-    def _repeat(self, noted: Iterator[tuple[str, Tensor]]) -> Any:
-        return lambda rows: next(noted, ("", rows))[1].detach()
 
 
 @contextmanager

@@ -1,0 +1,59 @@
+"""The random number generators that a Dataset, or a transform in it, holds for itself."""
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+SEED = "torch.randint(2**31, ()).item()"
+SEEDING = ("set_random_seed", "set_random_state")  # of albumentations and MONAI, for all transforms in a transform
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+MOST = 1000  # objects that are looked at
+MOST_ITEMS = 50  # of a container: a list of a million paths has no generators behind its first ones
+
+
+def generator_states(dataset: Any) -> dict[str, bytes]:
+    """Return the state of each generator by the call that seeds it; the outermost come first."""
+    states: dict[str, bytes] = {}
+    ahead, seen = deque([("self", dataset, "")]), set[int]()
+    while ahead and len(seen) < MOST:
+        name, value, owner = ahead.popleft()
+        if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, np.ndarray, str)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, GENERATORS):
+            call, state = _call_and_state(name, value)
+            states[owner or call] = states.get(owner or call, b"") + state
+            continue
+        if not owner:
+            owner = next((f"{name}.{method}({SEED})" for method in SEEDING if hasattr(value, method)), "")
+        ahead.extend((name + step, child, owner) for step, child in _children(value))
+    return states
+
+
+def _call_and_state(name: str, generator: Any) -> tuple[str, bytes]:
+    """Return the call that seeds a generator, and its state."""
+    if isinstance(generator, np.random.Generator):
+        return f"{name} = numpy.random.default_rng({SEED})", pickle.dumps(generator.bit_generator.state)
+    if isinstance(generator, torch.Generator):
+        return f"{name}.manual_seed({SEED})", generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.RandomState):
+        return f"{name}.seed({SEED})", pickle.dumps(generator.get_state())
+    return f"{name}.seed({SEED})", b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(
+        generator.getstate()
+    )
+
+
+def _children(parent: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(parent, dict):
+        yield from [(f"[{key!r}]", value) for key, value in islice(parent.items(), MOST_ITEMS)]
+    elif isinstance(parent, (list, tuple)):
+        yield from [(f"[{number}]", item) for number, item in enumerate(parent[:MOST_ITEMS])]
+    else:
+        yield from [(f".{name}", value) for name, value in getattr(parent, "__dict__", {}).items()]
