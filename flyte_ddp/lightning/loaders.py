@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from flyte_ddp.engine.checks.data_probe import generator_states
+from flyte_ddp.engine.checks.held_generators import generator_states
 from flyte_ddp.engine.digest import sum_of
 from flyte_ddp.engine.torch_compat import pytree, set_batch_order
 from flyte_ddp.errors import InputError

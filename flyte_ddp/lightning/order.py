@@ -10,7 +10,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
 
 from flyte_ddp.engine.batches.sample_seeds import SeededIndices, generators_restored, seed_generators
-from flyte_ddp.engine.checks.data_probe import generator_states
+from flyte_ddp.engine.checks.held_generators import generator_states
 from flyte_ddp.engine.torch_compat import batch_order
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.lightning_compat import shared_out_by
