@@ -40,7 +40,7 @@ def share_events(platform: Platform, run: Run, info: RunInfo) -> None:
         return
     file = events_file(info)
     with suppress(OSError):
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
     if platform.is_local():
         beside = run.store.path.with_name(file.name)
         with suppress(OSError):

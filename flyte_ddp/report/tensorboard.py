@@ -23,8 +23,11 @@ RECORD_BYTES = 16  # of a record, besides its content
 
 
 def events_file(info: RunInfo) -> Path:
-    """Return the file that all attempts at a training write to, one after the other."""
-    return info.logs / "tensorboard" / f"events.out.tfevents.{info.tracking_id}"
+    """Return the file that all attempts at a training write to, one after the other.
+
+    A folder of its own makes a training a run of its own, also beside another one with the same logs.
+    """
+    return info.logs / "tensorboard" / info.tracking_id / f"events.out.tfevents.{info.tracking_id}"
 
 
 class TensorBoard(Tracker):
@@ -45,7 +48,7 @@ class TensorBoard(Tracker):
         self._step = 0
         self._earlier: dict[str, int] = {}  # by group the last step that is in the file
         file = events_file(self.info)
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         is_new = not (file.exists() and file.stat().st_size)
         if not is_new:
             self._read(file)

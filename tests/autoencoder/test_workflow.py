@@ -42,7 +42,7 @@ def folder_of(run) -> Path:
 def events_in(logs: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (file,) = (logs / "tensorboard").iterdir()
+    (file,) = (logs / "tensorboard").glob("*/*")
     return EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
 
 
@@ -125,7 +125,7 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     undisturbed = autoencoder_task(hp=hp, data=data, options=LightningOptions(tracking="off"))
 
     first = Pod(task, inputs, tmp_path / "killed")
-    first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint") and any(first.logs.glob("tensorboard/*")))
+    first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint") and any(first.logs.glob("tensorboard/*/*")))
     second = Pod(task, inputs, tmp_path / "retried", previous=first)
     outputs = second.run()
     assert "resuming from the checkpoint: epoch " in second.log

@@ -145,6 +145,16 @@ def test_a_wandb_run_goes_on_where_the_server_has_it(recorded, tmp_path, positio
     ]
 
 
+def test_another_training_into_the_same_folder_is_another_run_of_tensorboard(recorded, tmp_path):
+    """As a call of train() with other settings and the same output."""
+    options = {"tracking": "tensorboard", "log_gradients": True}
+    for tracking_id in ("ffffffff-1", "00000000-2"):
+        info = dataclasses.replace(recorded.info, tracking_id=tracking_id)
+        logs = tell_tracker((info, recorded.events), tmp_path, options).logs
+    assert_same(in_tensorboard(logs, "ffffffff-1"), expected(recorded.events))
+    assert_same(in_tensorboard(logs, "00000000-2"), expected(recorded.events))
+
+
 def test_a_number_that_a_step_has_under_a_new_name_is_everywhere(recorded, tmp_path, capsys):
     kind: Any = dataclasses.make_dataclass("StepLogged", [("skipped_steps", int, 3)], bases=(StepLogged,), frozen=True)
     steps = [kind(**{**vars(one), "measures": {**one.measures, "brand new": 0.5}}) for one in recorded.of(StepLogged)]

@@ -56,17 +56,18 @@ def tell_tracker(
     return Told(json.loads(done.stdout), done.stderr, folder / "tracked")  # its output is the addresses alone
 
 
-def in_tensorboard(logs: Path) -> Points:
-    values = tensorboard_values(logs, "scalars")
+def in_tensorboard(logs: Path, run: str = "*") -> Points:
+    values = tensorboard_values(logs, "scalars", run)
     return {name: [(step, value.item()) for step, value in points] for name, points in values.items() if points}
 
 
-def tensorboard_values(logs: Path, plugin: str) -> dict[str, list[tuple[int, Any]]]:
+def tensorboard_values(logs: Path, plugin: str, run: str = "*") -> dict[str, list[tuple[int, Any]]]:
     """Step and value by name of what one of TensorBoard's pages shows: scalars, text, images, histograms."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    read = EventAccumulator(str(logs / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    (folder,) = (logs / "tensorboard").glob(run)
+    read = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
     return {
         name: [(one.step, make_ndarray(one.tensor_proto)) for one in read.Tensors(name)]
         for name in read.PluginTagToContent(plugin)

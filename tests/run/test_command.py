@@ -37,7 +37,7 @@ def test_it_trains_with_the_settings_that_it_is_given(tmp_path):
     assert status == 0, said
     assert f"Report: {tmp_path}/trained/report.html" in said
     assert "<title>Finished: training on own_loop" in (tmp_path / "trained" / "report.html").read_text()
-    assert list((tmp_path / "trained" / "tensorboard").glob("events.*"))
+    assert list((tmp_path / "trained" / "tensorboard").glob("*/events.*"))
     assert torch.load(tmp_path / "trained" / "model.pt", weights_only=True)["0.weight"].shape == (16, 64)
 
 
