@@ -91,6 +91,14 @@ class CheckpointFiles(TorchCheckpointIO):
             warnings.warn(f"{name}, which a ModelCheckpoint had kept, is no longer beside the checkpoint", stacklevel=1)
         return state
 
+    def restore_tensors(self, trainer: Trainer) -> None:
+        """Load the weights and the state of optimizers once more; a collective."""
+        self.find()
+        state, self._state = self._state, None
+        assert state
+        trainer.strategy.load_model_state_dict(state, strict=trainer.lightning_module.strict_loading)
+        trainer.strategy.load_optimizer_state_dict(state)
+
 
 def _needed(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in checkpoint.items() if name not in UNNEEDED}

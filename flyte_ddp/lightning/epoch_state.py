@@ -64,6 +64,11 @@ class EpochState:
         """Add what the epoch's steps have logged before a resume to what the first steps after it have."""
         add_to_logged(self._trainer, self._logged)
 
+    def keep_logged_now(self) -> None:
+        """Leave out of what was logged before a resume what has been logged again."""
+        for key in self._logged.keys() & logged_in_epoch(self._trainer).keys():
+            del self._logged[key]
+
     def waits(self, steps: int) -> bool:
         """Return whether a checkpoint has to wait for gradients that differ between ranks; a collective.
 

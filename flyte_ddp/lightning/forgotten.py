@@ -1,10 +1,12 @@
-"""The state of callbacks that Lightning's checkpoints lack."""
+"""What Lightning leaves out in a resume: state of callbacks, and hooks of an epoch that goes on."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -12,10 +14,13 @@ from lightning.pytorch.callbacks import (
     SpikeDetection,
     StochasticWeightAveraging,
 )
+from torch import Tensor
 
+from flyte_ddp.engine.torch_compat import version
 from flyte_ddp.errors import InputError
+from flyte_ddp.lightning.lightning_compat import call_module
 
-# Which Lightning does not call at the start of an epoch that a resume goes on with, and which may be called again
+# Lightning's callbacks that set up an epoch, and may do so again
 SETTING_UP_EPOCHS = GradientAccumulationScheduler, StochasticWeightAveraging
 ANEW = (
     "it searches anew when a killed training goes on, and Lightning then forgets the epoch and the optimizer of the "
@@ -45,19 +50,44 @@ def forgotten(trainer: Trainer) -> dict[str, Any]:
     return {"stops_early": trainer.should_stop, "frozen": frozen}
 
 
-def remember(trainer: Trainer, saved: dict[str, Any], is_within_epoch: bool) -> None:
-    """Restore what callbacks had done before the checkpoint.
-
-    Args:
-        saved: what `forgotten` has returned.
-        is_within_epoch: whether the training goes on within an epoch.
-    """
+def remember(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Restore what callbacks had done before the checkpoint. saved: what `forgotten` has returned."""
     trainer.should_stop |= saved["stops_early"]
     for name, (owner, attribute) in _switches(trainer.lightning_module).items():  # BackboneFinetuning unfreezes once
         setattr(owner, attribute, saved["frozen"][name])
-    for callback in trainer.callbacks if is_within_epoch else ():  # type: ignore[attr-defined]
+
+
+def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
+    """Call on_train_epoch_start of callbacks and module, as Lightning doesn't in an epoch that a resume goes on with.
+
+    A hook may change weights, which the checkpoint has as they were later: then the caller restores them.
+
+    Args:
+        trainer: before the first step after a resume.
+        observer: the callback that isn't called.
+
+    Returns:
+        Whether weights, buffers or the state of optimizers have changed.
+    """
+    before, module = _versions(trainer), trainer.lightning_module
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        is_lightnings = type(callback).__module__.startswith("lightning.") or isinstance(callback, BaseFinetuning)
         if isinstance(callback, SETTING_UP_EPOCHS):
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            callback.on_train_epoch_start(trainer, module)
+        elif not is_lightnings and callback is not observer:
+            state = deepcopy(callback.state_dict())
+            callback.on_train_epoch_start(trainer, module)
+            callback.load_state_dict(state)
+    call_module(trainer, "on_train_epoch_start")
+    return _versions(trainer) != before
+
+
+def _versions(trainer: Trainer) -> list[tuple[int, int]]:
+    """Return which tensors the training has, and how often each was changed."""
+    module = trainer.lightning_module
+    states = [value for one in trainer.optimizers for state in one.state.values() for value in state.values()]
+    tensors = [*module.parameters(), *module.buffers(), *(value for value in states if isinstance(value, Tensor))]
+    return [(id(tensor), version(tensor)) for tensor in tensors]
 
 
 def _switches(module: LightningModule) -> dict[str, tuple[Any, str]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +45,11 @@ def around_each_step(trainer: Trainer, begin: Callable[[], None], end: Callable[
 
     loop.advance = advanced  # type: ignore[method-assign]
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def call_module(trainer: Trainer, hook: str) -> None:
+    """Call a hook of the module, which may log."""
+    _call_lightning_module_hook(trainer, hook)
 
 
 def epochs_done(trainer: Trainer) -> int:

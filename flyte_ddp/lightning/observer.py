@@ -30,7 +30,7 @@ from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.epoch_state import EpochState, Window
 from flyte_ddp.lightning.finite import broken, check_finite
-from flyte_ddp.lightning.forgotten import check_callbacks, forgotten, remember
+from flyte_ddp.lightning.forgotten import begin_epoch_again, check_callbacks, forgotten, remember
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.lightning_compat import around_each_step
 from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
@@ -74,7 +74,7 @@ class RankObserver(Checkpoint):
         self.position = 0, 0  # epoch and step of the last checkpoint
         self._norm = 0.0
         self._steps = 0  # of this epoch, that are done
-        self._owes_checkpoint = False
+        self._owes_checkpoint, self._is_first_step = False, True
         self.started: RunStarted | None = None
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._stragglers: Stragglers | None = None
@@ -113,7 +113,7 @@ class RankObserver(Checkpoint):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
         if self._forgotten:
-            remember(trainer, self._forgotten, is_within_epoch=self.position[1] > 0)
+            remember(trainer, self._forgotten)
         self._epoch_state = EpochState(trainer, module, self._within.get("state", {}))
         self._requests = Requests(trainer.strategy.root_device)
         around_each_step(trainer, lambda: self._between_steps(trainer, module), self._epoch_state.end_step)
@@ -268,6 +268,12 @@ class RankObserver(Checkpoint):
 
     def _between_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Save, and stop, if a rank asks for it; a collective. Raises StopRequested."""
+        if self._is_first_step and self.position[1]:
+            has_changed = begin_epoch_again(trainer, self)
+            self._epoch_state.keep_logged_now()
+            if any(on_any_rank([has_changed], trainer.strategy.root_device)):
+                self._files.restore_tensors(trainer)
+        self._is_first_step = False
         is_due = time.monotonic() - self._saved >= self._job.options.checkpoint_seconds
         asked = self._requests.exchange(self._link.stop_requested, is_due and self._environment.rank == 0)
         epoch, steps = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1

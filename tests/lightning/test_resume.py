@@ -93,6 +93,19 @@ def test_gradients_that_no_optimizer_has_stepped_by_are_not_lost(tmp_path, modul
     check_same(resumed, whole)
 
 
+def test_what_sets_up_an_epoch_is_called_again_and_weights_are_those_of_the_checkpoint(tmp_path):
+    of_it: Any = {
+        "settings": settings(epochs=2),
+        "module": "numerals.variants:EachEpoch",
+        "callbacks": "numerals.variants:counting",
+    }
+    whole = train(tmp_path / "whole", **of_it)
+    resumed = killed_and_resumed(tmp_path / "killed", 45, **of_it)
+    assert of(RunStarted, resumed)[0].first_epoch == 1
+    assert of(RunStarted, resumed)[0].first_step >= 5
+    check_same(resumed, whole)
+
+
 def test_a_checkpoint_waits_for_gradients_that_are_being_added_up(tmp_path):
     of_it: Any = {"settings": settings(epochs=1, accumulate_grad_batches=3)}
     whole = train(tmp_path / "whole", **of_it)

@@ -232,6 +232,43 @@ class OfAllLoaders(LitNumerals):
         self.log("train_average", self.average.mean(), on_step=True, on_epoch=True)
 
 
+class Counting(Callback):
+    """Counts epochs, which its state has, and gives the module what it needs in one."""
+
+    def __init__(self):
+        self.epochs = 0
+
+    def on_train_epoch_start(self, trainer, module):
+        self.epochs += 1
+        module.factor = 1 / (1 + trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer, module):
+        module.log("train_epochs", float(self.epochs))
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
+
+
+def counting():
+    return [Counting()]
+
+
+class EachEpoch(LitNumerals):
+    """Sets up each epoch: what it needs is in no checkpoint, and a hook changes weights."""
+
+    def on_train_epoch_start(self):
+        self.shift = torch.rand(())
+        self.log("train_shift", self.shift)
+        with torch.no_grad():
+            self.network[0].weight.mul_(0.9)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch[0] + self.shift, batch[1]], batch_idx) * self.factor
+
+
 class Asked(LitNumerals):
     """Is asked to stop in the fourth step, on one of its ranks alone."""
 
