@@ -16,7 +16,6 @@ from flyte_ddp.engine import loop, worker
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.sums import Sums
 from flyte_ddp.fields import setting
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -147,7 +146,7 @@ def alternate(environment: Environment, link: Link, job: Job) -> Pairs:
     """Trains as the engine does, but pauses each epoch every few steps for as many of the bare loop."""
     pairs = Pairs([], [])
 
-    def alternating(state: TrainingState, train: TrainBatches, *arguments: Any) -> Sums:
+    def alternating(state: TrainingState, train: TrainBatches, *arguments: Any) -> None:
         bare, steps = BareLoop(state, train), train.steps
         bare.block()  # the first steps of a process are slow
 
@@ -162,7 +161,7 @@ def alternate(environment: Environment, link: Link, job: Job) -> Pairs:
                 yield shares
 
         with patch.object(train, "steps", between):
-            return loop_epoch(state, train, *arguments)
+            loop_epoch(state, train, *arguments)
 
     loop_epoch = loop.train_epoch
     with patch.object(loop, "train_epoch", alternating):

@@ -105,7 +105,7 @@ def resume(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
             started = time.perf_counter()
             assert resume_from(state, job, environment, link)
         moments = [value for kept in state.optimizer.state.values() for value in kept.values()]
-        assert state.step == 1
+        assert state.progress.step == 1
         assert moments
         mine = sum(value.nbytes for value in moments)
         return (peak.bytes - mine) / MEGABYTE, time.perf_counter() - started

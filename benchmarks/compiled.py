@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from benchmarks.engine import hardware, spread
-from benchmarks.many_ranks import Repeated, names_of
+from benchmarks.many_ranks import Repeated, names_of, untold
 from examples.charlm.recipe import CharLM
 from examples.charlm.settings import Settings
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
@@ -72,7 +72,7 @@ def one(size: str, is_compiled: bool) -> tuple[float, float]:
         names = names_of(recipe, model, train)
         if is_compiled:
             compile_layers(recipe, [model])
-        state = TrainingState(recipe, model, names, device, 1, autocast=False, total_steps=STEPS)
+        state = TrainingState(recipe, model, names, untold(device), device, 1, autocast=False, total_steps=STEPS)
         started = time.perf_counter()
         compile_now(state, train, test, Link())
         seconds = time.perf_counter() - started

@@ -33,8 +33,11 @@ from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.sample_seeds import NOWHERE
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.measures import augment
+from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
+from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.step import ReplicatedStep
+from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import Recipe
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -112,7 +115,8 @@ def one_rank(name: str, ranks: int, is_virtual: bool, folder: Path) -> tuple[flo
     )  # fmt: skip
     model, device = recipe.model(), torch.device("cpu")
     state = TrainingState(
-        recipe, model, names_of(recipe, model, batches), device, ranks, autocast=False, total_steps=STEPS,
+        recipe, model, names_of(recipe, model, batches), untold(device), device, ranks,
+        autocast=False, total_steps=STEPS,
     )  # fmt: skip
     if isinstance(state.parallel, ReplicatedStep):
         state.parallel.replicated.register_comm_hook(None, nothing_exchanged)
@@ -142,6 +146,11 @@ class Repeated:
 
     def fetch(self, parts: Any, origins: Any = NOWHERE) -> Any:
         return self._split.fetch((part % len(self._split) for part in parts), origins)
+
+
+def untold(device: torch.device) -> Progress:
+    """Return the progress of a training of which nobody hears."""
+    return Progress(device, Link(), LossMonitor())
 
 
 def names_of(recipe: Recipe, model: torch.nn.Module, batches: TrainBatches) -> tuple[str, ...]:

@@ -209,7 +209,7 @@ def by_turns(one: SetUp, other: SetUp, device: torch.device, link: Link) -> tupl
 def steps_of(side: SetUp) -> Any:
     side.state.parallel.train()
     while True:
-        side.state.step = 0
+        side.state.progress.step = 0
         for shares in side.train.steps(0):
             if shares[0].share.size == side.train.batch_size:
                 yield shares

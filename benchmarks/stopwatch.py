@@ -13,7 +13,6 @@ from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.loop import train_epoch
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.engine.sums import Sums
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 
@@ -39,12 +38,11 @@ def count_cost(environment: Environment, link: Link, job: Job) -> Cost:
     """Trains as the engine does; evaluation is not counted. Linux only."""
     costs = []
 
-    def counted(*arguments: Any) -> Sums:
+    def counted(*arguments: Any) -> None:
         started, processor_started = time.perf_counter(), time.process_time()
-        sums = train_epoch(*arguments)
+        train_epoch(*arguments)
         seconds, processor_seconds = time.perf_counter() - started, time.process_time() - processor_started
         costs.append(Cost(seconds, processor_seconds, own_bytes()))
-        return sums
 
     with patch.object(loop, "train_epoch", counted):
         worker.run(environment, link, job)
@@ -65,16 +63,15 @@ def compare_with_fixed_batch(environment: Environment, link: Link, job: Job) -> 
     """
     rates = []
 
-    def alternating(state: TrainingState, train: TrainBatches, *arguments: Any) -> Sums:
-        shares = next(train.steps(state.epoch))
+    def alternating(state: TrainingState, train: TrainBatches, *arguments: Any) -> None:
+        shares = next(train.steps(state.progress.epoch))
         FixedBatch(state, shares).block()  # warm-up: the first steps of a process are slow
         fixed, steps = FixedBatch(state, shares), train.steps
         with patch.object(train, "steps", lambda *position: fixed.between(steps(*position))):
             started = clock(state.device)
-            sums = train_epoch(state, train, *arguments)
+            train_epoch(state, train, *arguments)
             seconds = clock(state.device) - started - fixed.away_seconds
         rates.append(Rates(train.samples / seconds, fixed.samples / fixed.seconds))
-        return sums
 
     with patch.object(loop, "train_epoch", alternating):
         worker.run(environment, link, job)

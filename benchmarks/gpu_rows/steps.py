@@ -42,11 +42,11 @@ def inspected(look: AbstractContextManager[Any], steps: list[int]) -> Iterator[N
     train_step, in_turn = TrainingState.train_step, TrainBatches.steps
 
     def stepped(state: TrainingState, shares: list[Batch], *requests: bool) -> None:
-        if state.step < FIRST:
+        if state.progress.step < FIRST:
             return train_step(state, shares, *requests)
         with look:
             train_step(state, shares, *requests)
-        steps.append(state.step)
+        steps.append(state.progress.step)
 
     def fetched(
         batches: TrainBatches, number: int, first_step: int = 0, end: int | None = None

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.virtual_ranks.gathered import Gathered, first_pass
 from flyte_ddp.errors import NonFiniteError
-from flyte_ddp.events import EpochChosen, EpochFinished
+from flyte_ddp.events import EpochChosen
 from flyte_ddp.launch.link import Link
 
 
@@ -41,68 +40,24 @@ class Evaluated(NamedTuple):
             raise NonFiniteError.in_evaluation(self.measures["loss"], split, position)
 
 
-class Evaluations:
-    """The evaluations of a training's weights, which it enters into the state and emits as events.
-
-    Attributes:
-        last: the last one; None if there was none since the start or resume.
-    """
-
-    def __init__(self, state: TrainingState, split: EvaluationBatches, steps: int, link: Link):
-        """steps: of an epoch."""
-        self._state, self._split, self._steps, self._link = state, split, steps, link
-        self.last: Evaluated | None = None
-
-    @property
-    def are_over(self) -> bool:
-        """Whether there has been no improvement for long enough."""
-        return bool(self._state.best_tracker and self._state.best_tracker.is_over)
-
-    def after(self, trained: EpochFinished) -> None:
-        """Evaluate the weights, and begin the next part of the training.
-
-        Args:
-            trained: The part that was trained, without measures of an evaluation.
-
-        Raises:
-            NonFiniteError: The loss is not finite; on all ranks.
-        """
-        state, started = self._state, time.perf_counter()
-        self.last = evaluate(state, self._split, self._link)
-        split = "validation" if state.best_tracker else "test"
-        self.last.check_loss(split, trained.position)
-        measures: Any = {split: self.last.measures}
-        finished = replace(trained, evaluate_seconds=time.perf_counter() - started, **measures)
-        state.after_evaluation(finished)
-        self._link.emit(finished)
-        end = round(trained.fraction * self._steps)
-        warnings = state.loss_monitor.not_finite(self.last.broken, split, finished.position, end)
-        if math.isnan(self.last.measures["loss"]):  # though no sample's is
-            warnings += state.loss_monitor.weightless(split, finished.position, end)
-        for warning in warnings + state.loss_monitor.after_evaluation(finished, end, self.last.mismatched):
-            self._link.emit(warning)
-        state.go_on_after(trained)
-
-
 def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
     """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
     tracker, started = state.best_tracker, time.perf_counter()
     if tracker and tracker.weights is not None:
         state.load_weights(state.evaluated, tracker.weights)
-    chosen = state.history[tracker.chosen(len(state.history) - 1) if tracker else -1]
+    chosen = state.progress.history[tracker.chosen(len(state.progress.history) - 1) if tracker else -1]
     evaluated = evaluate(state, test, link)
     evaluated.check_loss("test", chosen.position)
-    warnings = state.loss_monitor.not_finite(evaluated.broken, "test", chosen.position, 0)
+    warnings = state.progress.monitor.not_finite(evaluated.broken, "test", chosen.position, 0)
     if tracker and tracker.best < 0:
-        warnings += state.loss_monitor.never_chosen(tracker.measure, chosen.position)
-    for warning in warnings:
-        link.emit(warning)
+        warnings += state.progress.monitor.never_chosen(tracker.measure, chosen.position)
+    state.progress.emit_all(warnings)
     if tracker:
         event = EpochChosen(
             epoch=chosen.epoch,
-            epochs=state.history[-1].position if state.step else state.epoch,
+            epochs=state.progress.history[-1].position if state.progress.step else state.progress.epoch,
             measures=evaluated.measures,
-            stopped_early=state.epoch < epochs,
+            stopped_early=state.progress.epoch < epochs,
             is_best=tracker.best >= 0,
             seconds=time.perf_counter() - started,
             fraction=chosen.fraction,

@@ -12,11 +12,10 @@ from pathlib import Path
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.job import Job, KeptModel
-from flyte_ddp.engine.loop import Checkpoints, Resumable
+from flyte_ddp.engine.progress import Checkpoints, Progress, Resumable
 from flyte_ddp.engine.results import write_weights
 from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard
-from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Observer
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.text import counted
@@ -44,14 +43,14 @@ class KeptModels(Observer):
                 self._folder.mkdir(exist_ok=True)
         state, tracker, numbers = setup.state, setup.state.best_tracker, [self._on_disk() if self._is_first else []]
         distributed.broadcast_object_list(numbers)
-        self._kept = self._best(number for number in numbers[0] if number < len(state.history))
+        self._kept = self._best(number for number in numbers[0] if number < len(state.progress.history))
         if tracker and tracker.weights is not None and tracker.best not in self._kept:
             self._keep(tracker.best, state.layout.marked({"choice": {"weights": tracker.weights}})["choice"]["weights"])
 
     def after_evaluation(self) -> None:
         """Writes the weights that have just been evaluated, if they are among the best; a collective if sharded."""
         state = self._setup.state
-        self._keep(len(state.history) - 1, state.evaluated_weights())
+        self._keep(len(state.progress.history) - 1, state.evaluated_weights())
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         """Of the state with these best ones: the next evaluation waits for it."""
@@ -71,7 +70,7 @@ class KeptModels(Observer):
             for older in logs.glob("best-*-epoch-*.pt"):
                 older.unlink()
             for number in filter(lambda number: self._file(number).exists(), self._kept):
-                epoch = self._setup.state.history[number]
+                epoch = self._setup.state.progress.history[number]
                 name = f"best-{len(models) + 1}-epoch-{counted(epoch.position)}.pt"
                 link_or_copy(self._file(number), logs / name)
                 models.append(KeptModel(name, epoch.position, tracker.measure, epoch.validation[tracker.measure]))
@@ -81,7 +80,7 @@ class KeptModels(Observer):
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:
             return
-        epoch, file = self._setup.state.history[number], self._file(number)
+        epoch, file = self._setup.state.progress.history[number], self._file(number)
         try:
             write_weights(self._setup, self._job, file, epoch.validation, weights)
         except OSError as error:  # training need not fail because a disk does
@@ -89,7 +88,7 @@ class KeptModels(Observer):
 
     def _best(self, numbers: Iterable[int]) -> list[int]:
         """The earliest of equals first, as BestTracker has it."""
-        tracker, history = self._setup.state.best_tracker, self._setup.state.history
+        tracker, history = self._setup.state.best_tracker, self._setup.state.progress.history
         assert tracker
         sign = 1 if tracker.is_lower_better else -1
         values = {number: sign * history[number].validation.get(tracker.measure, math.nan) for number in {*numbers}}
@@ -108,16 +107,16 @@ class KeptModels(Observer):
 class KeepingCheckpoints:
     """Checkpoints before which the weights of the best evaluations are written."""
 
-    def __init__(self, kept: KeptModels, checkpoints: Checkpoints, state: TrainingState):
-        self._kept, self._checkpoints, self._history = kept, checkpoints, state.history
-        self._evaluations = len(state.history)
+    def __init__(self, kept: KeptModels, checkpoints: Checkpoints, progress: Progress):
+        self._kept, self._checkpoints, self._progress = kept, checkpoints, progress
+        self._evaluations = len(progress.history)
 
     def due(self) -> bool:
         return self._checkpoints.due()
 
     def save(self, state: Resumable, is_last: bool = False) -> None:
-        if len(self._history) > self._evaluations:
-            self._evaluations = len(self._history)
+        if len(self._progress.history) > self._evaluations:
+            self._evaluations = len(self._progress.history)
             self._checkpoints.close()  # what it does without must not depend on this evaluation
             self._kept.after_evaluation()
         self._checkpoints.save(state, is_last)

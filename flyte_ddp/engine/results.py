@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.splits import Split
@@ -18,12 +18,11 @@ from flyte_ddp.engine.checkpoints.checkpoint import finish, write_draft
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.evaluations import Evaluated, gather
 from flyte_ddp.engine.hosts.places import hardware
-from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job, KeptModel, TrainingResult
+from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job
 from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
 from flyte_ddp.model_files.weights import first_names, save
 from flyte_ddp.recipe import CPU, Recipe
@@ -38,7 +37,7 @@ def write_last(setup: SetUp, job: Job) -> None:
     state = setup.state
     with writing_to(job.logs, job.chosen_by):
         if setup.validation:
-            write_weights(setup, job, Path(job.logs, LAST), state.history[-1].validation)
+            write_weights(setup, job, Path(job.logs, LAST), state.progress.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
             path, content = Path(job.logs, FINAL), {"identity": job.checkpoint_identity, "state": state.state_dict()}
             if distributed.get_rank():
@@ -123,29 +122,6 @@ def build_metadata(
     )
 
 
-def result_of(setup: SetUp, tested: dict[str, float], digest: str, kept: list[KeptModel]) -> TrainingResult:
-    """tested: measures of the test split. digest: of the weights. kept: the best evaluations in the logs."""
-    state, tracker = setup.state, setup.state.best_tracker
-    return TrainingResult(
-        epochs=state.history,
-        warnings=state.loss_monitor.warnings,
-        headline=setup.probed.headline,
-        train_samples=len(setup.train.split),
-        test_samples=len(setup.test.split),
-        precision=setup.precision,
-        peak_bytes=peak_memory(),
-        peak_gpu_bytes=torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else 0,
-        validation_samples=len(setup.validation.split) if setup.validation else 0,
-        tested=tested,
-        chosen_epoch=tracker.best if tracker and tracker.best >= 0 else None,
-        parameters=sum(parameter.numel() for parameter in state.model.parameters()),
-        sample_flops=setup.probed.sample_flops,
-        hardware=hardware(state.device),
-        kept=kept,
-        digest=digest,
-    )
-
-
 @torch.no_grad()
 def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tensor]]:
     """The recipe's pictures of the first test samples, if any; a collective of a sharded network."""
@@ -166,15 +142,6 @@ def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
     arrays: Any = {str(number): image for number, image in enumerate(images)}
     with whole_file(path) as file:
         np.savez(file, captions=captions, **arrays)
-
-
-def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
-    """Name, type and number of parameters of each module that has parameters of its own."""
-    counted = (
-        (name, type(module).__name__, sum(p.numel() for p in module.parameters(recurse=False)))
-        for name, module in model.named_modules()
-    )
-    return [layer for layer in counted if layer[2]]
 
 
 def export_model(

@@ -15,10 +15,12 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, validation_of
 from flyte_ddp.engine.measures import augment, finite_number
 from flyte_ddp.engine.monitor.best_tracker import BestTracker, is_lower_better
+from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.network.compiled import check_device, compile_layers
 from flyte_ddp.engine.network.first_model import first_model
 from flyte_ddp.engine.network.memory import checkpoint_activations
 from flyte_ddp.engine.network.placement import to_device
+from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.sharding.sharding import on_trial
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.virtual_ranks.rules import check_recipe, check_settings, uneven_parts
@@ -104,9 +106,10 @@ def set_up(
     link.emit(StartUp("trying the recipe on some samples"))
     with on_trial(recipe, model):
         probed = probe(recipe, model, splits, total_steps, constant_loss)
+    monitor = LossMonitor(constant_loss, settings.epochs)
     state = TrainingState(
-        recipe, model, probed.names, device, world_size,
-        autocast=precision == "bfloat16", total_steps=total_steps, constant_loss=constant_loss,
+        recipe, model, probed.names, Progress(device, link, monitor), device, world_size,
+        autocast=precision == "bfloat16", total_steps=total_steps,
         base=FrozenBase(model, base.names - probed.moving) if probed.moving else base,  # which model() does not provide
         moving=probed.moving, has_unused=probed.has_unused, gathers=probed.gathers, average=average,
         log_gradients=job.options.log_gradients,
@@ -128,7 +131,7 @@ def set_up(
             f"batch_size is {settings.batch_size}, but an epoch has no more than {batches.samples} training "
             f"{recipe.samples}, so that each is a single step: lower batch_size"
         )
-    warnings = state.loss_monitor.noted(0, 0, (*reasons, *probed.warnings))
+    warnings = monitor.noted(0, 0, (*reasons, *probed.warnings))
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, probed.is_mixed, settings.virtual_ranks

@@ -1,8 +1,7 @@
-"""The state of a training: weights, optimizer, schedule, average, position and measures so far; and its step."""
+"""The state of a training: weights, optimizer, schedule, average and progress; and its step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,13 @@ from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
-from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
-from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
+from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.parallel import parallel_of
+from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import is_sharded, local, on_shards
 from flyte_ddp.engine.step import Step
-from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import any_batch_size, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gathered
@@ -49,12 +47,12 @@ class TrainingState:
         recipe: Recipe,
         model: nn.Module,
         names: Sequence[str],
+        progress: Progress,
         device: torch.device,
         world_size: int,
         *,
         autocast: bool,
         total_steps: int,
-        constant_loss: float = 0.0,
         base: FrozenBase | None = None,
         moving: Iterable[str] = (),
         has_unused: bool = False,
@@ -70,7 +68,6 @@ class TrainingState:
         self.model, self.base, self.average = model, base or FrozenBase(model), average
         self._buffers, self._moving = Buffers(model), [model.get_parameter(name) for name in moving]
         virtual_ranks: int = recipe.settings.virtual_ranks
-        self.clock = StepClock(device)
         self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, self.names, world_size, autocast)
         self.parallel = parallel_of(step, virtual_ranks, has_unused)
@@ -97,15 +94,10 @@ class TrainingState:
         self._base_versions: dict[str, int] = {}  # before the first step
         self.gathers_by_part = gathers and virtual_ranks > 0
         self._gathered: Gathered | None = None  # in the current step
-        self.epoch = self.step = 0
-        self.epoch_seconds = 0.0
-        self._sums = StepSums(len(names), device)
-        self.logged: Sums | None = None  # at the last log since the last evaluation
+        self.progress = progress
+        progress.measure(names)
         self._trained = 2 * self.names.index(trained_measure(names))
         self._norms = torch.zeros(0, dtype=torch.float32, device=device)
-        self.history: list[EpochFinished] = []
-        self.ran_on: list[dict[str, Any]] = []  # see hosts/machine.py
-        self.loss_monitor = LossMonitor(constant_loss, recipe.settings.epochs)
         self.best_tracker: BestTracker | None = None  # None without a validation split
         self.audit: Audit | None = None
         self.drift: Drift | None = None  # None on a rank that is alone
@@ -135,7 +127,7 @@ class TrainingState:
             self._gathered = self._gather(shares, before)
         backward = partial(self._backward, (stop, save), before)
         if self.audit:
-            totals = self.audit.added_up(backward, shares, self.epoch, self.step)
+            totals = self.audit.added_up(backward, shares, self.progress.epoch, self.progress.step)
         else:
             totals = self.parallel.added_up(partial(backward, shares))
         # From here on no rank asks another: the totals are those of all ranks together, bit for bit the same on each,
@@ -149,7 +141,7 @@ class TrainingState:
         norm = torch.linalg.vector_norm(self._norms)
         total = norm + new[self._trained] + new[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
-        self._sums.add(totals, self.flag)
+        self.progress.sums.add(totals, self.flag)
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
         if self._is_guarded:
@@ -161,8 +153,8 @@ class TrainingState:
         self.schedule.step()
         if self.average:
             self.average.update(self.model, self.schedule.last_epoch - 1)
-        self.step += 1
-        self.clock.lap(StepPart.COMPUTING)
+        self.progress.step += 1
+        self.progress.clock.lap(StepPart.COMPUTING)
 
     def _backward(self, asked: tuple[bool, bool], before: KeptBuffers | None, shares: Sequence[Batch]) -> None:
         """Run the forward and backward passes of this rank's shares.
@@ -171,6 +163,7 @@ class TrainingState:
         before the step. Each share begins with it, and afterwards it is as the first share left it.
         """
         after: KeptBuffers | None = None
+        clock = self.progress.clock
         for share in shares:
             if before:
                 before.put_back()
@@ -182,9 +175,9 @@ class TrainingState:
                 with any_batch_size(), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
                     if self.world_size > 1:
-                        torch_compat.after_backward(loss, partial(self.clock.lap, StepPart.COMPUTING))
+                        torch_compat.after_backward(loss, partial(clock.lap, StepPart.COMPUTING))
                     loss.backward()
-                    self.clock.lap(StepPart.WAITING if self.world_size > 1 else StepPart.COMPUTING)
+                    clock.lap(StepPart.WAITING if self.world_size > 1 else StepPart.COMPUTING)
                 if of_one:
                     of_one.replace_not_finite()
             after = after or (self.kept() if before else None)
@@ -223,40 +216,15 @@ class TrainingState:
         named = [(name, local(p.grad)) for name, p in self._trainable if p.grad is not None]
         return [name for name, _ in named], [gradient for _, gradient in named]
 
-    def sums(self) -> Sums:
-        """The sums since the last evaluation; makes the host wait for the device."""
-        return self._sums.now(self.step, self.epoch_seconds)
-
-    def recent_sums(self) -> Sums | None:
-        """Those of a recent step, see StepSums.recent; to be called after each step."""
-        return self._sums.recent(self.step, self.epoch_seconds)
-
-    def keep_pace(self, step_seconds: float) -> None:
-        """How far recent sums are behind, by the duration of steps, which is the same on all ranks."""
-        self._sums.readback.keep_pace(step_seconds)
-
     def measures(self, pairs: Sequence[float]) -> dict[str, float]:
+        """Return what is told of values and weights of the measures, alternating."""
         return ratios(self.recipe, self.names, pairs)
 
-    @property
-    def evaluations_of_epoch(self) -> int:
-        """How often this epoch has been evaluated."""
-        return sum(finished.epoch == self.epoch for finished in self.history)
-
-    def after_evaluation(self, finished: EpochFinished) -> None:
-        """Record an evaluation, and keep the weights if they are the best so far."""
-        self.history.append(finished)
+    def choose(self, finished: EpochFinished) -> None:
+        """Keep the weights if this evaluation, the last of the history, is the best so far."""
         if self.best_tracker:
             weights = {name: local(weight) for name, weight in self.base.without(self.evaluated).items()}
-            self.best_tracker.after_evaluation(len(self.history) - 1, finished.validation, weights)
-
-    def go_on_after(self, trained: EpochFinished) -> None:
-        """Begins with what comes after this part of the training."""
-        self._sums.values.zero_()
-        self.logged = None
-        self.epoch_seconds = 0.0
-        if trained.fraction == 1:
-            self.epoch, self.step = self.epoch + 1, 0
+            self.best_tracker.after_evaluation(len(self.progress.history) - 1, finished.validation, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs; tensors are those of the training itself, which the next step changes.
@@ -269,17 +237,10 @@ class TrainingState:
             "average": self.base.without(self.average.model) if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "sums": self._sums.values,
+            "progress": self.progress.state_dict(),
             "grid": self.parallel.grid if isinstance(self.parallel, ExactStep) else None,
-            "logged": asdict(self.logged) if self.logged else None,
             "micro_batch": self.micro_batch,
             "precision": self.precision,
-            "epoch": self.epoch,
-            "step": self.step,
-            "epoch_seconds": self.epoch_seconds,
-            "history": [asdict(finished) for finished in self.history],
-            "ran_on": self.ran_on,
-            "watch": self.loss_monitor.state_dict(),
             "choice": self.best_tracker.state_dict() if self.best_tracker else None,
         }
         return self.layout.marked(content)
@@ -310,7 +271,7 @@ class TrainingState:
         compared = [content[part] for part in (("model", "average", "optimizer") if is_audited else ("model",))]
         tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(compared) if isinstance(leaf, Tensor)]
         what = "weights, or the optimizer," if is_audited else "weights"
-        self.drift.compare(tensors, what, self.epoch, step)
+        self.drift.compare(tensors, what, self.progress.epoch, step)
 
     def _versions_of_base(self) -> dict[str, int]:
         """Return how often each weight that no checkpoint has was changed in place, by name."""
@@ -334,17 +295,10 @@ class TrainingState:
             self.load_weights(self.average.model, saved["average"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        measured = slice(2 * len(self.names))  # without the old run's requests
-        self._sums.values[measured] = saved["sums"][measured]
+        self.progress.load_state_dict(saved["progress"])
         if isinstance(self.parallel, ExactStep):
-            self.parallel.grid = saved.get("grid")
-        logged = saved.get("logged")
-        self.logged = Sums(**{**logged, "pairs": tuple(logged["pairs"]), "saves": 0}) if logged else None
+            self.parallel.grid = saved["grid"]
         if self.recipe.micro_batch < 0:
-            self.micro_batch = saved.get("micro_batch", -1)
-        self.epoch, self.step, self.epoch_seconds = saved["epoch"], saved["step"], saved["epoch_seconds"]
-        self.history = [EpochFinished(**finished) for finished in saved["history"]]
-        self.ran_on = saved.get("ran_on", [])
-        self.loss_monitor.load_state_dict(saved["watch"])
+            self.micro_batch = saved["micro_batch"]
         if self.best_tracker:
             self.best_tracker.load_state_dict(saved["choice"])

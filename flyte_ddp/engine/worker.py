@@ -2,8 +2,6 @@
 
 import inspect
 import os
-import time
-from collections.abc import Sequence
 
 import torch
 from torch import distributed
@@ -19,27 +17,24 @@ from flyte_ddp.engine.checkpoints.writer import checkpoints_of
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.evaluations import look_at_test
-from flyte_ddp.engine.hosts.machine import machine, moved
-from flyte_ddp.engine.hosts.places import places_of_ranks
-from flyte_ddp.engine.hosts.unlike import unlike
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.load import load_named
 from flyte_ddp.engine.loop import fit
 from flyte_ddp.engine.monitor.profile import profiling
-from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.network.compiled import compile_now
 from flyte_ddp.engine.network.memory import choose_micro_batch
 from flyte_ddp.engine.own_loop.rank import run as run_own_loop
-from flyte_ddp.engine.results import layers_of, result_of, write_last, write_results
+from flyte_ddp.engine.progress import Plan
+from flyte_ddp.engine.results import write_last, write_results
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.errors import NonFiniteError, WrongBitsError
-from flyte_ddp.events import RunStarted, StartUp, all_of, digests_of
+from flyte_ddp.events import StartUp, all_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.settings import TrainingSettings
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
@@ -77,12 +72,12 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     other = resume(setup.state, job, environment, link)
     if other:
         del setup
-        setup = set_up(environment, device, job, cache, other)
+        setup = set_up(environment, device, job, cache, other, link)
         setup.remarks.append(f"precision: {other}, which the checkpoint has been trained in")
         other = resume(setup.state, job, environment, link)
     if other is not None:
         del setup  # its memory is needed again
-        setup = set_up(environment, device, job, cache)
+        setup = set_up(environment, device, job, cache, link=link)
     state, settings = setup.state, job.settings
     if state.recipe.micro_batch < 0:
         link.emit(StartUp("trying how large a micro-batch fits"))
@@ -90,82 +85,53 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     if job.options.compile:
         link.emit(StartUp("compiling"))
         compile_now(state, setup.train, setup.validation or setup.test, link)
-    places = places_of_ranks(environment, device, job, state.model)
+    progress = state.progress
+    progress.start(environment, job, plan_of(setup, settings), state.model)
+    progress.emit_all(setup.warnings)
     if device.type == "cuda":  # without what the trials have taken
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    state.ran_on, moves = moved(state.ran_on, machine(places, setup.precision, job.options), settings.virtual_ranks)
-    setup.remarks.extend(moves)
-    hosts = [place.host for place in places]
-    link.emit(run_started(setup, environment, job, hosts))
-
-    def warn(epoch: int, step: int, reasons: Sequence[str]) -> None:
-        for warning in state.loss_monitor.noted(epoch, step, reasons):
-            link.emit(warning)
-
-    for warning in setup.warnings:
-        link.emit(warning)
-    warn(state.epoch, state.step, unlike(places, job.options))
-    state.drift = Drift(places, device, warn) if len(places) > 1 else None
-    state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, warn)
+    places = progress.places
+    state.drift = Drift(places, device, progress.warn) if len(places) > 1 else None
+    state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
     kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
-    checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
+    progress.checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
     if kept:
-        checkpoints = KeepingCheckpoints(kept, checkpoints, state)
-    try:
-        profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
-        with profiling(profile, environment.rank, state.optimizer):
-            split, per_epoch = setup.validation or setup.test, settings.evaluations_per_epoch
-            has_gpus = device.type == "cuda"
-            tested = fit(
-                state, setup.train, split, settings.last_epoch, per_epoch, settings.log_interval, link, checkpoints,
-                Stragglers(hosts, setup.train.split.remedy, is_sharded(state.model), has_gpus),
-            )  # fmt: skip
-    except (NonFiniteError, WrongBitsError):
-        # Raised on all ranks at once; the first report of it ends them all
-        link.heartbeat(WRITING)
-        checkpoints.close()
-        distributed.barrier()
-        raise
-    finally:
-        link.heartbeat(WRITING)
-        checkpoints.close()
+        progress.checkpoints = KeepingCheckpoints(kept, progress.checkpoints, progress)
+    profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
+    with progress.ending_together(), profiling(profile, environment.rank, state.optimizer):
+        tested = fit(state, setup.train, setup.validation or setup.test, settings, link)
     write_last(setup, job)
     if setup.validation or tested is None:  # None: resumed after the last epoch
         distributed.barrier()  # evaluating, the others would be taken for hanging while they wait for rank 0's files
         tested = look_at_test(state, setup.test, settings.last_epoch, link)
     link.heartbeat(WRITING)
     digest = write_results(setup, tested, job)
-    return result_of(setup, tested.measures, digest, kept.publish() if kept else [])
+    tracker = state.best_tracker
+    chosen_epoch = tracker.best if tracker and tracker.best >= 0 else None
+    published = kept.publish() if kept else []
+    return progress.result(state.model, digest, tested.measures, chosen_epoch=chosen_epoch, kept=published)
 
 
-def run_started(setup: SetUp, environment: Environment, job: Job, hosts: list[str]) -> RunStarted:
-    state, world = setup.state, environment.world
-    return RunStarted(
-        dataset=job.dataset,
-        samples=state.recipe.samples,
+def plan_of(setup: SetUp, settings: TrainingSettings) -> Plan:
+    """Return what this training is going to do."""
+    recipe = setup.state.recipe
+    return Plan(
         headline=setup.probed.headline,
-        percent=state.recipe.percent,
-        train_samples=len(setup.train.split),
-        test_samples=len(setup.test.split),
-        samples_per_epoch=setup.train.samples,
-        world_size=world.size,
-        backend=world.backend,
-        device=str(state.device),
+        percent=recipe.percent,
         precision=setup.precision,
-        epochs=job.settings.last_epoch,
+        epochs=settings.last_epoch,
         steps_per_epoch=len(setup.train),
-        first_epoch=state.epoch,
-        first_step=state.step,
-        startup_seconds=time.time() - job.launched,
-        layers=layers_of(state.model),
+        samples_per_epoch=setup.train.samples,
+        train_samples=len(setup.train.split),
         validation_samples=len(setup.validation.split) if setup.validation else 0,
+        test_samples=len(setup.test.split),
+        samples=recipe.samples,
+        may_end_early=settings.patience > 0,
+        sample_flops=setup.probed.sample_flops,
         remarks=setup.remarks,
-        hosts=hosts,
-        identity=job.identity,
-        ran_on=state.ran_on,
-        earlier=digests_of(state.history),
-        may_end_early=job.settings.patience > 0,
+        slow_data=setup.train.split.remedy,
+        meets_within=is_sharded(setup.state.model),
     )
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from flyte_ddp.engine.hosts.places import hardware
 from flyte_ddp.engine.job import TrainingResult
-from flyte_ddp.engine.results import layers_of
+from flyte_ddp.engine.progress import layers_of
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.events import EpochFinished, RunStarted, Warned
 from flyte_ddp.launch.environment import Environment

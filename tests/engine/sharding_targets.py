@@ -60,7 +60,7 @@ def kill_on_two_nodes(environment: Environment, link: Link, job: Job) -> Trainin
         train_step = TrainingState.train_step
 
         def killed(state: TrainingState, *args: Any, **kwargs: Any) -> None:
-            if (state.epoch, state.step) == (1, 2):
+            if (state.progress.epoch, state.progress.step) == (1, 2):
                 os.kill(os.getpid(), signal.SIGKILL)
             train_step(state, *args, **kwargs)
 

@@ -97,7 +97,7 @@ def test_ranks_do_not_wait_for_one_another_once_the_steps_are_left(own):
 
 def test_whoever_accumulates_ends_with_a_checkpoint(own, tmp_path):
     own(1, "accumulates", epochs=1, checkpoint_seconds=1000)
-    assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["epoch"] == 1
+    assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["progress"]["epoch"] == 1
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(mistaken, 
     words = "NonFiniteError: loss is not finite in epoch 1, step 5, on rank 1: "
     with pytest.raises(RankError, match=words):
         mistaken("not_finite", checkpoint_seconds=0)
-    assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["step"] <= 4
+    assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["progress"]["step"] <= 4
 
 
 def test_measures_go_by_their_names_on_each_rank_and_one_that_is_not_finite_is_warned_of(mistaken):

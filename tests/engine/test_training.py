@@ -107,7 +107,7 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_before_the_step(train, tmp
     )
     assert failed.value.failure.recoverable is False
     saved = read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]
-    assert saved["step"] == 7
+    assert saved["progress"]["step"] == 7
     assert all(torch.isfinite(weight).all() for weight in saved["model"].values())
 
 
@@ -133,7 +133,7 @@ def test_a_bad_step_is_found_before_a_checkpoint_has_what_came_after_it(train, t
     target = "tests.launch.targets:break_gradient_while_behind"
     with pytest.raises(RankError, match="NonFiniteError: gradient is not finite in epoch 1, step 8, on rank 1"):
         train(2, target=target, checkpoint_seconds=0, log_interval=1000)
-    assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["step"] < 8
+    assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["progress"]["step"] < 8
 
 
 def test_a_training_that_diverges_says_so_and_ends_all_the_same(train):

@@ -130,7 +130,8 @@ class ShardWriter:
         """Copies this rank's tensors; what it returns writes the checkpoint, a collective for a thread of each rank,
         which raises OSError on rank 0 if any rank fails."""
         description, tensors = described(content)
-        folder = self._destination.begin(f"{content['state']['epoch']}-{content['state']['step']}")
+        progress = content["state"]["progress"]
+        folder = self._destination.begin(f"{progress['epoch']}-{progress['step']}")
         if not self._cut.writes:
             return lambda: None
         entries = {name: self._entry(tensor) for name, tensor in tensors.items()}

@@ -70,8 +70,12 @@ class StoredTensor:
         return tensor
 
     def _joined(self, part: Tensor) -> Tensor:
-        """Complex numbers from pairs of real ones."""
-        return torch.view_as_complex(part) if self.dtype.is_complex and not part.is_complex() else part
+        """Return complex numbers made from pairs of real ones.
+
+        The pairs are copied: in the file they begin at a multiple of 8 bytes, and torch's kernels for complex numbers,
+        which may need 16, would end the process.
+        """
+        return torch.view_as_complex(part.clone()) if self.dtype.is_complex and not part.is_complex() else part
 
 
 def described(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:

@@ -28,6 +28,7 @@ FREE_WITHIN_EPOCH = {
         "backend", "choose_by", "epochs", "log_interval", "minimum_delta", "patience", "stop_after",
     )),
 }  # fmt: skip
+NEW_WITH_EPOCH = ("names", "sums", "told")  # parts of the progress
 JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_fraction")}  # what is the best epoch
 
 
@@ -87,8 +88,10 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
     content = read_checkpoint(path, {"recipe": job.recipe})
     saved, other_identity = content["state"], content["identity"]
-    _check_settings(saved, other_identity, job)
-    fresh, position = state.state_dict(), saved["epoch"] * steps_per_epoch + saved["step"]
+    progress, fresh = saved["progress"], state.state_dict()
+    epoch, step = progress["epoch"], progress["step"]
+    _check_settings(epoch, step, other_identity, job)
+    position = epoch * steps_per_epoch + step
     if saved.get("base", "") != state.base.digest:
         raise CheckpointError(OTHER_BASE)
     if unfit := misfits(saved["model"], fresh["model"]):
@@ -103,27 +106,25 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
         "average": saved["average"] or saved["model"],
         "optimizer": _optimizer(fresh["optimizer"], saved["optimizer"], rates),
         "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
-        "sums": saved["sums"] if saved["step"] else fresh["sums"],
+        "progress": progress if step else {**progress, **{name: fresh["progress"][name] for name in NEW_WITH_EPOCH}},
         "choice": saved["choice"] or fresh["choice"],
     }
     restore(state, in_place(state, continued))
     _judge_best(state, fresh["choice"], other_identity, job.identity)
-    epoch, step = saved["epoch"], saved["step"]
     where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"
     return f"Continues from {path.name}, {where}"
 
 
-def _check_settings(saved: dict[str, Any], other_identity: dict[str, Any], job: Job) -> None:
+def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: Job) -> None:
     """Raises InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
     settings = job.settings
-    if saved["epoch"] >= settings.last_epoch:
+    if epoch >= settings.last_epoch:
         name = "stop_after" if settings.stop_after else "epochs"
         raise InputError(
-            f"{name} must be above {saved['epoch']}, because it includes the epochs of init, got "
-            f"{settings.last_epoch}: raise it"
+            f"{name} must be above {epoch}, because it includes the epochs of init, got {settings.last_epoch}: raise it"
         )
     differing = [path[-1] for path, *_ in differences(other_identity, job.identity) if path not in FREE_WITHIN_EPOCH]
-    if saved["step"] and differing:
+    if step and differing:
         raise InputError(
             "init is a checkpoint from within an epoch, which needs the same settings and data, but these differ: "
             f"{', '.join(differing)}"

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, finish, write_checkpoint, write_draft
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, Stored
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.loop import Checkpoints, Resumable
+from flyte_ddp.engine.progress import Checkpoints, Resumable
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
@@ -107,7 +107,8 @@ class CheckpointWriter:
             return
         finally:
             self._last = time.monotonic()
-        arguments = (self._write, rest, state.epoch, state.step, self._last - started)
+        progress = state.progress
+        arguments = (self._write, rest, progress.epoch, progress.step, self._last - started)
         # the thread needs this one's context, in which a platform knows its storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=arguments)
         self._thread.start()

@@ -32,7 +32,7 @@ from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
-from flyte_ddp.engine.own_loop.progress import Progress
+from flyte_ddp.engine.own_loop.state import LoopState
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused, pytree
 from flyte_ddp.engine.tracing_compat import uncompiled
@@ -54,46 +54,46 @@ class Loop:
         device: of this rank, on which its batches are.
     """
 
-    def __init__(self, environment: Environment, progress: Progress, link: Link, job: Job, cache: BlockCache):
+    def __init__(self, environment: Environment, state: LoopState, link: Link, job: Job, cache: BlockCache):
         self.settings, self.data_path, self.init_path = job.settings, data_path_of(job.data), job.init
-        self.rank, self.world_size, self.device = environment.rank, environment.world.size, progress.device
+        self.rank, self.world_size, self.device = environment.rank, environment.world.size, state.device
         self._environment, self._link, self._job, self._cache = environment, link, job, cache
-        self._progress, self._splits = progress, 0
+        self._state, self._splits = state, 0
 
     @property
     def epoch(self) -> int:
         """From 0."""
-        return self._progress.epoch
+        return self._state.progress.epoch
 
     @property
     def step(self) -> int:
         """How many steps of the epoch are done."""
-        return self._progress.step
+        return self._state.progress.step
 
     # --- before the first epoch ---
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel | ByParts:
         """The network on the rank's device, in torch's DistributedDataParallel; with settings.virtual_ranks in what
         loop.backward needs, of which there can be one."""
-        progress, parts = self._progress, self.settings.virtual_ranks
+        state, parts = self._state, self.settings.virtual_ranks
         if isinstance(uncompiled(model), (DistributedDataParallel, nn.DataParallel)):
             kind = type(uncompiled(model)).__name__
             raise InputError(f"loop.wrap must be given the network itself, got {kind}: leave out {kind}(...)")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError("loop.wrap: the network must have a weight that is trained; others need no wrapping")
-        if parts and progress.exact:
+        if parts and state.exact:
             raise InputError("loop.wrap must be called once with virtual_ranks: put both networks into one module")
         wrapped: ByParts | _Replicated
         if parts:
-            wrapped = ByParts(model.to(self.device), parts, lambda: progress.is_stepping)
-            progress.exact = wrapped.exact
+            wrapped = ByParts(model.to(self.device), parts, lambda: state.is_stepping)
+            state.exact = wrapped.exact
         else:
             wrapped = _Replicated(
                 model.to(self.device),
-                lambda: (progress.epoch, progress.step) if progress.is_stepping else None,
-                lambda: progress.agree(Call.BACKWARD),
+                lambda: (state.progress.epoch, state.progress.step) if state.is_stepping else None,
+                lambda: state.agree(Call.BACKWARD),
             )
-        progress.wrapped.append(wrapped.module)
+        state.wrapped.append(wrapped.module)
         return wrapped
 
     def batches(self, data: Any) -> TrainSteps:
@@ -104,13 +104,13 @@ class Loop:
         data: what Recipe.data returns. A last batch that is not full is left out, as each rank must have as many
         samples: DistributedDataParallel weighs the ranks alike.
         """
-        return TrainSteps(self._split(data, "train"), self.settings, self._environment, self._progress)
+        return TrainSteps(self._split(data, "train"), self.settings, self._environment, self._state)
 
     def evaluation(self, data: Any) -> Evaluation:
         """This rank's part of the data, in batches of settings.test_batch_size samples, all ranks together; each sample
         comes once, whatever the number of ranks. With virtual ranks each part of a batch comes by itself."""
         split = self._split(data, "test")
-        return Evaluation(split, self.settings, self._environment, self._link, self._progress)
+        return Evaluation(split, self.settings, self._environment, self._link, self._state)
 
     def autocast(self) -> torch.autocast:
         """The context in which settings.precision is computed; auto is float32."""
@@ -122,8 +122,8 @@ class Loop:
         model: its weights are what the training returns. parts: whatever else has state_dict and load_state_dict:
         optimizers, schedules, averages, scalers. Raises InputError for what has not.
         """
-        progress = self._progress
-        if progress.parts:
+        state = self._state
+        if state.parts:
             raise InputError("loop.keep must be called once, with all that changes")
         for name, part in {"model": model, **parts}.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -136,11 +136,11 @@ class Loop:
                     f"loop.keep: model must be what loop.wrap has returned, as ranks train together, got {kind}"
                 )
             is_wrapped = isinstance(own, (DistributedDataParallel, ByParts))
-            progress.parts[name] = uncompiled(own.module) if is_wrapped else own
-        check_readable(progress.state_dict())
+            state.parts[name] = uncompiled(own.module) if is_wrapped else own
+        check_readable(state.state_dict())
         saved = state_on_all_ranks(self._job, self._link.emit, self.device)
         if saved is not None:
-            progress.load_state_dict(saved)
+            state.load_state_dict(saved)
 
     # --- while it trains ---
 
@@ -151,11 +151,11 @@ class Loop:
         per cent.
         """
         precision = "bfloat16" if self.settings.precision == "bfloat16" else "float32"
-        self._progress.start(headline, tuple(percent), precision)
+        self._state.start(headline, tuple(percent), precision)
         while self.epoch < self.settings.epochs:
             seed_all(key_of(Use.OWN_STEP, self.settings.seed, self.epoch, 0))  # as if nothing had been interrupted
             yield self.epoch
-            self._progress.end_epoch()
+            self._state.end_epoch()
 
     def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """In place of loss.backward(): the gradients of loss_of(batch), and that loss, detached.
@@ -164,19 +164,19 @@ class Loop:
         otherwise, maybe more than once; loss and gradients are those of the parts' mean, the same bits on any number of
         ranks. loss_of: returns the mean loss of what it is given, a tensor of no dimension. A collective.
         """
-        progress = self._progress
-        progress.backward_calls += 1
+        state = self._state
+        state.backward_calls += 1
         if isinstance(batch, Parts):
-            if not progress.exact:
+            if not state.exact:
                 raise InputError("call loop.wrap before loop.backward: it says what network is trained")
-            progress.agree(Call.BACKWARD)
-            loss = progress.exact.backward(batch, loss_of, progress.step_seed, progress.backward_calls)
+            state.agree(Call.BACKWARD)
+            loss = state.exact.backward(batch, loss_of, state.step_seed, state.backward_calls)
         else:
-            seed_part(progress.step_seed, self.rank, progress.backward_calls)
+            seed_part(state.step_seed, self.rank, state.backward_calls)
             loss = loss_of(batch)
             loss.backward()
             loss = loss.detach()
-        seed_all(key_of(Use.OWN_STEP, progress.step_seed, progress.backward_calls))  # all ranks draw alike again
+        seed_all(key_of(Use.OWN_STEP, state.step_seed, state.backward_calls))  # all ranks draw alike again
         return loss
 
     def log(self, **measures: Number) -> None:
@@ -184,11 +184,11 @@ class Loop:
 
         They are told as means of all ranks and of the steps since the last log line; nothing waits for the device.
         """
-        names = self._progress.names or ["loss"]
-        if "loss" not in measures or (self._progress.names and {*names} != {*measures}):
+        names = self._state.progress.names or ["loss"]
+        if "loss" not in measures or (self._state.progress.names and {*names} != {*measures}):
             has = ", ".join(measures)
             raise InputError(f"loop.log must have the same measures in each step: {', '.join(names)}, got {has}")
-        self._progress.logged = {
+        self._state.logged = {
             name: torch.as_tensor(value, dtype=torch.float64, device=self.device).detach().mean()
             for name, value in measures.items()
         }
@@ -199,12 +199,12 @@ class Loop:
         Each is a pair of a sum and its weight, (correct, samples), say, or values, whose number is their weight. With
         virtual ranks they are added up by part, so that the result has the same bits on any number of ranks.
         """
-        progress, parts = self._progress, self.settings.virtual_ranks or 1
-        if progress.part is None:
+        state, parts = self._state, self.settings.virtual_ranks or 1
+        if state.part is None:
             raise InputError("loop.measured must be called for each batch, while you iterate over loop.evaluation")
         for name, pair in _pairs(measures).items():
-            sums = progress.measured.setdefault(name, torch.zeros(parts, 2, dtype=torch.float64))
-            sums[progress.part] += torch.tensor(pair, dtype=torch.float64)
+            sums = state.measured.setdefault(name, torch.zeros(parts, 2, dtype=torch.float64))
+            sums[state.part] += torch.tensor(pair, dtype=torch.float64)
 
     def evaluated(self, **measures: Number | tuple[Number, Number]) -> dict[str, float]:
         """Once in each epoch: its measures, besides those of loop.measured. Returns all of them, for all ranks' samples
@@ -213,14 +213,14 @@ class Loop:
         Each is a value, or values, of this rank, or a pair of these and their weights: (correct, samples), say. What
         counts is the sum of all ranks' values, over that of their weights.
         """
-        progress, parts = self._progress, self.settings.virtual_ranks or 1
-        progress.agree(Call.EVALUATED)
-        if self.settings.virtual_ranks and progress.measured and progress.is_cut:
+        state, parts = self._state, self.settings.virtual_ranks or 1
+        state.agree(Call.EVALUATED)
+        if self.settings.virtual_ranks and state.measured and state.is_cut:
             raise InputError(
                 "with virtual_ranks an evaluation must go over all of its batches, and was left before its end, where "
                 "each rank has seen other parts: take fewer samples as data instead, such as a torch.utils.data.Subset"
             )
-        own, progress.measured, progress.evaluated = progress.measured, {}, {}
+        own, state.measured, state.evaluated = state.measured, {}, {}
         for name, pair in _pairs(measures).items():
             own[name] = torch.zeros(parts, 2, dtype=torch.float64)
             own[name][0] = torch.tensor(pair, dtype=torch.float64)
@@ -233,10 +233,10 @@ class Loop:
         for name, (value, weight) in zip(names, sums.sum(1).tolist(), strict=True):
             if not weight:
                 raise InputError(f"loop.evaluated: {name} must have samples, or weights that are not 0, on some rank")
-            progress.evaluated[name] = value / weight
-        if not math.isfinite(progress.evaluated.get("loss", 0.0)):
-            raise NonFiniteError.in_evaluation(progress.evaluated["loss"], "test", self.epoch + 1)
-        return dict(progress.evaluated)
+            state.evaluated[name] = value / weight
+        if not math.isfinite(state.evaluated.get("loss", 0.0)):
+            raise NonFiniteError.in_evaluation(state.evaluated["loss"], "test", self.epoch + 1)
+        return dict(state.evaluated)
 
     def _split(self, data: Any, name: str) -> Any:
         self._splits += 1  # a name of its own in the cache, or one split would be given another's blocks

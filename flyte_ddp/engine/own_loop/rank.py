@@ -10,9 +10,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.own_loop.loop import Loop
-from flyte_ddp.engine.own_loop.progress import Progress
+from flyte_ddp.engine.own_loop.state import LoopState
 from flyte_ddp.engine.own_loop.unsaved import Unsaved
-from flyte_ddp.errors import InputError, NonFiniteError, WrongBitsError
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import Environment, check_ranks
 from flyte_ddp.launch.link import Link
@@ -50,27 +50,23 @@ def run(
     except TypeError as error:
         raise InputError(f"{job.recipe} must take one argument, the loop, as in def train(loop): {error}") from None
     with BlockCache(environment, job.options.cache_bytes) as cache:
-        progress = Progress(environment, device, link, job)
+        state = LoopState(environment, device, link, job)
         hooks = [
-            register_optimizer_step_pre_hook(progress.before_optimizer),
-            register_optimizer_step_post_hook(progress.optimizers.stepped),
-            register_optimizer_step_post_hook(Unsaved(progress.parts).after_step),
+            register_optimizer_step_pre_hook(state.before_optimizer),
+            register_optimizer_step_post_hook(state.optimizers.stepped),
+            register_optimizer_step_post_hook(Unsaved(state.parts).after_step),
         ]
         link.emit(StartUp("calling your loop, up to its first epoch"))
         try:
-            function(Loop(environment, progress, link, job, cache))
-            if not distributed.is_initialized():
-                raise InputError(f"leave out torch.distributed.destroy_process_group: {ALREADY}")
-            return progress.finish()
+            with state.progress.ending_together():
+                function(Loop(environment, state, link, job, cache))
+                if not distributed.is_initialized():
+                    raise InputError(f"leave out torch.distributed.destroy_process_group: {ALREADY}")
+                return state.finish()
         except ValueError as error:
             if "default process group twice" not in str(error):  # torch's words
                 raise
             raise InputError(f"leave out torch.distributed.init_process_group: {ALREADY}") from None
-        except (NonFiniteError, WrongBitsError):  # raised on all ranks at once; the first report of it ends them all
-            progress.close()
-            distributed.barrier()
-            raise
         finally:
             for hook in hooks:
                 hook.remove()
-            progress.close()

@@ -55,7 +55,7 @@ def test_numbers_of_numpy_are_read_again_and_what_does_not_fit_is_trained_anew(t
     final, resumed = tmp_path / "final-checkpoint", tmp_path / "checkpoint"
     as_a_task = RecipeTraining(f"{__name__}:NumpyNumbers").subject(Settings(), None)
     content = read_checkpoint(final, as_a_task.identity)
-    assert type(content["state"]["history"][0]["test"]["perplexity"]) is float
+    assert type(content["state"]["progress"]["history"][0]["test"]["perplexity"]) is float
 
     shutil.copy(final, resumed)
     second, events = run(NumpyNumbers, tmp_path)

@@ -63,7 +63,8 @@ KILLS = """if True:
             last = step == steps[-1]
             first, end = rows_of(7, rank, SIZE)
             shard = Shard(torch.full((end - first, 2), float(step)), torch.Size((7, 2)))
-            state = {"epoch": 0, "step": step, "shard": shard, "whole": torch.full((2,), float(step))}
+            progress = {"epoch": 0, "step": step}
+            state = {"progress": progress, "shard": shard, "whole": torch.full((2,), float(step))}
             try:
                 writer.begin({"format": FORMAT, "identity": {}, "state": state}, CPU)()
                 distributed.barrier()  # rank 0 is the last to end
@@ -92,10 +93,11 @@ KILLS = """if True:
         content = read_checkpoint(path, {})
         assert not any(problem_of(*shard) for shard in content["shards"].items())
         state = content["state"]
+        step = state["progress"]["step"]
         for tensor in (state["shard"], state["whole"]):
-            assert set(tensor.read().flatten().tolist()) == {state["step"]}, state["step"]
+            assert set(tensor.read().flatten().tolist()) == {step}, step
         assert state["shard"].shape == (7, 2)
-        return state["step"]
+        return step
 
     def folders():
         return len([*shards_beside(path).iterdir()])

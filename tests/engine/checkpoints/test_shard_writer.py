@@ -44,7 +44,7 @@ def rank(tmp_path):
 def content_of(step, *rows):
     """A checkpoint's content, with these tensors sharded over one rank."""
     shards = {str(number): Shard(tensor, tensor.shape) for number, tensor in enumerate(rows)}
-    return {"format": FORMAT, "identity": {}, "state": {"epoch": 0, "step": step, "shards": shards}}
+    return {"format": FORMAT, "identity": {}, "state": {"progress": {"epoch": 0, "step": step}, "shards": shards}}
 
 
 def test_a_state_comes_back_from_json_as_it_was():
@@ -104,13 +104,13 @@ def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank,
             rank.begin(content_of(2, torch.ones(2**10, 2**10)), CPU)()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert read_checkpoint(path, {})["state"]["step"] == 1
+    assert read_checkpoint(path, {})["state"]["progress"]["step"] == 1
     assert [*shards_beside(path).iterdir()] == [folder]
     rank.begin(content_of(3, torch.ones(2, 2)), CPU)()
-    assert read_checkpoint(path, {})["state"]["step"] == 3
+    assert read_checkpoint(path, {})["state"]["progress"]["step"] == 3
     assert folder not in shards_beside(path).iterdir()
     begin_file(path, {}, content_of(4), CPU)()
-    assert read_checkpoint(path, {})["state"]["step"] == 4
+    assert read_checkpoint(path, {})["state"]["progress"]["step"] == 4
     assert not shards_beside(path).exists()
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_in_whatever_way_tells_the_others_and_training(rank, t
             return getattr(SharedFolder(tmp_path / "checkpoint", ALONE), name)
 
     writer, events = ShardWriter(Breaking(), ALONE), list[Event]()
-    state: Any = SimpleNamespace(state_dict=dict, device=CPU, epoch=1, step=2)
+    state: Any = SimpleNamespace(state_dict=dict, device=CPU, progress=SimpleNamespace(epoch=1, step=2))
     with pytest.raises(OSError, match="rank 0: LookupError: no such bucket"):
         writer.begin(content_of(1, torch.ones(2, 2)), CPU)()
 

@@ -212,6 +212,7 @@ def _trained(
             assert isinstance(setup.state.parallel, ExactStep)
             setup.state.audit = Audit(setup.state.parallel, setup.train, 1, [Place("host", "CPU")] * ranks, complain)
         _train(setup, until)
+        pairs = setup.state.progress.sums.values.tolist()
         if until < STEPS and environment.rank == 0:
             torch.save(setup.state.state_dict(), path.with_suffix(".pt"))
         measures = evaluate(setup.state, setup.validation or setup.test, link).measures
@@ -220,7 +221,7 @@ def _trained(
     moments = [value for each in setup.state.optimizer.state.values() for value in each.values()]
     tensors = [value for value in (*weights, *moments) if isinstance(value, Tensor)]
     content = b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(content + repr((measures, setup.state.sums().pairs)).encode()).hexdigest()
+    return hashlib.sha256(content + repr((measures, pairs)).encode()).hexdigest()
 
 
 def complain(epoch: int, step: int, reasons: Sequence[str]) -> None:
@@ -229,10 +230,11 @@ def complain(epoch: int, step: int, reasons: Sequence[str]) -> None:
 
 def _train(setup: SetUp, until: int) -> None:
     state = setup.state
+    progress = state.progress
     state.parallel.train()
-    while state.epoch * len(setup.train) + state.step < until:
-        for shares in setup.train.steps(state.epoch, state.step):
+    while progress.epoch * len(setup.train) + progress.step < until:
+        for shares in setup.train.steps(progress.epoch, progress.step):
             state.train_step(shares, False)
-            if state.epoch * len(setup.train) + state.step == until:
+            if progress.epoch * len(setup.train) + progress.step == until:
                 return
-        state.epoch, state.step = state.epoch + 1, 0
+        progress.epoch, progress.step = progress.epoch + 1, 0

@@ -1,10 +1,9 @@
-"""How far a loop of the user's own has come: its sums, what it tells of them, and what a checkpoint has."""
+"""What changes in a loop of the user's own, how a step of it ends, and what a checkpoint has."""
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,30 +15,25 @@ from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
-from flyte_ddp.engine.hosts.machine import machine, moved
-from flyte_ddp.engine.hosts.places import places_of_ranks
-from flyte_ddp.engine.hosts.unlike import unlike
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
-from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
-from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.agreement import Call, agree
 from flyte_ddp.engine.own_loop.arrangement import arrangement, load, without_later_groups
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, MOST_WAITED, Optimizers
 from flyte_ddp.engine.own_loop.parts import ExactGradients
-from flyte_ddp.engine.own_loop.results import result_of, write_model
-from flyte_ddp.engine.own_loop.started import run_started
+from flyte_ddp.engine.progress import Plan, Progress, StepFigures
+from flyte_ddp.engine.results import export_model
 from flyte_ddp.engine.step import Totals, constants
-from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.engine.torch_compat import norms, version
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
+from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.whole_files import writing_to
 
 DRIFTED = (
     "the ranks have other weights than one another, and those of rank 0 are returned: change them alike on all ranks, "
@@ -51,11 +45,11 @@ UNMEASURED = (
 )
 
 
-class Progress:
+class LoopState:
     """What the ranks know alike, but for what the current step has logged.
 
     Attributes:
-        epoch, step: from 0; the latter of the epoch, the number of those that are done.
+        progress: how far the training is.
         parts: what changes while it trains, by name; "model" is the network itself.
         optimizers: those among the parts.
         wrapped: the networks that the ranks train together.
@@ -71,12 +65,13 @@ class Progress:
         step_seed: the seed of the current step.
         backward_calls: how many times the current step has called Loop.backward.
         test_samples: of all evaluations.
-        history: the epochs that are done.
-        ran_on: see hosts/machine.py.
     """
 
     def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job):
-        self.device, self.epoch, self.step = device, 0, 0
+        self.device = device
+        monitor = LossMonitor(remedies="lower the learning rate, or clip gradients")
+        self.progress = Progress(device, link, monitor)
+        self.progress.checkpoints = whole_checkpoints(environment, link.emit, job)
         self.parts: dict[str, Any] = {}
         self.optimizers = Optimizers(self.parts)
         self.wrapped: list[nn.Module] = []
@@ -91,57 +86,48 @@ class Progress:
         self.part: int | None = None
         self.measured: dict[str, Tensor] = {}
         self.is_cut = False
-        self.clock, self.names = StepClock(device), list[str]()
         self._environment, self._link, self._job = environment, link, job
-        self._started: RunStarted | None = None
-        self.history: list[EpochFinished] = []
-        self.ran_on: list[dict[str, Any]] = []
-        self._monitor = LossMonitor(remedies="lower the learning rate, or clip gradients")
-        self._writer = whole_checkpoints(environment, link.emit, job)
-        self._seconds = self._rate = self._norm = 0.0  # the first of the epoch's steps
+        self._flag = torch.zeros((), dtype=torch.bool, device=device)  # whether a step of this epoch was bad
+        self._rate = self._norm = 0.0
         self._pending: dict[int, Tensor] = {}  # gradients, which the next checkpoint has
         self._waited = 0  # steps in a row
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
-        self._set_to_zero()
-
-    def _set_to_zero(self) -> None:
-        count = len(self.names)
-        self._sums, self._flag = StepSums(count, self.device), torch.zeros((), dtype=torch.bool, device=self.device)
-        zero = Sums((0.0,) * 2 * count, 0, 0, stop=False, saves=0, seconds=0.0)
-        self._last, self._told = zero, zero
-
-    @property
-    def is_started(self) -> bool:
-        return self._started is not None
 
     def start(self, headline: str, percent: tuple[str, ...], precision: str) -> None:
         """A collective."""
         if not self.batches or not self.parts:
             missing = "loop.keep" if self.batches else "loop.batches"
             raise InputError(f"call {missing} before loop.epochs: a checkpoint could not be resumed without")
-        job, world = self._job, self._environment.world
-        places = places_of_ranks(self._environment, self.device, job, self.parts["model"])
-        self.ran_on, moves = moved(self.ran_on, machine(places, precision, job.options), job.settings.virtual_ranks)
-        hosts = [place.host for place in places]
-        self._stragglers = Stragglers(hosts, self.batches.split.remedy, meet_within=True)  # in the backward pass
-        remarks = [*moves, *uneven_parts(job.settings.virtual_ranks, world.size)]
-        self._started = run_started(self, job, world, hosts, headline, percent, precision, remarks)
-        self._link.emit(self._started)
-        self._warn(self.epoch, self.step, unlike(places, job.options))
+        settings, ranks = self._job.settings, self._environment.world.size
+        plan = Plan(
+            headline=headline,
+            percent=percent,
+            precision=precision,
+            epochs=settings.epochs,
+            steps_per_epoch=self.steps,
+            samples_per_epoch=self.steps * settings.batch_size,
+            train_samples=len(self.batches.split),
+            test_samples=self.test_samples,
+            remarks=["trained by a loop of your own", *uneven_parts(settings.virtual_ranks, ranks)],
+            slow_data=self.batches.split.remedy,
+            meets_within=True,  # in the backward pass
+        )
+        progress = self.progress
+        progress.start(self._environment, self._job, plan, self.parts["model"])
         if self.exact:
-            audit = Audit(self.exact.parallel, self.batches, 0, places, self._warn)
+            audit = Audit(self.exact.parallel, self.batches, 0, progress.places, progress.warn)
             self.exact.add_up = lambda backward, shares, call: audit.added_up(
-                backward, shares, self.epoch, self.step, call
+                backward, shares, progress.epoch, progress.step, call
             )
-        self._since = time.perf_counter() - self._seconds
 
     def agree(self, call: Call) -> None:
         """Raise InputError if another rank does something else here; a collective."""
-        agree(call, self.epoch, self.step)
+        agree(call, self.progress.epoch, self.progress.step)
 
     def begin_step(self) -> None:
         self.is_stepping = True
-        self.step_seed = key_of(Use.OWN_STEP, self._job.settings.seed, self.epoch, self.step)
+        progress = self.progress
+        self.step_seed = key_of(Use.OWN_STEP, self._job.settings.seed, progress.epoch, progress.step)
         self.backward_calls = 0
         self.optimizers.begin_step()
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
@@ -173,7 +159,7 @@ class Progress:
         self._pending = {}
         self._waited += 1
         if self._waited > MOST_WAITED:
-            self._warn_once(LEFT_OUT)
+            self.progress.warn_once(LEFT_OUT)
         return self._waited <= MOST_WAITED
 
     def end_step(self, is_left: bool = False) -> None:
@@ -183,7 +169,8 @@ class Progress:
         is_left: whether no further step of the epoch comes. A resume from here would go on with them, so the epoch's
         end has the checkpoint, and a request to stop waits for the next step.
         """
-        self.clock.lap(StepPart.COMPUTING)
+        progress = self.progress
+        progress.clock.lap(StepPart.COMPUTING)
         if not self.logged:
             raise InputError("call loop.log(loss=...) once in each step")
         if self.measured:
@@ -192,103 +179,119 @@ class Progress:
                 "loop.measured: call it where the evaluation ends"
             )
         self.agree(Call.STEP_END)
-        if not self.names:
-            self.names = names_on_all_ranks("loop.log", self.logged)
-            self._set_to_zero()
-        own = torch.stack([self.logged[name] for name in self.names])
-        asked = float(self._link.stop_requested), float(self._writer.due())
+        if not progress.names:
+            progress.measure(names_on_all_ranks("loop.log", self.logged))
+        own = torch.stack([self.logged[name] for name in progress.names])
+        is_logged = self._is_logged
+        self._add_up(own)
+        self.logged, self.is_stepping = {}, False
+        progress.step += 1
+        if not progress.is_asked() and not is_logged and not self._owes_checkpoint:
+            return
+        asked = progress.look()
+        if asked.bad_step is not None:
+            raise self._not_finite(own, asked.bad_step)
+        if is_logged:
+            figures = StepFigures(self._rate, self._norm)
+            progress.log_sums(self._means, lambda steps: steps * self._job.settings.batch_size, figures)
+        if is_left:
+            return
+        self._owes_checkpoint |= asked.stop or (asked.save and progress.step < self.steps)
+        if self._owes_checkpoint and not self._waits():
+            self._save(asked.stop)
+            if asked.stop:
+                raise StopRequested(progress.epoch, progress.step)
+
+    def _add_up(self, own: Tensor) -> None:
+        """Add the ranks' measures, and what they ask for, to the sums; a collective."""
+        progress = self.progress
+        assert progress.checkpoints
+        asked = float(self._link.stop_requested), float(progress.checkpoints.due())
         totals = torch.cat([own, constants(asked, self.device).to(own.dtype)])
         distributed.all_reduce(totals)
-        self.clock.lap(StepPart.WAITING)
+        progress.clock.lap(StepPart.WAITING)
         values, requests = totals.split([len(own), 2])
         self._flag.logical_or_((values - values).sum())  # 0 if finite, else NaN, which counts as true
         measured = torch.stack([values, torch.full_like(values, self._environment.world.size)], 1).flatten()
-        self._sums.add(Totals(measured, requests, measured[:0]), self._flag)
-        is_logged, self.logged, self.is_stepping = self._is_logged, {}, False
-        self.step += 1
-        self._link.heartbeat()
-        self._seconds = time.perf_counter() - self._since
-        recent = self._sums.recent(self.step, self._seconds)
-        if not is_logged and not self._owes_checkpoint and not (recent and recent.asks(self._last)):
-            return
-        before = self._last
-        self._look(own)
-        if is_logged:
-            self._tell()
-        if is_left:
-            return
-        self._owes_checkpoint |= self._last.stop or (self._last.saves > before.saves and self.step < self.steps)
-        if self._owes_checkpoint and not self._waits():
-            self._save(self._last.stop)
-            if self._last.stop:
-                raise StopRequested(self.epoch, self.step)
+        progress.sums.add(Totals(measured, requests, measured[:0]), self._flag)
+
+    def _not_finite(self, own: Tensor, step: int) -> NonFiniteError:
+        """Return the error of a step whose measures were not finite; a collective. own: what this rank logged last."""
+        ranks = range(self._environment.world.size)
+        is_bad: list[Any] = [None] * len(ranks)
+        distributed.all_gather_object(is_bad, not bool(own.isfinite().all()))
+        bad = [rank for rank in ranks if is_bad[rank]] or [*ranks]
+        return NonFiniteError.in_step("loss", bad, self.progress.epoch, step)
 
     def end_epoch(self) -> None:
-        """A collective."""
-        assert self._started
+        """Enter the epoch's evaluation, and write a checkpoint; a collective."""
+        progress = self.progress
+        assert progress.started
         if self.logged:  # the loop was left in the middle of an epoch
             self.end_step(is_left=True)
-        self._look()  # at steps since the last log, then, and after a resume at those before it
-        if self._started.headline not in self.evaluated:
+        self._look_once_more()
+        headline = progress.started.headline
+        if headline not in self.evaluated:
             if self.evaluated:
                 raise InputError(
-                    f"loop.epochs(headline={self._started.headline!r}) must name a measure of loop.evaluated, got "
+                    f"loop.epochs(headline={headline!r}) must name a measure of loop.evaluated, got "
                     f"{', '.join(self.evaluated)}: name one of these, or add it there"
                 )
-            missing = f"call loop.evaluated({self._started.headline}=...)"
+            missing = f"call loop.evaluated({headline}=...)"
             raise InputError(f"{missing} at the end of each epoch, on every rank, as it adds up what all have measured")
         self.agree(Call.EPOCH_END)
         finished = EpochFinished(
-            epoch=self.epoch,
-            samples=self.step * self._job.settings.batch_size,
-            train=self._means(self._last.pairs),
+            epoch=progress.epoch,
+            samples=progress.step * self._job.settings.batch_size,
+            train=self._means(progress.last.pairs),
             test=self.evaluated,
-            train_seconds=self._seconds,
-            evaluate_seconds=time.perf_counter() - self._since - self._seconds,
-            fraction=self.step / self.steps,
+            train_seconds=progress.seconds,
+            evaluate_seconds=progress.seconds_since_steps(),
+            fraction=progress.step / self.steps,
             digest=self._digest(),
         )
-        self.history.append(finished)
-        self._link.emit(finished)
-        broken = [name for name, value in self.evaluated.items() if not math.isfinite(value)]
-        for warning in self._monitor.not_finite(broken, finished.split, finished.position, self.step):
-            self._link.emit(warning)
-        self._link.emit(self._stragglers.so_far())
+        progress.evaluated(finished, [name for name, value in self.evaluated.items() if not math.isfinite(value)])
+        progress.tell_times()
         weights = [weight for network in self.wrapped for weight in network.parameters()]
         if differ_between_ranks([*weights, *self.optimizers.weights()], self.device):  # buffers may: rank 0's count
-            self._warn_once(DRIFTED)
-        self.epoch, self.step, self.evaluated, self._seconds = self.epoch + 1, 0, {}, 0.0
+            progress.warn_once(DRIFTED)
+        progress.begin_next(1.0)  # also where an epoch was left early
+        self.evaluated = {}
+        self._flag.zero_()
         self.trains_on = self._resumed = None
-        self._set_to_zero()
-        is_over = self.epoch == self._job.settings.epochs
+        is_over = progress.epoch == self._job.settings.epochs
         self._owes_checkpoint = not is_over and self._waits()
         if not self._owes_checkpoint:
             self._save(is_over)
-        self._since = time.perf_counter()
+        progress.go_on()
+
+    def _look_once_more(self) -> None:
+        """Look at the steps since the last log."""
+        bad_step = self.progress.look().bad_step
+        if bad_step is not None:
+            ranks = [*range(self._environment.world.size)]
+            raise NonFiniteError.in_step("loss", ranks, self.progress.epoch, bad_step)
 
     def finish(self) -> TrainingResult:
-        """Once the user's function has returned: rank 0 writes the weights; a collective."""
-        if not self._started:
+        """Return the result once the user's function has returned, and let rank 0 write the weights; a collective."""
+        progress = self.progress
+        if not progress.started:
             raise InputError(f"{self._job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
         if self.evaluated:  # the loop over the epochs was left
             self.end_epoch()
-        elif self.step or self.logged:
+        elif progress.step or self.logged:
             if self.logged:
                 self.end_step(is_left=True)
-            self._look()
-            self._warn_once(UNMEASURED)
+            self._look_once_more()
+            progress.warn_once(UNMEASURED)
         if self._owes_checkpoint:
             self._save(is_last=True)
-        self.close()
+        progress.close()
+        model = self.parts["model"]
         if self._environment.rank == 0:
-            write_model(self.parts["model"], self._job)
-        return result_of(
-            self._started, self.history, self._monitor.warnings, self.parts["model"], self.device, self._digest()
-        )
-
-    def close(self) -> None:
-        self._link.heartbeat(WRITING)
-        self._writer.close()
+            with writing_to(Path(self._job.model_path).parent, self._job.chosen_by):
+                export_model(model.state_dict(), Path(self._job.model_path))
+        return progress.result(model, self._digest(), progress.history[-1].test if progress.history else {})
 
     # --- the state ---
 
@@ -298,16 +301,8 @@ class Progress:
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "arrangement": arrangement(self.parts),
             "gradients": self._pending,
-            "epoch": self.epoch,
-            "step": self.step,
-            "names": self.names,
+            "progress": self.progress.state_dict(),
             "evaluated": self.evaluated,
-            "sums": self._sums.values,
-            "told": asdict(self._told),
-            "seconds": self._seconds,
-            "history": [asdict(finished) for finished in self.history],
-            "ran_on": self.ran_on,
-            "watch": self._monitor.state_dict(),
             "grid": self.exact.grid if self.exact else None,
         }
 
@@ -317,23 +312,17 @@ class Progress:
             if saved["parts"].keys() != self.parts.keys():
                 raise ValueError(f"it has {', '.join(saved['parts'])}")
             states, arranged = saved["parts"], saved["arrangement"]
-            if saved["step"]:
+            is_within_epoch = saved["progress"]["step"] > 0
+            if is_within_epoch:
                 states, arranged = without_later_groups(self.parts, states, arranged)
                 self._resumed = saved
             load(self.parts, states, arranged)
-            if not saved["step"]:
+            if not is_within_epoch:
                 self.optimizers.put_back(saved["gradients"])
         self.evaluated = saved["evaluated"]
-        self.epoch, self.step, self.names = saved["epoch"], saved["step"], saved["names"]
-        self._set_to_zero()
-        measured = slice(2 * len(self.names))  # without what was asked for then
-        self._sums.values[measured] = saved["sums"][measured].to(self.device)
-        self._told, self._seconds = Sums(**saved["told"]), saved["seconds"]
-        self.history = [EpochFinished(**finished) for finished in saved["history"]]
-        self.ran_on = saved["ran_on"]
-        self._monitor.load_state_dict(saved["watch"])
+        self.progress.load_state_dict(saved["progress"])
         if self.exact:
-            grid = saved.get("grid")
+            grid = saved["grid"]
             self.exact.grid = None if grid is None else grid.clone()
 
     def put_back(self) -> None:
@@ -365,65 +354,19 @@ class Progress:
     @property
     def _is_logged(self) -> bool:
         """Whether the step that comes next is."""
-        return (self.step + 1) % self._job.settings.log_interval == 0 or self.step + 1 == self.steps
-
-    def _look(self, own: Tensor | None = None) -> None:
-        """Waits for the sums of all steps so far; raises NonFiniteError. own: what this rank logged last."""
-        self._last = self._sums.now(self.step, self._seconds)
-        if self._last.steps == self.step:
-            return
-        ranks = range(self._environment.world.size)
-        is_bad: list[Any] = [None] * len(ranks)
-        distributed.all_gather_object(is_bad, own is not None and not bool(own.isfinite().all()))
-        bad = [rank for rank in ranks if is_bad[rank]] or [*ranks]
-        raise NonFiniteError.in_step("loss", bad, self.epoch, self._last.steps)
-
-    def _tell(self) -> None:
-        """Of the steps since this was last done; a collective."""
-        before = self._told
-        self._told = self._last
-        size = self._job.settings.batch_size
-        samples, measures = (self._last.step - before.step) * size, self._means(self._last.since(before))
-        self._link.emit(
-            StepLogged(
-                epoch=self.epoch,
-                step=self.step,
-                samples=self.step * size,
-                measures=measures,
-                learning_rate=self._rate,
-                samples_per_second=samples / (self._last.seconds - before.seconds),
-                gradient_norms={},
-                gradient_norm=self._norm,
-            )
-        )
-        for warning in self._monitor.after_steps(self.epoch, self.step, measures["loss"], samples):
-            self._link.emit(warning)
-        steps, times = self.clock.steps, self.clock.read_all()
-        self._sums.readback.keep_pace(float(times[:, : StepPart.OTHER].sum(1).max()) / steps)
-        slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
-        self._monitor.warnings += slow
-        for event in (self._stragglers.so_far(), *slow) if slow else ():
-            self._link.emit(event)
+        number = self.progress.step + 1
+        return number % self._job.settings.log_interval == 0 or number == self.steps
 
     def _means(self, pairs: Sequence[float]) -> dict[str, float]:
-        return {name: pairs[2 * n] / pairs[2 * n + 1] for n, name in enumerate(self.names) if pairs[2 * n + 1]}
+        sums_and_weights = zip(self.progress.names, pairs[::2], pairs[1::2], strict=True)
+        return {name: value / weight for name, value, weight in sums_and_weights if weight}
 
     def _digest(self) -> str:
         return weights_digest(self.parts["model"].state_dict(), device=self.device)
 
-    def _warn(self, epoch: int, step: int, reasons: Sequence[str]) -> None:
-        for warning in self._monitor.noted(epoch, step, reasons):
-            self._link.emit(warning)
-
-    def _warn_once(self, reason: str) -> None:
-        if all(warning.reason != reason for warning in self._monitor.warnings):
-            for warning in self._monitor.noted(self.epoch, self.step, [reason]):
-                self._link.emit(warning)
-
     def _save(self, is_last: bool) -> None:
         self._owes_checkpoint = False
-        self._link.heartbeat(WRITING)
-        self._writer.save(self, is_last)
+        self.progress.save(self, is_last)
 
 
 @contextmanager

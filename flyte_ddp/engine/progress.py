@@ -1,0 +1,419 @@
+"""How far a training is, and the one place that tells of it: its start, steps, evaluations, warnings and result.
+
+A recipe, a loop of a user's own and a LightningModule each have a Progress. A number that is new for each step is added
+here alone.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import distributed, nn
+
+from flyte_ddp.engine.hosts.machine import machine, moved
+from flyte_ddp.engine.hosts.places import Place, hardware, places_of_ranks
+from flyte_ddp.engine.hosts.unlike import unlike
+from flyte_ddp.engine.job import Job, KeptModel, TrainingResult
+from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
+from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
+from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.sums import StepSums, Sums
+from flyte_ddp.errors import NonFiniteError, WrongBitsError
+from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, digests_of
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.limits import peak_memory
+from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import WRITING
+
+
+class Resumable(Protocol):
+    """What a checkpoint is of."""
+
+    device: torch.device
+    progress: "Progress"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resume at this epoch and step needs."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """What writes checkpoints, or this rank's part of them."""
+
+    def due(self) -> bool: ...
+
+    def save(self, state: Resumable, is_last: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training is going to do, as its start tells it.
+
+    Attributes:
+        headline: the name of its main measure.
+        percent: the names of measures from 0 to 1 that are shown in per cent.
+        precision: the type that networks compute in.
+        epochs: how many there are in all.
+        steps_per_epoch, samples_per_epoch: of the training.
+        train_samples, validation_samples, test_samples: sizes of the splits; 0 without one.
+        samples: what the samples are called, in the plural.
+        may_end_early: whether training may end before its last epoch.
+        sample_flops: see TrainingResult.
+        remarks: what is said at the start.
+        slow_data: what to do about a rank that is slow in its data.
+        meets_within: whether ranks wait for each other within a step, see Stragglers.
+    """
+
+    headline: str
+    percent: tuple[str, ...]
+    precision: str
+    epochs: int
+    steps_per_epoch: int
+    samples_per_epoch: int
+    train_samples: int
+    validation_samples: int = 0
+    test_samples: int = 0
+    samples: str = "samples"
+    may_end_early: bool = False
+    sample_flops: float = 0.0
+    remarks: Sequence[str] = ()
+    slow_data: str = ""
+    meets_within: bool = False
+
+
+class Asked(NamedTuple):
+    """What ranks have asked for in the steps since the last look, all of them alike.
+
+    Attributes:
+        stop: whether any rank was asked to stop.
+        save: whether rank 0 wants a checkpoint.
+        bad_step: the first step, from 0, in which a number was not finite; None without one.
+    """
+
+    stop: bool
+    save: bool
+    bad_step: int | None
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step tells besides its measures: of gradients the Euclidean norms, before clipping.
+
+    Attributes:
+        learning_rate: of the first parameter group.
+        gradient_norm: of all parameters together.
+        gradient_norms: by parameter.
+    """
+
+    learning_rate: float
+    gradient_norm: float = 0.0
+    gradient_norms: Mapping[str, float] = field(default_factory=dict)
+
+
+class Progress:
+    """The position of a training, its measures so far, and what is told of them; the same on all ranks.
+
+    Attributes:
+        epoch, step: the position, both from 0; step is the number of the epoch's steps that are done.
+        seconds: of the steps since the last evaluation.
+        names: of the measures of a step; empty before they are known.
+        sums: of these measures, since the last evaluation.
+        history: each evaluation, with the training before it.
+        ran_on: see hosts/machine.py.
+        monitor: the losses and warnings.
+        clock: where a rank's time goes.
+        checkpoints: what writes checkpoints; None before there is such a thing.
+        places: of each rank; empty before the start.
+        started: what was told at the start; None before it.
+    """
+
+    def __init__(self, device: torch.device, link: Link, monitor: LossMonitor):
+        self.epoch, self.step, self.seconds = 0, 0, 0.0
+        self.history: list[EpochFinished] = []
+        self.ran_on: list[dict[str, Any]] = []
+        self.monitor, self.clock = monitor, StepClock(device)
+        self.checkpoints: Checkpoints | None = None
+        self.places: Sequence[Place] = ()
+        self.started: RunStarted | None = None
+        self._device, self._link = device, link
+        self._since = time.perf_counter()
+        self.measure([])
+
+    # --- the start ---
+
+    def start(self, environment: Environment, job: Job, plan: Plan, model: nn.Module) -> None:
+        """Tell that the first step is next, and warn of hosts that are unlike the others; a collective."""
+        world = environment.world
+        self.places = places_of_ranks(environment, self._device, job, model)
+        hosts = [place.host for place in self.places]
+        virtual_ranks: int | None = getattr(job.settings, "virtual_ranks", None)  # Lightning's settings have none
+        self.ran_on, moves = moved(self.ran_on, machine(self.places, plan.precision, job.options), virtual_ranks)
+        has_gpus = self._device.type == "cuda"
+        self._plan = plan
+        self._stragglers = Stragglers(hosts, plan.slow_data, plan.meets_within, has_gpus)
+        self.started = RunStarted(
+            dataset=job.dataset,
+            samples=plan.samples,
+            headline=plan.headline,
+            percent=plan.percent,
+            train_samples=plan.train_samples,
+            test_samples=plan.test_samples,
+            samples_per_epoch=plan.samples_per_epoch,
+            world_size=world.size,
+            backend=world.backend,
+            device=str(self._device),
+            precision=plan.precision,
+            epochs=plan.epochs,
+            steps_per_epoch=plan.steps_per_epoch,
+            first_epoch=self.epoch,
+            first_step=self.step,
+            startup_seconds=time.time() - job.launched,
+            layers=layers_of(model),
+            validation_samples=plan.validation_samples,
+            remarks=[*plan.remarks, *moves],
+            hosts=hosts,
+            identity=job.identity,
+            ran_on=self.ran_on,
+            earlier=digests_of(self.history),
+            may_end_early=plan.may_end_early,
+        )
+        self._link.emit(self.started)
+        self.warn(self.epoch, self.step, unlike(self.places, job.options))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Take the time of the steps that come from now on."""
+        self._since = time.perf_counter() - self.seconds
+
+    def seconds_since_steps(self) -> float:
+        """Return the time since the last step ended, such as that of an evaluation."""
+        return time.perf_counter() - self._since - self.seconds
+
+    # --- steps ---
+
+    def measure(self, names: Sequence[str]) -> None:
+        """Begin to add up measures with these names."""
+        self.names = list(names)
+        self.sums = StepSums(len(names), self._device)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin what is added up from one evaluation to the next."""
+        self.sums.values.zero_()
+        none = Sums((0.0,) * 2 * len(self.names), self.step, self.step, stop=False, saves=0, seconds=0.0)
+        self.last = self._told = none
+
+    def is_asked(self) -> bool:
+        """Return, after each step, whether something other than the next one is due; all ranks alike, no one waits."""
+        self._link.heartbeat()
+        self.seconds = time.perf_counter() - self._since
+        recent = self.sums.recent(self.step, self.seconds)
+        return bool(recent and recent.asks(self.last))
+
+    def look(self) -> Asked:
+        """Return what ranks have asked for since this was last called; the host waits for the device."""
+        before = self.last
+        self.last = self.sums.now(self.step, self.seconds)
+        bad_step = self.last.steps if self.last.steps < self.step else None
+        return Asked(self.last.stop, self.last.saves > before.saves, bad_step)
+
+    def log_sums(
+        self,
+        measures_of: Callable[[Sequence[float]], dict[str, float]],
+        samples_until: Callable[[int], int],
+        figures: StepFigures,
+    ) -> None:
+        """Tell of the steps since this was last called, after look(); a collective.
+
+        Args:
+            measures_of: turns values and weights of the measures, alternating, into what is told.
+            samples_until: returns how many samples so many steps of the epoch have.
+            figures: of the last step.
+        """
+        before, self._told = self._told, self.last
+        now = self.last
+        recent = samples_until(now.steps) - samples_until(before.steps)
+        self.log(
+            measures_of(now.since(before)), samples_until(now.steps), recent, now.seconds - before.seconds, figures
+        )
+        self.sums.readback.keep_pace(self.time_ranks())
+
+    def log(self, measures: dict[str, float], samples: int, recent: int, seconds: float, figures: StepFigures) -> None:
+        """Tell of the latest steps, and warn of a loss that leaps.
+
+        Args:
+            measures: of the latest steps.
+            samples: so many in the epoch up to now.
+            recent: so many of them in the latest steps.
+            seconds: that these took.
+            figures: of the last step.
+        """
+        self._link.emit(
+            StepLogged(
+                epoch=self.epoch,
+                step=self.step,
+                samples=samples,
+                measures=measures,
+                learning_rate=figures.learning_rate,
+                samples_per_second=recent / seconds,
+                gradient_norms=dict(figures.gradient_norms),
+                gradient_norm=figures.gradient_norm,
+            )
+        )
+        self.emit_all(self.monitor.after_steps(self.epoch, self.step, measures["loss"], recent))
+
+    def time_ranks(self) -> float:
+        """Warn of ranks that are slow, and return the seconds of a step; a collective."""
+        steps, times = self.clock.steps, self.clock.read_all()
+        slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
+        self.monitor.warnings += slow
+        if slow:
+            self.tell_times()
+        self.emit_all(slow)
+        return float(times[:, : StepPart.OTHER].sum(1).max()) / steps
+
+    def tell_times(self) -> None:
+        """Tell how long each rank has computed, and waited, so far."""
+        self._link.emit(self._stragglers.so_far())
+
+    # --- evaluations ---
+
+    def evaluated(self, finished: EpochFinished, broken: Iterable[str] = (), mismatched: float = 0.0) -> None:
+        """Enter an evaluation into the history, and tell of it.
+
+        Args:
+            finished: the evaluation and the training before it.
+            broken: names of measures that samples have made NaN or infinite.
+            mismatched: see LossMonitor.after_evaluation.
+        """
+        self.history.append(finished)
+        self._link.emit(finished)
+        split, position = finished.split, finished.position
+        warnings = self.monitor.not_finite(broken, split, position, self.step)
+        if "loss" in finished.evaluated:
+            if math.isnan(finished.evaluated["loss"]):  # though no sample's is
+                warnings += self.monitor.weightless(split, position, self.step)
+            warnings += self.monitor.after_evaluation(finished, self.step, mismatched)
+        self.emit_all(warnings)
+
+    def begin_next(self, fraction: float) -> None:
+        """Begin what comes after an evaluation at this fraction of the epoch."""
+        if fraction == 1:
+            self.epoch, self.step = self.epoch + 1, 0
+        self.seconds = 0.0
+        self._begin()
+
+    # --- warnings, checkpoints, the result ---
+
+    def warn(self, epoch: int, step: int, reasons: Sequence[str]) -> None:
+        """Tell of these reasons to look at the training."""
+        self.emit_all(self.monitor.noted(epoch, step, reasons))
+
+    def warn_once(self, reason: str) -> None:
+        """Tell of this reason, unless it was told before."""
+        if all(warning.reason != reason for warning in self.monitor.warnings):
+            self.warn(self.epoch, self.step, [reason])
+
+    def emit_all(self, events: Iterable[Event]) -> None:
+        """Tell of these events, one after the other."""
+        for event in events:
+            self._link.emit(event)
+
+    def save(self, state: Resumable, is_last: bool = False) -> None:
+        """Write a checkpoint; a collective. is_last: whether training ends with it."""
+        assert self.checkpoints
+        self._link.heartbeat(WRITING)
+        self.checkpoints.save(state, is_last)
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written."""
+        self._link.heartbeat(WRITING)
+        if self.checkpoints:
+            self.checkpoints.close()
+
+    @contextmanager
+    def ending_together(self) -> Iterator[None]:
+        """Close the checkpoints at the end of the block, and let ranks that fail alike end together."""
+        try:
+            yield
+        except (NonFiniteError, WrongBitsError):  # raised on all ranks at once; the first report of it ends them all
+            self.close()
+            distributed.barrier()
+            raise
+        finally:
+            self.close()
+
+    def result(
+        self,
+        model: nn.Module,
+        digest: str,
+        tested: Mapping[str, float],
+        test_samples: int | None = None,
+        chosen_epoch: int | None = None,
+        kept: Sequence[KeptModel] = (),
+    ) -> TrainingResult:
+        """Return what this rank knows at the end; see TrainingResult. test_samples: by default as planned."""
+        plan = self._plan
+        return TrainingResult(
+            epochs=self.history,
+            warnings=self.monitor.warnings,
+            headline=plan.headline,
+            train_samples=plan.train_samples,
+            test_samples=plan.test_samples if test_samples is None else test_samples,
+            precision=plan.precision,
+            peak_bytes=peak_memory(),
+            peak_gpu_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0,
+            validation_samples=plan.validation_samples,
+            tested=dict(tested),
+            chosen_epoch=chosen_epoch,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            sample_flops=plan.sample_flops,
+            hardware=hardware(self._device),
+            kept=list(kept),
+            digest=digest,
+        )
+
+    # --- the state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resume needs; tensors are those of the training itself, which the next step changes."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "seconds": self.seconds,
+            "names": self.names,
+            "sums": self.sums.values,
+            "told": asdict(self._told),
+            "history": [asdict(finished) for finished in self.history],
+            "ran_on": self.ran_on,
+            "watch": self.monitor.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore what state_dict has returned; tensors of saved are copied."""
+        self.epoch, self.step, self.seconds = saved["epoch"], saved["step"], saved["seconds"]
+        self.measure(saved["names"])
+        measured = slice(2 * len(self.names))  # without what ranks had asked for
+        self.sums.values[measured] = saved["sums"][measured].to(self._device)
+        told = saved["told"]
+        self._told = Sums(**{**told, "pairs": tuple(told["pairs"]), "saves": 0})
+        self.last = self.sums.now(self.step, self.seconds)
+        self.history = [EpochFinished(**finished) for finished in saved["history"]]
+        self.ran_on = saved["ran_on"]
+        self.monitor.load_state_dict(saved["watch"])
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
+    """Return name, type and number of parameters of each module that has parameters of its own."""
+    layers = []
+    for name, module in model.named_modules():
+        count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if count:
+            layers.append((name, type(module).__name__, count))
+    return layers
