@@ -44,7 +44,7 @@ class Background(Observer):
         self._lost, self._reason = 0, ""
         self._observer: Observer | None = None
         self._is_made, self._is_closing = threading.Event(), False
-        self._thread = self._start(self._work, make)
+        self._done = self._start(self._work, make)
 
     def __call__(self, event: Any) -> None:
         if self._events.qsize() < self._capacity:
@@ -69,13 +69,13 @@ class Background(Observer):
         if not self._is_closing:
             self._is_closing = True
             self._events.put(None)
-        self._thread.join(max(0.0, self._close_seconds))
-        if not self._thread.is_alive() and self._observer:
+        self._done.wait(max(0.0, self._close_seconds))
+        if self._done.is_set() and self._observer:
             observer, self._observer = self._observer, None
-            self._thread = self._start(self._try, observer.close)
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._reason = self._reason or f"not ready within {self._close_seconds:g} s"
+            self._done = self._start(self._try, observer.close)
+            self._done.wait(max(0.0, deadline - time.monotonic()))
+        if not self._done.is_set():
+            self._reason = self._reason or f"not ready within {self._close_seconds:.3g} s"
             with suppress(Exception):
                 self._abandon()
         if self._reason:
@@ -86,12 +86,19 @@ class Background(Observer):
             )
             self._reason = ""
 
-    def _start(self, work: Callable[..., object], *arguments: Any) -> threading.Thread:
+    def _start(self, work: Callable[..., object], *arguments: Any) -> threading.Event:
+        """Work in a thread; the event says that it has ended: an interrupt of Thread.join() takes it for ended."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                work(*arguments)
+            finally:
+                done.set()
+
         # With Flyte's context, without which a Deck cannot be published
-        run = contextvars.copy_context().run
-        thread = threading.Thread(target=run, args=(work, *arguments), name=self.name, daemon=True)
-        thread.start()
-        return thread
+        threading.Thread(target=contextvars.copy_context().run, args=(run,), name=self.name, daemon=True).start()
+        return done
 
     def _work(self, make: Callable[[], Observer]) -> None:
         give_way()

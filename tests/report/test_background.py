@@ -1,10 +1,13 @@
 """Slow, broken and hanging observers, none of which may be felt."""
 
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from flyte_ddp.events import Observer
 from flyte_ddp.report.background import Background, IncompleteError, one_line
@@ -61,7 +64,7 @@ def test_one_that_cannot_be_made_is_said_at_once_and_at_the_end(capsys):
         raise IncompleteError("no such thing here")
 
     background = Background("listener", make, close_seconds=60)
-    background._thread.join()
+    background._done.wait()
     said = capsys.readouterr().err
     assert said == "Warning: listener cannot be started (no such thing here). Training goes on without it.\n"
     background(1)
@@ -90,6 +93,25 @@ def test_full_queue_drops(capsys):
     assert listener.heard[:10] == list(range(10))
     assert len(listener.heard) in (10, 11), "one may have been in its hands already"
     assert f"too slow); lost: {50 - len(listener.heard)} events" in capsys.readouterr().err
+
+
+def test_closing_that_is_interrupted_goes_on_when_it_is_called_again():
+    listener = Listener()
+
+    class Interrupts(Observer):
+        def __call__(self, event: Any) -> None:
+            while not background._is_closing:
+                pass
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            listener(event)
+
+    background = Background("listener", Interrupts, close_seconds=60)
+    background(1)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):  # which flytekit makes of Ctrl-C, once it is imported
+        background.close()
+    threading.Thread(target=listener.may_listen.set).start()
+    background.close()
+    assert listener.heard == [1]
 
 
 def test_hanging_one_is_abandoned(capsys):
