@@ -115,7 +115,7 @@ class RankObserver(Checkpoint):
         if self._forgotten:
             remember(trainer, self._forgotten)
         self._epoch_state = EpochState(trainer, module, self._within.get("state", {}))
-        self._requests = Requests(trainer.strategy.root_device)
+        self._requests = Requests(trainer.strategy.root_device, self._job.options.checkpoint_seconds)
         around_each_step(trainer, lambda: self._between_steps(trainer, module), self._epoch_state.end_step)
         if trainer.num_training_batches == float("inf"):
             raise InputError(
@@ -229,7 +229,7 @@ class RankObserver(Checkpoint):
     def _time_ranks(self, epoch: int, step: int, is_last: bool) -> None:
         assert self._stragglers
         count, times = max(1, self._clock.steps), self._clock.read_all()
-        self._requests.readback.keep_pace(float(times[:, : StepPart.OTHER].sum(1).max()) / count)
+        self._requests.keep_pace(float(times[:, : StepPart.OTHER].sum(1).max()) / count)
         slow = self._stragglers.after_steps(epoch, step, count, times)
         self.loss_monitor.warnings += slow
         if slow or is_last:
@@ -360,7 +360,7 @@ class RankObserver(Checkpoint):
         self._saved = time.monotonic()
         self._looked += self._saved - started
         self._owes_checkpoint, self._within = False, {}
-        self._requests.readback.clear()
+        self._requests.forget()
 
 
 def _mean(total: float, weight: float) -> float:
