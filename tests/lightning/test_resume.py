@@ -106,6 +106,16 @@ def test_what_sets_up_an_epoch_is_called_again_and_weights_are_those_of_the_chec
     check_same(resumed, whole)
 
 
+@pytest.mark.parametrize("module", ["FineTuned", "Keeping", "Averaging"])
+def test_callbacks_of_lightnings_go_on_within_an_epoch(tmp_path, module):
+    of_it: Any = {"settings": settings(epochs=3, batch_size=64), "module": f"numerals.variants:{module}", "nproc": 1}
+    whole = train(tmp_path / "whole", **of_it)
+    resumed = killed_and_resumed(tmp_path / "killed", 25, **of_it)
+    assert of(RunStarted, resumed)[0].first_epoch == 1
+    assert of(RunStarted, resumed)[0].first_step > 0
+    check_same(resumed, whole)
+
+
 def test_a_checkpoint_waits_for_gradients_that_are_being_added_up(tmp_path):
     of_it: Any = {"settings": settings(epochs=1, accumulate_grad_batches=3)}
     whole = train(tmp_path / "whole", **of_it)
