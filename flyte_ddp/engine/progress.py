@@ -1,7 +1,7 @@
 """How far a training is, and the one place that tells of it: its start, steps, evaluations, warnings and result.
 
-A recipe, a loop of a user's own and a LightningModule each have a Progress. A number that is new for each step is added
-here alone.
+Recipes, loops of users' own and LightningModules each have a Progress. A number that is new for each step is added here
+alone.
 """
 
 import math
@@ -276,7 +276,7 @@ class Progress:
         if slow:
             self.tell_times()
         self.emit_all(slow)
-        return float(times[:, : StepPart.OTHER].sum(1).max()) / steps
+        return float(times[:, : StepPart.OTHER].sum(1).max()) / max(1, steps)
 
     def tell_times(self) -> None:
         """Tell how long each rank has computed, and waited, so far."""

@@ -4,8 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,16 +13,13 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
-from flyte_ddp.engine.hosts.machine import machine, moved
-from flyte_ddp.engine.hosts.places import places_of_ranks
-from flyte_ddp.engine.hosts.unlike import unlike
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
-from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
-from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT
+from flyte_ddp.engine.progress import Progress, StepFigures
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, digests_of
+from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -37,7 +33,7 @@ from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
 from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
 from flyte_ddp.lightning.requests import Requests
-from flyte_ddp.lightning.results import run_started
+from flyte_ddp.lightning.results import plan_of
 
 DRIFTED = (
     "the ranks have other weights than one another, and those of rank 0 are returned: DistributedDataParallel leaves "
@@ -56,6 +52,7 @@ class RankObserver(Checkpoint):
     def __init__(
         self,
         environment: Environment,
+        device: torch.device,
         link: Link,
         job: LightningJob,
         files: CheckpointFiles,
@@ -64,38 +61,33 @@ class RankObserver(Checkpoint):
     ):
         self._environment, self._link, self._job = environment, link, job
         self._files, self._validation, self._loaders = files, validation, loaders
-        self.epochs: list[EpochFinished] = []
-        self.ran_on: list[dict[str, Any]] = []  # see engine/hosts/machine.py
-        self.loss_monitor = LossMonitor(
-            epochs=job.settings.epochs, remedies="lower the learning rate, or set gradient_clip_val"
-        )
+        monitor = LossMonitor(epochs=job.settings.epochs, remedies="lower the learning rate, or set gradient_clip_val")
+        self.progress = Progress(device, link, monitor)
         self._so_far = dict(NOTHING)  # of this epoch
         self._within: dict[str, Any] = {}  # what a checkpoint within an epoch has of it
         self.position = 0, 0  # epoch and step of the last checkpoint
         self._norm = 0.0
         self._steps = 0  # of this epoch, that are done
         self._owes_checkpoint, self._is_first_step = False, True
-        self.started: RunStarted | None = None
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
-        self._stragglers: Stragglers | None = None
         self._is_compared = False
         self._forgotten: dict[str, Any] = {}  # see forgotten.py; of the checkpoint, empty without one
 
     def state_dict(self) -> dict[str, Any]:
-        epochs = [asdict(epoch) for epoch in self.epochs]
-        so_far = {"so_far": self._so_far, "position": list(self.position), "forgotten": forgotten(self._trainer)}
-        so_far["within"] = self._within
-        return {"epochs": epochs, "ran_on": self.ran_on, "watch": self.loss_monitor.state_dict(), **so_far}
+        return {
+            "progress": self.progress.state_dict(),
+            "so_far": self._so_far,
+            "forgotten": forgotten(self._trainer),
+            "within": self._within,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epochs = [EpochFinished(**epoch) for epoch in state_dict["epochs"]]
-        self.loss_monitor.load_state_dict(state_dict["watch"])
-        self.ran_on = state_dict.get("ran_on", [])
-        epoch, step = state_dict["position"]
-        ranks = self.ran_on[-1]["ranks"] if self.ran_on else self._environment.world.size
-        self.position = epoch, step * ranks // self._environment.world.size
+        progress, ranks = self.progress, self._environment.world.size
+        progress.load_state_dict(state_dict["progress"])
+        before = progress.ran_on[-1]["ranks"] if progress.ran_on else ranks
+        self.position = progress.epoch, progress.step * before // ranks
         self._so_far = dict(state_dict["so_far"])
-        self._forgotten = state_dict.get("forgotten", {})
+        self._forgotten = state_dict["forgotten"]
         self._within = state_dict["within"]
 
     # --- before the steps ---
@@ -106,9 +98,6 @@ class RankObserver(Checkpoint):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
         check_callbacks(callbacks)
-
-    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._clock = StepClock(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
@@ -122,37 +111,28 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
                 "to the number of batches that make an epoch"
             )
-        self.loss_monitor.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
+        self.progress.monitor.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
         self._files.check(trainer)
         self._saved = time.monotonic()
         self._looked = self._saved - self._within.get("seconds", 0.0)
         self._within = {}
         self.start(trainer)
 
-    def start(self, trainer: Trainer) -> RunStarted:
+    def start(self, trainer: Trainer) -> None:
+        """Tell that the first step is next; a collective."""
         if not trainer.num_training_batches:  # Lightning ends at once then, without training
             raise InputError(
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "
                 "give it more samples, a smaller batch size, or drop_last=False"
             )
-        places = places_of_ranks(self._environment, trainer.strategy.root_device, self._job, trainer.lightning_module)
-        hosts = [place.host for place in places]
-        remedy = "look at what its host reads from, or raise num_workers of the DataLoader"
-        self._stragglers = Stragglers(hosts, remedy, meet_within=True)  # in the backward pass
-        now = machine(places, self._job.settings.precision, self._job.options)
-        other_ranks = ""
+        progress, other_ranks = self.progress, ""
         if not getattr(trainer.datamodule, "is_same_on_any_ranks", False):  # type: ignore[attr-defined]
-            other_ranks = problem_of_ranks(self.ran_on, now)
+            other_ranks = problem_of_ranks(progress.ran_on, self._environment.world.size)
             check_schedules(trainer, self.position[1], other_ranks)
-        self.ran_on, remarks = moved(self.ran_on, now)
-        started = run_started(self._environment, self._job, trainer, *self.position, hosts)
-        self.started = replace(
-            started, remarks=started.remarks + remarks, ran_on=self.ran_on, earlier=digests_of(self.epochs)
-        )
-        self._link.emit(self.started)
-        problems = [other_ranks, *self._loaders.problems]
-        self._warn(trainer.current_epoch, [*unlike(places, self._job.options), *filter(None, problems)])
-        return self.started
+        progress.epoch, progress.step = self.position
+        progress.start(self._environment, self._job, plan_of(self._job, trainer), trainer.lightning_module)
+        problems = [*filter(None, [other_ranks]), *self._loaders.problems]
+        progress.warn(trainer.current_epoch, 0, problems)
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
@@ -164,14 +144,14 @@ class RankObserver(Checkpoint):
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._looked = time.monotonic()
-        self._clock.lap(StepPart.OTHER)
+        self.progress.clock.lap(StepPart.OTHER)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._clock.lap(StepPart.DATA)
+        self.progress.clock.lap(StepPart.DATA)
         self._epoch_state.begin_step()
         if not self._is_compared:
             self._is_compared = True
-            self._warn(trainer.current_epoch, problems_of_ranks(batch, self._environment.world.size))
+            self.progress.warn(trainer.current_epoch, 0, problems_of_ranks(batch, self._environment.world.size))
         steps = batch_idx + 1
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
@@ -193,13 +173,13 @@ class RankObserver(Checkpoint):
         loss = None if loss is None else loss.detach().float().mean() * trainer.accumulate_grad_batches
         samples = _samples_in(batch)
         self._epoch_state.window.append((loss, samples))
-        self._clock.lap(StepPart.COMPUTING)
-        self._clock.samples += samples
-        self._clock.steps += 1
+        self.progress.clock.lap(StepPart.COMPUTING)
+        self.progress.clock.samples += samples
+        self.progress.clock.steps += 1
         self._steps = batch_idx + 1
         if self._is_looking:
             self._look(trainer, self._steps == trainer.num_training_batches)
-            self._clock.lap(StepPart.OTHER)
+            self.progress.clock.lap(StepPart.OTHER)
 
     def _look(self, trainer: Trainer, is_last: bool) -> None:
         """Tells what has happened since the last look; a collective, as is what may follow from it."""
@@ -210,35 +190,14 @@ class RankObserver(Checkpoint):
         for name, value in {**seen, "seconds": seconds}.items():
             if name in self._so_far:
                 self._so_far[name] += value
-        self._link.emit(
-            StepLogged(
-                epoch=epoch,
-                step=steps,
-                samples=round(self._so_far["samples"]),
-                measures={**self._validation.trained(), "loss": loss},
-                learning_rate=self._rate,
-                samples_per_second=samples / seconds,
-                gradient_norms={},
-                gradient_norm=self._norm,
-            )
-        )
-        if seen["weight"]:
-            self._emit_all(self.loss_monitor.after_steps(epoch, steps, loss, round(samples)))
-        self._time_ranks(epoch, steps, is_last)
-
-    def _time_ranks(self, epoch: int, step: int, is_last: bool) -> None:
-        assert self._stragglers
-        count, times = max(1, self._clock.steps), self._clock.read_all()
-        self._requests.keep_pace(float(times[:, : StepPart.OTHER].sum(1).max()) / count)
-        slow = self._stragglers.after_steps(epoch, step, count, times)
-        self.loss_monitor.warnings += slow
-        if slow or is_last:
-            self._link.emit(self._stragglers.so_far())
-        self._emit_all(slow)
-
-    def _emit_all(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._link.emit(event)
+        progress = self.progress
+        progress.epoch, progress.step = epoch, steps
+        measures = {**self._validation.trained(), "loss": loss}
+        figures = StepFigures(self._rate, self._norm)
+        progress.log(measures, round(self._so_far["samples"]), round(samples), seconds, figures)
+        self._requests.keep_pace(progress.time_ranks())
+        if is_last:
+            progress.tell_times()
 
     def _seen(self, trainer: Trainer, epoch: int, step: int) -> dict[str, float]:
         """The steps since the last look, summed over the ranks.
@@ -291,8 +250,8 @@ class RankObserver(Checkpoint):
         """Save a checkpoint within an epoch; a collective. Raises NonFiniteError."""
         trained = {**self._validation.trained(), "loss": _total(self._epoch_state.window)}
         check_finite(trainer, module, trained, {}, epoch, steps)
-        if self._epoch_state.has_given_up and all(one.reason != LEFT_OUT for one in self.loss_monitor.warnings):
-            self._warn(epoch, [LEFT_OUT])
+        if self._epoch_state.has_given_up:
+            self.progress.warn_once(LEFT_OUT)
         self._within = {"state": self._epoch_state.gather(), "seconds": time.monotonic() - self._looked}
         self._save(trainer, epoch, steps)
 
@@ -319,41 +278,33 @@ class RankObserver(Checkpoint):
         loss = _mean(so_far["loss"], so_far["weight"])
         steps = int(trainer.num_training_batches)
         check_finite(trainer, module, self._validation.trained(), validation, epoch, steps)
-        self.epochs.append(
-            EpochFinished(
-                epoch=epoch,
-                samples=round(so_far["samples"]),
-                train={**self._validation.trained(), "loss": loss},
-                test={},
-                train_seconds=so_far["seconds"],
-                evaluate_seconds=so_far["evaluation"],
-                validation=validation,
-                digest=weights_digest(module.state_dict(), device=trainer.strategy.root_device),
-            )
+        finished = EpochFinished(
+            epoch=epoch,
+            samples=round(so_far["samples"]),
+            train={**self._validation.trained(), "loss": loss},
+            test={},
+            train_seconds=so_far["seconds"],
+            evaluate_seconds=so_far["evaluation"],
+            validation=validation,
+            digest=weights_digest(module.state_dict(), device=trainer.strategy.root_device),
         )
-        self._link.emit(self.epochs[-1])
-        if len(self.epochs) == 1:
-            trained = {*self.epochs[-1].train}
+        progress = self.progress
+        progress.epoch, progress.step = epoch, steps
+        progress.evaluated(finished, broken(validation)[1])
+        if len(progress.history) == 1:
             has_batches = trainer.val_dataloaders is None or any(trainer.num_val_batches)
-            names = trained, validation, so_far["evaluation"] > 0, has_batches
-            self._warn(epoch, problems_of_names(self._job.headline, *names))
-        warnings = self.loss_monitor.not_finite(broken(validation)[1], "validation", epoch + 1, steps)
-        if "loss" in validation:
-            warnings += self.loss_monitor.after_evaluation(self.epochs[-1], steps)
-        self._emit_all(warnings)
-        differ = differ_between_ranks(module.parameters(), trainer.strategy.root_device)
-        if differ and all(warning.reason != DRIFTED for warning in self.loss_monitor.warnings):
-            self._warn(epoch, [DRIFTED])
+            names = {*finished.train}, validation, so_far["evaluation"] > 0, has_batches
+            progress.warn(epoch, 0, problems_of_names(self._job.headline, *names))
+        if differ_between_ranks(module.parameters(), trainer.strategy.root_device):
+            progress.warn_once(DRIFTED)
         self._so_far, self._validation.values = dict(NOTHING), {}
         self._save(trainer, epoch + 1, 0)
         if any(on_any_rank([self._link.stop_requested], trainer.strategy.root_device)):
             raise StopRequested(epoch + 1, 0)
 
-    def _warn(self, epoch: int, problems: Sequence[str]) -> None:
-        self._emit_all(self.loss_monitor.noted(epoch, 0, problems))
-
     def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
         self.position = self._files.position = epoch, step
+        self.progress.epoch, self.progress.step = epoch, step
         self._link.heartbeat(WRITING)
         started = time.monotonic()
         trainer.save_checkpoint(self._job.checkpoint_path)

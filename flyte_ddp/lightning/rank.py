@@ -34,7 +34,7 @@ from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
 from flyte_ddp.lightning.modules import Parts, build
 from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.lightning.remedies import with_remedy
-from flyte_ddp.lightning.results import result_of
+from flyte_ddp.lightning.results import samples_of
 from flyte_ddp.lightning.seeds import StepSeeds
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
 from flyte_ddp.whole_files import writing_to
@@ -85,7 +85,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     files = CheckpointFiles(job, link.emit, device)
     validation = LoggedByValidation()
     loaders = Loaders(job.settings.seed, environment.rank, environment.world.size, lambda: observer.position)
-    observer = RankObserver(environment, link, job, files, validation, loaders)
+    observer = RankObserver(environment, device, link, job, files, validation, loaders)
     seeds = StepSeeds(job.settings.seed, environment.rank, observer)
     for owner in parts.owners:
         loaders.settle(owner, partial(seed, job), seeds.begin_order)
@@ -100,7 +100,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
         if known := with_remedy(error):
             raise known from None
         raise
-    started = observer.started or observer.start(trainer)  # the latter if it was interrupted after the last epoch
+    if not observer.progress.started:  # it was interrupted after the last epoch
+        observer.start(trainer)
     seed(job)
     tested = test(trainer, parts, link, observer)
     link.heartbeat(WRITING)
@@ -108,7 +109,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
             export_model(module.state_dict(), Path(job.model_path))
-    return result_of(job, trainer, module, started, observer.epochs, observer.loss_monitor.warnings, tested, digest)
+    return observer.progress.result(module, digest, tested, samples_of(trainer.test_dataloaders))
 
 
 def seed(job: LightningJob) -> None:
@@ -156,14 +157,13 @@ def test(trainer: Trainer, parts: Parts, link: Link, observer: RankObserver) -> 
     has_split = any(is_overridden("test_dataloader", one) for one in parts.owners)
     if not (has_split and is_overridden("test_step", parts.module)):
         return {}
-    started, epochs = time.monotonic(), observer.epochs
+    started, epochs = time.monotonic(), observer.progress.history
     tested: dict[str, float] = {}
     for logged in trainer.test(parts.module, datamodule=parts.data, verbose=False):
         tested.update(measures_of(logged))
     for name in broken(tested)[0]:
         raise NonFiniteError.in_evaluation(tested[name], "test", len(epochs))
-    for warning in observer.loss_monitor.not_finite(broken(tested)[1], "test", len(epochs), 0):
-        link.emit(warning)
+    observer.progress.emit_all(observer.progress.monitor.not_finite(broken(tested)[1], "test", len(epochs), 0))
     stopped_early, seconds = len(epochs) < (trainer.max_epochs or 0), time.monotonic() - started
     link.emit(EpochChosen(len(epochs) - 1, len(epochs), tested, stopped_early, seconds, is_best=False))
     return tested

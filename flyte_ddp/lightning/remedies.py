@@ -24,9 +24,9 @@ def with_remedy(error: Exception) -> InputError | None:
     return InputError(f"{type(error).__name__}: {str(error).strip()} Here: {remedies[0]}") if remedies else None
 
 
-def problem_of_ranks(ran_on: Sequence[dict[str, Any]], now: dict[str, Any]) -> str:
+def problem_of_ranks(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
     """Return a sentence if a checkpoint is of another number of ranks, else an empty text; see hosts/machine.py."""
-    ranks, before = (one["ranks"] for one in (now, (ran_on or [now])[-1]))
+    before = ran_on[-1]["ranks"] if ran_on else ranks
     if ranks == before:
         return ""
     return (
