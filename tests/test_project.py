@@ -114,7 +114,13 @@ def test_the_image_has_what_every_feature_needs():
 
 
 # Packages that always come with another one, which decides their version
-COME_WITH = {"flyteidl": "flytekit", "flyteidl2": "flyte", "tqdm": "transformers", "triton": "torch"}
+COME_WITH = {
+    "flyteidl": "flytekit",
+    "flyteidl2": "flyte",
+    "torchmetrics": "lightning",
+    "tqdm": "transformers",
+    "triton": "torch",
+}
 
 
 def test_what_is_imported_is_declared():
