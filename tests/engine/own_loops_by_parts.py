@@ -42,6 +42,27 @@ def train(loop: Loop, mistake=""):
         evaluate(loop, model, tests)
 
 
+def flips_a_bit(loop: Loop):
+    """From the fourth step on, rank 1 has a wrong bit in a gradient the first time that it computes it in a step."""
+    model, batches, tests, optimizer = linear(loop)
+    weight, flipped = next(model.parameters()), set()
+
+    def flip(weight):
+        step = loop.epoch * len(batches) + loop.step
+        if loop.rank == 1 and step >= 3 and step not in flipped:
+            flipped.add(step)
+            weight.grad.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+
+    weight.register_post_accumulate_grad_hook(flip)
+    for _ in loop.epochs():
+        for batch in batches:
+            loss = loop.backward(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
 def draws_by_itself(loop: Loop):
     """Draws from a generator of its own."""
     model, batches, *_ = linear(loop)

@@ -5,6 +5,7 @@ import torch
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, StepLogged
+from flyte_ddp.launch.failures import RecoverableRankError
 from tests.engine.test_own_loop import LOOPS, SMALL
 from tests.small_training import Unplugged, first_and_slow, relative_difference, unplug_at
 
@@ -42,6 +43,14 @@ def test_killed_on_three_ranks_it_ends_with_the_same_bits_on_two(own, one_rank):
     resumed = own(2, name="cut", loader_workers=1)
     assert resumed.events[0].first_step > 0
     assert resumed.result.digest == one_rank.result.digest
+
+
+def test_an_audit_names_the_rank_that_computes_wrongly_and_changes_nothing_else(own, one_rank):
+    with pytest.raises(RecoverableRankError, match=r"WrongBitsError: in epoch 1, step 4, rank 1 on \S+ .* computed"):
+        own(2, "flips_a_bit", audit_every=1, name="flipped")
+    assert own(3, audit_every=1).result.digest == one_rank.result.digest
+    with pytest.raises(InputError, match="audit_every must be 0 without virtual_ranks"):
+        own(1, audit_every=1, virtual_ranks=0)
 
 
 @pytest.mark.slow

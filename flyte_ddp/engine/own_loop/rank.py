@@ -12,9 +12,10 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.own_loop.loop import Loop
 from flyte_ddp.engine.own_loop.state import LoopState
 from flyte_ddp.engine.own_loop.unsaved import Unsaved
+from flyte_ddp.engine.virtual_ranks.rules import check_settings
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import StartUp
-from flyte_ddp.launch.environment import Environment, check_ranks
+from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
@@ -25,7 +26,7 @@ UNUSED: dict[type, tuple[str, ...]] = {
         "minimum_delta", "freeze", "init_leave_out",
     ),
     RunOptions: (
-        "profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "audit_every", "compile",
+        "profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "compile",
     ),
 }  # fmt: skip
 
@@ -44,7 +45,7 @@ def run(
                     f"{type(given).__name__}.{name} must be {default!r} for a loop of your own, which it would have no "
                     f"effect on, got {value!r}: leave it out, or write a recipe"
                 )
-    check_ranks(environment.world.size, job.settings.batch_size, job.settings.virtual_ranks)
+    check_settings(job.settings, job.options, environment.world.size)
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:

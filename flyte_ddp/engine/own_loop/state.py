@@ -115,7 +115,8 @@ class LoopState:
         progress = self.progress
         progress.start(self._environment, self._job, plan, self.parts["model"])
         if self.exact:
-            audit = Audit(self.exact.parallel, self.batches, 0, progress.places, progress.warn)
+            every = self._job.options.audit_every
+            audit = Audit(self.exact.parallel, self.batches, every, progress.places, progress.warn)
             self.exact.add_up = lambda backward, shares, call: audit.added_up(
                 backward, shares, progress.epoch, progress.step, call
             )
