@@ -11,7 +11,7 @@ import pytest
 
 from flyte_ddp.attempt.platform_storage import folder_digest
 from flyte_ddp.data.remote_files import Stored
-from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint, write_checkpoint
 from flyte_ddp.engine.job import digest_of
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_is_one_clear_error():
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     write_checkpoint(tmp_path / "old", {"format": 0, "identity": {}, "state": {}})
-    with pytest.raises(CheckpointError, match="has format 0, this version reads 6"):
+    with pytest.raises(CheckpointError, match=f"has format 0, this version reads {FORMAT}"):
         read_checkpoint(tmp_path / "old", {})
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 

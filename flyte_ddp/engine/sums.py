@@ -47,13 +47,15 @@ class StepSums:
 
     def __init__(self, measures: int, device: torch.device):
         self.values = torch.zeros(2 * measures + 3, dtype=torch.float64, device=device)
+        self._parts = self.values.split([2 * measures, 2, 1])
         self.readback = Readback(device)
 
     def add(self, totals: Totals, flag: Tensor) -> None:
         """flag: whether this step, or one before it, was bad."""
-        self.values[:-3].add_(totals.measured)
-        self.values[-3:-1].add_(totals.asked)
-        self.values[-1].add_(flag)
+        measured, asked, bad = self._parts
+        measured.add_(totals.measured)
+        asked.add_(totals.asked)
+        bad.add_(flag)
 
     def now(self, step: int, seconds: float) -> Sums:
         """Makes the host wait for the device."""

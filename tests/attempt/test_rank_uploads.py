@@ -25,7 +25,8 @@ def test_an_upload_that_fails_leaves_the_last_whole_one_and_training_goes_on(tmp
     (shard,) = shards_of(platform)
     assert shard.parent.name.endswith("-0")
     content = json.loads((tmp_path / "0" / "checkpoints" / "checkpoint").read_bytes()[:-32])["content"]
-    assert ["step", first.step] in dict(content["dict"])["state"]["dict"]
+    progress = dict(dict(content["dict"])["state"]["dict"])["progress"]
+    assert ["step", first.step] in progress["dict"]
 
 
 @pytest.mark.slow

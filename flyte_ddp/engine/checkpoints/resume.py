@@ -41,7 +41,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
             content = read_checkpoint(path, job.checkpoint_identity, job.hashes)
-            if content["state"].get("base", "") != state.base.digest:  # of which all ranks have rank 0's weights
+            if content["state"]["base"] != state.base.digest:  # of which all ranks have rank 0's weights
                 raise OtherTrainingError(OTHER_BASE)
             manifest = read_manifest(path)
             outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
@@ -53,7 +53,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     if messages[0] is None:
         return None
     expected, outline, manifest, options = messages[0]  # options of rank 0, which knows whether it is resume_from's
-    precision: str = outline.get("precision", state.precision)
+    precision: str = outline["precision"]
     if precision != state.precision:  # "auto" elsewhere: what has been trained in one goes on in it
         return precision
     with ExitStack() as stack:

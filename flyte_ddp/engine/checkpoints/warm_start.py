@@ -92,7 +92,7 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
     epoch, step = progress["epoch"], progress["step"]
     _check_settings(epoch, step, other_identity, job)
     position = epoch * steps_per_epoch + step
-    if saved.get("base", "") != state.base.digest:
+    if saved["base"] != state.base.digest:
         raise CheckpointError(OTHER_BASE)
     if unfit := misfits(saved["model"], fresh["model"]):
         problem = describe_misfits(unfit, saved["model"], fresh["model"])

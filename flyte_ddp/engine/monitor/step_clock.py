@@ -96,6 +96,8 @@ class StepClock:
             [*self._seconds[: StepPart.OTHER], self.samples], dtype=local.dtype
         )
         self._set_to_zero()
+        if len(local) == 1:
+            return local.numpy()
         gathered = local.to(self._device)
         distributed.all_reduce(gathered)
         return gathered.cpu().numpy()
