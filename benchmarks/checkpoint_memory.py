@@ -103,7 +103,7 @@ def resume(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
         distributed.barrier()
         with Peak() as peak:
             started = time.perf_counter()
-            assert resume_from(state, job, environment, link)
+            assert resume_from(state, job, environment, link) is None
         moments = [value for kept in state.optimizer.state.values() for value in kept.values()]
         assert state.progress.step == 1
         assert moments

@@ -45,12 +45,16 @@ class Audit:
 
     The digests of the part's gradients are compared before these are added up. The samples are sent to the other rank,
     so that no difference is about data.
+
+    Attributes:
+        train: the batches that the steps compute.
+        every: see __init__.
     """
 
     def __init__(self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn):
         """every: audit one step in this many, and the first; with 0, only the first. places: of each rank. warn is
         called on all ranks."""
-        self._step, self._train, self.every, self._places, self._warn = step, train, every, places, warn
+        self._step, self.train, self.every, self._places, self._warn = step, train, every, places, warn
         self._rank, self._device, self._is_first = distributed.get_rank(), step.module.carrier.device, True
 
     def added_up(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int, call: int = 0) -> Totals:
@@ -61,9 +65,9 @@ class Audit:
         """
         is_first, self._is_first = self._is_first, False
         add_up = partial(self._step.added_up, partial(backward, shares), call)
-        if not is_first and (not self.every or (epoch * len(self._train) + step + 1) % self.every):
+        if not is_first and (not self.every or (epoch * len(self.train) + step + 1) % self.every):
             return add_up()
-        part, owner, other = chosen(self._train, [place.host for place in self._places], epoch, step)
+        part, owner, other = chosen(self.train, [place.host for place in self._places], epoch, step)
         ranks = {*range(len(self._places))} if is_first else {owner, other}
         compute = partial(self._step.digest_of, part, partial(backward, [self._sent(shares, part, owner)]))
         found = self._digests(compute, ranks)

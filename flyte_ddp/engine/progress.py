@@ -398,9 +398,11 @@ class Progress:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what state_dict has returned; tensors of saved are copied."""
         self.epoch, self.step, self.seconds = saved["epoch"], saved["step"], saved["seconds"]
-        self.measure(saved["names"])
+        if saved["names"] != self.names:
+            self.measure(saved["names"])
         measured = slice(2 * len(self.names))  # without what ranks had asked for
         self.sums.values[measured] = saved["sums"][measured].to(self._device)
+        self.sums.values[measured.stop :] = 0
         told = saved["told"]
         self._told = Sums(**{**told, "pairs": tuple(told["pairs"]), "saves": 0})
         self.last = self.sums.now(self.step, self.seconds)

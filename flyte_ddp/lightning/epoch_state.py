@@ -30,8 +30,7 @@ class EpochState:
         has_given_up: whether a checkpoint has waited in vain for gradients, and the next one has none.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, saved: Mapping[str, Any]):
-        """saved: what gather has returned in an earlier attempt; empty if training doesn't go on within an epoch."""
+    def __init__(self, trainer: Trainer, module: LightningModule):
         self._trainer, self._module, self._device = trainer, module, trainer.strategy.root_device
         self._optimizers = Optimizers({str(number): one for number, one in enumerate(trainer.optimizers)})
         for optimizer in trainer.optimizers:
@@ -40,10 +39,9 @@ class EpochState:
         self._waited, self.has_given_up = 0, False
         self._logged: dict[str, list[Tensor]] = {}
         self.window: Window = []
-        if saved:
-            self._restore(saved)
 
-    def _restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore what gather has returned in an earlier attempt, after hooks that may set it to zero."""
         self._optimizers.put_back(saved["gradients"])
         if len(saved["ranks"]) != self._trainer.world_size:  # what the epoch's steps have logged begins anew
             return

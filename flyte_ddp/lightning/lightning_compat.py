@@ -47,6 +47,18 @@ def around_each_step(trainer: Trainer, begin: Callable[[], None], end: Callable[
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
+def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
+    """Call a function before the hooks of callbacks at an epoch's start."""
+    loop = trainer.fit_loop
+    start = loop.on_advance_start
+
+    def started() -> None:
+        call()
+        start()
+
+    loop.on_advance_start = started  # type: ignore[method-assign]
+
+
 def call_module(trainer: Trainer, hook: str) -> None:
     """Call a hook of the module, which may log."""
     _call_lightning_module_hook(trainer, hook)

@@ -17,6 +17,7 @@ from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT
 from flyte_ddp.engine.progress import Progress, StepFigures
+from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished
@@ -34,6 +35,7 @@ from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, proble
 from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
 from flyte_ddp.lightning.requests import Requests
 from flyte_ddp.lightning.results import plan_of
+from flyte_ddp.random_numbers import Use, key_of
 
 DRIFTED = (
     "the ranks have other weights than one another, and those of rank 0 are returned: DistributedDataParallel leaves "
@@ -85,7 +87,9 @@ class RankObserver(Checkpoint):
         progress, ranks = self.progress, self._environment.world.size
         progress.load_state_dict(state_dict["progress"])
         before = progress.ran_on[-1]["ranks"] if progress.ran_on else ranks
-        self.position = progress.epoch, progress.step * before // ranks
+        # On another number of ranks as many samples are done; at least a step is, as Lightning goes on within the epoch
+        step = max(1, progress.step * before // ranks) if progress.step else 0
+        self.position = progress.epoch, step
         self._so_far = dict(state_dict["so_far"])
         self._forgotten = state_dict["forgotten"]
         self._within = state_dict["within"]
@@ -103,7 +107,10 @@ class RankObserver(Checkpoint):
         self._keep_signal_handler()
         if self._forgotten:
             remember(trainer, self._forgotten)
-        self._epoch_state = EpochState(trainer, module, self._within.get("state", {}))
+        if self.position[1]:  # Lightning's own count, where a loader's state says how far it is
+            self.position = self.position[0], trainer.fit_loop.epoch_loop.batch_idx + 1
+        self._steps = self.position[1]
+        self._epoch_state = EpochState(trainer, module)
         self._requests = Requests(trainer.strategy.root_device, self._job.options.checkpoint_seconds)
         around_each_step(trainer, lambda: self._between_steps(trainer, module), self._epoch_state.end_step)
         if trainer.num_training_batches == float("inf"):
@@ -115,7 +122,6 @@ class RankObserver(Checkpoint):
         self._files.check(trainer)
         self._saved = time.monotonic()
         self._looked = self._saved - self._within.get("seconds", 0.0)
-        self._within = {}
         self.start(trainer)
 
     def start(self, trainer: Trainer) -> None:
@@ -228,13 +234,11 @@ class RankObserver(Checkpoint):
     def _between_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Save, and stop, if a rank asks for it; a collective. Raises StopRequested."""
         if self._is_first_step and self.position[1]:
-            has_changed = begin_epoch_again(trainer, self)
-            self._epoch_state.keep_logged_now()
-            if any(on_any_rank([has_changed], trainer.strategy.root_device)):
-                self._files.restore_tensors(trainer)
+            self._begin_epoch_again(trainer)
         self._is_first_step = False
         is_due = time.monotonic() - self._saved >= self._job.options.checkpoint_seconds
         asked = self._requests.exchange(self._link.stop_requested, is_due and self._environment.rank == 0)
+        self.progress.clock.lap(StepPart.WAITING)
         epoch, steps = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1
         is_saved = (epoch, steps) == self.position
         self._owes_checkpoint |= asked.stop or asked.save
@@ -243,8 +247,21 @@ class RankObserver(Checkpoint):
             return
         if can_save:
             self._save_within(trainer, module, epoch, steps)
+            self.progress.clock.lap(StepPart.OTHER)
         if asked.stop:
             raise StopRequested(epoch, steps)
+
+    def _begin_epoch_again(self, trainer: Trainer) -> None:
+        """Set up the epoch that a resume goes on with, as its beginning has; a collective."""
+        seed_all(key_of(Use.LIGHTNING, self._job.settings.seed, self.position[0], 0))
+        has_changed = begin_epoch_again(trainer, self)
+        if self._within:
+            self._epoch_state.restore(self._within["state"])
+        self._within = {}
+        self._epoch_state.keep_logged_now()
+        if any(on_any_rank([has_changed], trainer.strategy.root_device)):
+            self._files.restore_tensors(trainer)
+        self.progress.clock.lap(StepPart.OTHER)
 
     def _save_within(self, trainer: Trainer, module: LightningModule, epoch: int, steps: int) -> None:
         """Save a checkpoint within an epoch; a collective. Raises NonFiniteError."""

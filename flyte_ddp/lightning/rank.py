@@ -39,7 +39,10 @@ from flyte_ddp.lightning.seeds import StepSeeds
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
 from flyte_ddp.whole_files import writing_to
 
-SAID_ELSEWHERE = ".*(does not have many workers|using `DistributedSampler`|smaller than the logging interval)"
+SAID_ELSEWHERE = (
+    ".*(does not have many workers|using `DistributedSampler`|smaller than the logging interval|"
+    "dataloader is not resumable)"
+)
 
 
 def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:

@@ -181,6 +181,6 @@ class TimeLeft:
         steps = max(done, run.epochs * run.steps_per_epoch)  # an own loop's epochs may be longer than its first one
         if seconds < FIRST_SECONDS:
             return None
-        stepping = (seconds - self._evaluating) / (done - self._first) * (steps - done)
+        stepping = (seconds - self._evaluating) / max(1, done - self._first) * (steps - done)
         evaluating = self._evaluating / max(1, self._evaluated - self._first) * (steps - self._evaluated)
         return round(stepping + evaluating, 1)

@@ -63,6 +63,21 @@ def flips_a_bit(loop: Loop):
         evaluate(loop, model, tests)
 
 
+def takes_turns(loop: Loop):
+    """Trains on few samples, then on more."""
+    model = loop.wrap(nn.Linear(8, 3))
+    data = [loop.batches(few(12)), loop.batches(few(48))]
+    tests, optimizer = loop.evaluation(few(9)), torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for epoch in loop.epochs():
+        for batch in data[epoch % 2]:
+            loss = loop.backward(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
 def draws_by_itself(loop: Loop):
     """Draws from a generator of its own."""
     model, batches, *_ = linear(loop)

@@ -49,6 +49,7 @@ def test_an_audit_names_the_rank_that_computes_wrongly_and_changes_nothing_else(
     with pytest.raises(RecoverableRankError, match=r"WrongBitsError: in epoch 1, step 4, rank 1 on \S+ .* computed"):
         own(2, "flips_a_bit", audit_every=1, name="flipped")
     assert own(3, audit_every=1).result.digest == one_rank.result.digest
+    assert len(own(2, "takes_turns", audit_every=1, name="turns").result.epochs) == 2
     with pytest.raises(InputError, match="audit_every must be 0 without virtual_ranks"):
         own(1, audit_every=1, virtual_ranks=0)
 

@@ -143,6 +143,12 @@ def test_within_an_epoch_another_number_of_ranks_goes_on_with_the_samples_that_a
     assert started.first_step >= 6
     assert started.first_step % 2 == 0
     assert of(StepLogged, resumed)[-1].step == started.steps_per_epoch == 13
+    with pytest.raises(KilledError):
+        train(tmp_path / "early", on_event=at_checkpoint(1, kill), checkpoint_seconds=0, nproc=1, **of_it)
+    resumed = train(tmp_path / "early", **of_it)
+    (started,) = of(RunStarted, resumed)
+    assert started.first_step >= 1
+    assert of(StepLogged, resumed)[-1].step == started.steps_per_epoch
 
 
 @pytest.mark.parametrize(("data", "what"), [("Streamed", "DataLoader of Stream"), ("ReadAhead", "Ahead of Augmented")])

@@ -3,6 +3,7 @@
 
 import json
 import os
+import random
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -219,6 +220,9 @@ class OfAllLoaders(LitNumerals):
         self.register_buffer("average", torch.zeros(10))
         self.right = MulticlassAccuracy(10, average="micro")
 
+    def on_train_epoch_start(self):
+        self.right.reset()
+
     def training_step(self, batch, batch_idx):
         parts = [*batch.values()] if isinstance(batch, dict) else batch if isinstance(batch[0], list) else [batch]
         inputs, labels = parts[-1]
@@ -233,14 +237,14 @@ class OfAllLoaders(LitNumerals):
 
 
 class Counting(Callback):
-    """Counts epochs, which its state has, and gives the module what it needs in one."""
+    """Counts epochs, which its state has, and draws what the module needs in one."""
 
     def __init__(self):
         self.epochs = 0
 
     def on_train_epoch_start(self, trainer, module):
         self.epochs += 1
-        module.factor = 1 / (1 + trainer.current_epoch)
+        module.factor = 1 / (1 + trainer.current_epoch) + 0.1 * random.random()
 
     def on_train_epoch_end(self, trainer, module):
         module.log("train_epochs", float(self.epochs))

@@ -91,6 +91,12 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
     progress, fresh = saved["progress"], state.state_dict()
     epoch, step = progress["epoch"], progress["step"]
     _check_settings(epoch, step, other_identity, job)
+    if step and progress["names"] != [*state.names]:
+        raise InputError(
+            f"init is a checkpoint from within an epoch, which needs the same measures: it has "
+            f"{', '.join(progress['names'])}, and this training {', '.join(state.names)}: continue from the end of an "
+            "epoch, or let measure() return the same"
+        )
     position = epoch * steps_per_epoch + step
     if saved["base"] != state.base.digest:
         raise CheckpointError(OTHER_BASE)

@@ -65,6 +65,8 @@ class TrainSteps:
                 f"an epoch of its own, in {type(self._settings).__name__}.epochs; {UNTRAINED}"
             )
         state.trains_on, state.batches, state.steps = self, self._batches, len(self)
+        if state.audit:
+            state.audit.train = self._batches
         state.put_back()
         steps = self._batches.steps(state.progress.epoch, state.progress.step, len(self))
         try:

@@ -54,6 +54,7 @@ class LoopState:
         optimizers: those among the parts.
         wrapped: the networks that the ranks train together.
         exact: with virtual ranks, what adds their gradients up.
+        audit: what computes parts of their batches twice.
         batches, steps: of an epoch; None and 0 before they are known.
         trains_on: what the steps of the current epoch come from; None before the first of this attempt.
         logged: the measures of the current step; empty before and after it.
@@ -76,6 +77,7 @@ class LoopState:
         self.optimizers = Optimizers(self.parts)
         self.wrapped: list[nn.Module] = []
         self.exact: ExactGradients | None = None
+        self.audit: Audit | None = None
         self.batches: TrainBatches | None = None
         self.steps = self.test_samples = 0
         self.trains_on: object = None
@@ -116,7 +118,7 @@ class LoopState:
         progress.start(self._environment, self._job, plan, self.parts["model"])
         if self.exact:
             every = self._job.options.audit_every
-            audit = Audit(self.exact.parallel, self.batches, every, progress.places, progress.warn)
+            self.audit = audit = Audit(self.exact.parallel, self.batches, every, progress.places, progress.warn)
             self.exact.add_up = lambda backward, shares, call: audit.added_up(
                 backward, shares, progress.epoch, progress.step, call
             )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flyte_ddp.engine.checkpoints.warm_start import freeze, matching, start_from
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
@@ -90,6 +91,11 @@ def test_a_checkpoint_from_within_an_epoch_goes_on_with_the_same_settings_alone(
     assert identical(expected, on)
     with pytest.raises(InputError, match=r"within an epoch, .* but these differ: batch_size, learning_rate"):
         train(name="other", epochs=2, init=init, **{**CONSTANT, "learning_rate": 0.1, "batch_size": 32})
+    content = read_checkpoint(init, {})
+    content["state"]["progress"]["names"] = ["loss", "error"]
+    write_checkpoint(init, content)
+    with pytest.raises(InputError, match=r"needs the same measures: it has loss, error, and this training loss, accur"):
+        train(name="other", epochs=2, log_interval=5, init=init, **CONSTANT)
 
 
 def test_a_continuation_has_its_own_rates(train, tmp_path):
