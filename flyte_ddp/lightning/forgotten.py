@@ -1,4 +1,4 @@
-"""What Lightning leaves out in a resume: state of callbacks, and hooks of an epoch that goes on."""
+"""Restores what Lightning leaves out in a resume: state of callbacks, and hooks of an epoch that goes on."""
 
 from collections.abc import Sequence
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""What a training under Lightning is going to do, as its start tells it."""
+"""The plan of a training under Lightning, as its start tells it."""
 
 from collections.abc import Sized
 from typing import Any

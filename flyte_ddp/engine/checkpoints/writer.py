@@ -34,7 +34,7 @@ Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
 def checkpoints_of(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
 ) -> Checkpoints:
-    """What writes this rank's part of the checkpoints; a collective of a sharded network."""
+    """Return what writes this rank's part of the checkpoints; a collective of a sharded network."""
     if not is_sharded(state.model):
         return whole_checkpoints(environment, emit, job)
     destination = Stored(job.storage) if job.storage else SharedFolder(Path(job.checkpoint_path), environment)
@@ -130,8 +130,10 @@ class CheckpointWriter:
 
 
 class StoredCheckpointWriter(CheckpointWriter):
-    """Whose checkpoints are written once they are in a storage. That may take longer than an epoch: training does not
-    wait then, but leaves out the next one, unless it is the last."""
+    """A writer whose checkpoints are written once they are in a storage.
+
+    That may take longer than an epoch: training does not wait then, but leaves out the next one, unless it is the last.
+    """
 
     def due(self) -> bool:
         return super().due() and not self._is_busy()

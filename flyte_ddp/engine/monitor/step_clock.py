@@ -1,4 +1,4 @@
-"""Where a rank's time goes: waiting for its data, computing, or waiting for the other ranks."""
+"""A clock that tells a rank's waiting for its data, computing, and waiting for the other ranks apart."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ MOST_MARKS = 256  # before those that the device has reached are added up
 
 
 class StepPart(IntEnum):
-    """Of a rank's time; OTHER is what the loop does between two steps: evaluations, checkpoints, log lines."""
+    """A part of a rank's time; OTHER is what the loop does between two steps: evaluations, checkpoints, log lines."""
 
     DATA = 0
     COMPUTING = 1
@@ -55,7 +55,7 @@ class StepClock:
         self._set_to_zero()
 
     def lap(self, part: StepPart) -> None:
-        """What has happened since the last mark was this."""
+        """Enter the time since the last mark as this part."""
         mark = torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else _Moment()
         mark.record()
         self._marks.append((part, mark))
@@ -64,7 +64,7 @@ class StepClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Of a collective in the middle of a step."""
+        """Enter the time of the block, a collective in the middle of a step, as waiting."""
         self.lap(StepPart.COMPUTING)
         yield
         self.lap(StepPart.WAITING)

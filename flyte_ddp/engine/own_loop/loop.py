@@ -1,4 +1,4 @@
-"""What a training loop of the user's own is given:
+"""The object that a training loop of the user's own is given, as in
 
 def train(loop: Loop) -> None:
     model = loop.wrap(Net())
@@ -45,7 +45,7 @@ Number = Tensor | float
 
 
 class Loop:
-    """What the ranks give to a loop of your own. All of them call its methods alike: most ask the other ranks.
+    """The ranks, as a loop of your own sees them. All ranks call its methods alike, since most ask the other ranks.
 
     Attributes:
         settings: those that the training was given.
@@ -62,19 +62,21 @@ class Loop:
 
     @property
     def epoch(self) -> int:
-        """From 0."""
+        """Return the number of the epoch, from 0."""
         return self._state.progress.epoch
 
     @property
     def step(self) -> int:
-        """How many steps of the epoch are done."""
+        """Return the number of the epoch's steps that are done."""
         return self._state.progress.step
 
     # --- before the first epoch ---
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel | ByParts:
-        """The network on the rank's device, in torch's DistributedDataParallel; with settings.virtual_ranks in what
-        loop.backward needs, of which there can be one."""
+        """Return the network on the rank's device, in torch's DistributedDataParallel.
+
+        With settings.virtual_ranks it is in what loop.backward needs; there can be one such network.
+        """
         state, parts = self._state, self.settings.virtual_ranks
         if isinstance(uncompiled(model), (DistributedDataParallel, nn.DataParallel)):
             kind = type(uncompiled(model)).__name__
@@ -97,30 +99,37 @@ class Loop:
         return wrapped
 
     def batches(self, data: Any) -> TrainSteps:
-        """This rank's part of each global batch of settings.batch_size, in an order of each epoch's own.
+        """Return this rank's part of each global batch of settings.batch_size, shuffled anew in each epoch.
 
-        Iterate over it once an epoch; a resumed training begins with the step that comes next.
+        Iterate over it once an epoch; a resumed training begins with the step that comes next. A last batch that is not
+        full is left out, as each rank must have as many samples: DistributedDataParallel weighs the ranks alike.
 
-        data: what Recipe.data returns. A last batch that is not full is left out, as each rank must have as many
-        samples: DistributedDataParallel weighs the ranks alike.
+        Args:
+            data: what Recipe.data returns.
         """
         return TrainSteps(self._split(data, "train"), self.settings, self._environment, self._state)
 
     def evaluation(self, data: Any) -> Evaluation:
-        """This rank's part of the data, in batches of settings.test_batch_size samples, all ranks together; each sample
-        comes once, whatever the number of ranks. With virtual ranks each part of a batch comes by itself."""
+        """Return this rank's part of the data, in batches of settings.test_batch_size samples of all ranks together.
+
+        Each sample comes once, whatever the number of ranks. With virtual ranks each part of a batch comes by itself.
+        """
         split = self._split(data, "test")
         return Evaluation(split, self.settings, self._environment, self._link, self._state)
 
     def autocast(self) -> torch.autocast:
-        """The context in which settings.precision is computed; auto is float32."""
+        """Return the context in which settings.precision is computed; auto is float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
 
     def keep(self, model: nn.Module, **parts: Any) -> None:
-        """Names all that changes while you train, and restores it from the checkpoint of an earlier attempt.
+        """Name all that changes while you train, and restore it from the checkpoint of an earlier attempt.
 
-        model: its weights are what the training returns. parts: whatever else has state_dict and load_state_dict:
-        optimizers, schedules, averages, scalers. Raises InputError for what has not.
+        Args:
+            model: its weights are what the training returns.
+            parts: whatever else has state_dict and load_state_dict: optimizers, schedules, averages, scalers.
+
+        Raises:
+            InputError: A part has no state_dict, or does not fit the checkpoint.
         """
         state = self._state
         if state.parts:
@@ -145,10 +154,11 @@ class Loop:
     # --- while it trains ---
 
     def epochs(self, headline: str = "loss", percent: Sequence[str] = ()) -> Iterator[int]:
-        """The epochs that are still to be trained, up to settings.epochs.
+        """Yield the epochs that are still to be trained, up to settings.epochs.
 
-        headline: the name of the measure that the training is judged by. percent: those from 0 to 1 that are shown in
-        per cent.
+        Args:
+            headline: the name of the measure that the training is judged by.
+            percent: the names of measures from 0 to 1 that are shown in per cent.
         """
         precision = "bfloat16" if self.settings.precision == "bfloat16" else "float32"
         self._state.start(headline, tuple(percent), precision)
@@ -158,11 +168,15 @@ class Loop:
             self._state.end_epoch()
 
     def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """In place of loss.backward(): the gradients of loss_of(batch), and that loss, detached.
+        """Compute the gradients of loss_of(batch), and return that loss, detached; in place of loss.backward().
 
         With settings.virtual_ranks, a batch has parts, for each of which loss_of is called with what a batch is
         otherwise, maybe more than once; loss and gradients are those of the parts' mean, the same bits on any number of
-        ranks. loss_of: returns the mean loss of what it is given, a tensor of no dimension. A collective.
+        ranks. A collective.
+
+        Args:
+            batch: what loop.batches has given.
+            loss_of: returns the mean loss of what it is given, a tensor of no dimension.
         """
         state = self._state
         state.backward_calls += 1
@@ -180,9 +194,10 @@ class Loop:
         return loss
 
     def log(self, **measures: Number) -> None:
-        """Once in each step: "loss" and whatever else is to be followed, of the rank's samples or their mean.
+        """Log "loss" and whatever else is to be followed, of the rank's samples or their mean; once in each step.
 
-        They are told as means of all ranks and of the steps since the last log line; nothing waits for the device.
+        The measures are told as means of all ranks and of the steps since the last log line. Nothing waits for the
+        device.
         """
         names = self._state.progress.names or ["loss"]
         if "loss" not in measures or (self._state.progress.names and {*names} != {*measures}):
@@ -194,7 +209,7 @@ class Loop:
         }
 
     def measured(self, **measures: Number | tuple[Number, Number]) -> None:
-        """For each batch of loop.evaluation: its measures, which loop.evaluated adds up.
+        """Enter the measures of a batch of loop.evaluation, which loop.evaluated adds up.
 
         Each is a pair of a sum and its weight, (correct, samples), say, or values, whose number is their weight. With
         virtual ranks they are added up by part, so that the result has the same bits on any number of ranks.
@@ -207,11 +222,11 @@ class Loop:
             sums[state.part] += torch.tensor(pair, dtype=torch.float64)
 
     def evaluated(self, **measures: Number | tuple[Number, Number]) -> dict[str, float]:
-        """Once in each epoch: its measures, besides those of loop.measured. Returns all of them, for all ranks' samples
-        together; a collective.
+        """Return the epoch's measures for all ranks' samples together, once in each epoch; a collective.
 
-        Each is a value, or values, of this rank, or a pair of these and their weights: (correct, samples), say. What
-        counts is the sum of all ranks' values, over that of their weights.
+        They are those of loop.measured and those that are given here. Each of the latter is a value, or values, of this
+        rank, or a pair of these and their weights: (correct, samples), say. What counts is the sum of all ranks'
+        values, over that of their weights.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
         state.agree(Call.EVALUATED)

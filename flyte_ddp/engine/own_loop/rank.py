@@ -1,4 +1,4 @@
-"""One rank that runs a loop of the user's own, from start to end."""
+"""A rank that runs a loop of the user's own, from start to end."""
 
 import inspect
 from collections.abc import Callable
@@ -36,7 +36,11 @@ ALREADY = "the ranks are a process group before the loop is called, and until it
 def run(
     function: Callable[[Loop], None], environment: Environment, device: torch.device, link: Link, job: Job
 ) -> TrainingResult:
-    """Calls the user's function as this rank of the process group. Raises InputError for what would have no effect."""
+    """Call the user's function as this rank of the process group.
+
+    Raises:
+        InputError: A setting or option would have no effect.
+    """
     for kind, given in ((TrainingSettings, job.settings), (RunOptions, job.options)):
         for name in UNUSED[kind]:
             value, default = getattr(given, name), getattr(kind(), name)

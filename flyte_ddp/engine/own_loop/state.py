@@ -1,4 +1,4 @@
-"""What changes in a loop of the user's own, how a step of it ends, and what a checkpoint has."""
+"""The state of a loop of the user's own: what changes, how a step ends, and what a checkpoint has."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

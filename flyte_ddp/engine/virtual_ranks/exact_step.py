@@ -192,7 +192,7 @@ class ExactStep(SingleStep):
 
     @contextmanager
     def watching(self, part: int) -> Iterator[None]:
-        """Of a step, in which seen is filled."""
+        """Fill `seen` in the step of the block."""
         self.seen.zero_()
         self._watched = part
         yield
@@ -242,6 +242,6 @@ def check_types(step: Step) -> None:
 
 
 def copied(batch: Batch) -> Batch:
-    """With tensors of its own, which are dense, in the order of their strides."""
+    """Return a batch with tensors of its own, which are dense, in the order of their strides."""
     tree = pytree.tree_map_only(Tensor, lambda leaf: leaf.resolve_conj().resolve_neg().clone(), batch.tree)
     return replace(batch, tree=tree)
