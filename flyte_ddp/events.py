@@ -1,4 +1,4 @@
-"""What the ranks, nearly always rank 0, send to the parent: small, plain values; large data stays in files."""
+"""Events that the ranks, nearly always rank 0, send to the parent: small, plain values; large data stays in files."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -102,12 +102,12 @@ class EpochFinished(Event):
 
     @property
     def position(self) -> float:
-        """In epochs: 1.25 after a quarter of the second."""
+        """Return the position in epochs: 1.25 after a quarter of the second."""
         return self.epoch + self.fraction
 
     @property
     def split(self) -> str:
-        """What the epoch was evaluated on."""
+        """Return what the epoch was evaluated on."""
         return "validation" if self.validation else "test"
 
     @property
@@ -142,7 +142,7 @@ class EpochChosen(Event):
 
     @property
     def position(self) -> float:
-        """In epochs, as that of EpochFinished."""
+        """Return the position in epochs, as that of EpochFinished."""
         return self.epoch + self.fraction
 
 

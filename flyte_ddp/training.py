@@ -51,7 +51,7 @@ JOINED = "flyte_ddp.engine.joined:join_and_train"
 
 @dataclass(frozen=True)
 class Result:
-    """What a training without Flyte returns.
+    """The outputs of a training without Flyte.
 
     Attributes:
         epochs: of each evaluation, the measures of the training samples since the last one, and of the validation or
@@ -214,7 +214,7 @@ def info_of(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
 
 
 def existing(data: str | Path | None) -> Path | StoredData | None:
-    """Where the data are; InputError if there are none."""
+    """Return where the data are; InputError if there are none."""
     if isinstance(data, str) and "://" in data:
         from flyte_ddp.data.remote_files import stored_data  # it imports fsspec, which other trainings do without
 

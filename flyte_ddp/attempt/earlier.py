@@ -1,4 +1,4 @@
-"""What the attempts before have left of their progress, and in TensorBoard's file."""
+"""Finds what earlier attempts have left of their progress, and in TensorBoard's file."""
 
 import os
 import tempfile

@@ -31,7 +31,7 @@ Outputs = TypeVar("Outputs")
 
 
 class Training(ABC, Generic[Given, Outputs]):
-    """How a platform's tasks train something: from data as they are Given to Outputs.
+    """A training in a platform's tasks, from data as they are Given to Outputs.
 
     Attributes:
         worker: what ranks run, beside a train for those of many nodes; a name, because importing it would import torch.
@@ -106,24 +106,24 @@ class Training(ABC, Generic[Given, Outputs]):
         """Raises InputError for what cannot be trained here."""
 
     def most_ranks(self, settings: TrainingSettings) -> tuple[int, int]:
-        """What limits the ranks of a step: the samples of its batch and, unless 0, its virtual ranks."""
+        """Return what limits the ranks of a step: the samples of its batch and, unless 0, its virtual ranks."""
         return settings.batch_size, settings.virtual_ranks
 
     def job_of_ranks(self, job: Job) -> Job:
-        """What the worker is given."""
+        """Return what the worker is given."""
         return job
 
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
     ) -> Subject:
-        """What is trained, and its data; ReportedError if this pod's code is not what was registered."""
+        """Return what is trained, and its data; ReportedError if this pod's code is not what was registered."""
         check_code(self.code.version)
         return subject_of(self.code, settings, source, init)
 
     @staticmethod
     @abstractmethod
     def downloaded(file_or_folder: Any) -> Path | None:
-        """Where it is, or a copy."""
+        """Return where it is, or a copy."""
 
     @staticmethod
     @abstractmethod
@@ -132,11 +132,11 @@ class Training(ABC, Generic[Given, Outputs]):
 
     @abstractmethod
     def outputs_of(self, trained: Trained) -> Outputs:
-        """What the task returns."""
+        """Return the task's outputs."""
 
 
 class OfImages(Training[Given, Outputs]):
-    """That of an image classifier on a prepared dataset."""
+    """The training of an image classifier on a prepared dataset."""
 
     def __init__(self, observers: Sequence[UserCode] = ()):
         super().__init__(IMAGE_CLASSIFIER, observers)

@@ -1,4 +1,4 @@
-"""What is around the ranks of a training, however they are started: from the fetched data to figures and files."""
+"""All that is around the ranks of a training, however they are started: from fetched data to figures and files."""
 
 import secrets
 import time
@@ -56,7 +56,7 @@ class Trained:
 
     @property
     def epoch_accuracies(self) -> list[float]:
-        """The same of an image classifier, from 0 to 1."""
+        """Return the accuracies of an image classifier after each evaluation, from 0 to 1."""
         return [measures["accuracy"] for measures in self.epoch_measures]
 
     def recipe_summary(self) -> RecipeSummary:
@@ -132,7 +132,7 @@ def train_by(
 
 
 def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run) -> RunInfo:
-    """What observers know of a run before it starts."""
+    """Return what observers know of a run before it starts."""
     return RunInfo(
         name=run.folder.name,
         recipe=subject.recipe,

@@ -24,7 +24,7 @@ PREDICTIONS, PICTURES, LAST, FINAL = "predictions.npy", "pictures.npz", "last.pt
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained, and on which data.
+    """The subject of a training: what is trained, and on which data.
 
     Attributes:
         recipe: "package.module:Name".
@@ -134,7 +134,7 @@ class RankStorage(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Subject):
-    """One run of a training, as its ranks need to know it; rank 0 writes, each path may be empty on the others.
+    """A run of a training, as its ranks need to know it; rank 0 writes, each path may be empty on the others.
 
     Attributes:
         model_path: the trained weights; with a validation split those of the best epoch.
@@ -155,7 +155,7 @@ class Job(Subject):
 
     @property
     def checkpoint_identity(self) -> dict[str, Any]:
-        """What must be equal to resume from a checkpoint: compiled code draws other numbers."""
+        """Return what must be equal to resume from a checkpoint: compiled code draws other numbers."""
         return {**self.identity, "compile": self.options.compile}
 
     @property
@@ -183,7 +183,7 @@ def job_in(folder: Path, subject: Subject, options: RunOptions) -> Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a network gives for a split.
+    """The measures of a network on a split.
 
     Attributes:
         measures: by name.
@@ -202,7 +202,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """One of the best evaluations, whose weights options.keep_best has left in the logs.
+    """A file of one of the best evaluations, whose weights options.keep_best has left in the logs.
 
     Attributes:
         file: its name there; it has the weights as model_state has those of the best.
@@ -219,7 +219,7 @@ class KeptModel:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What one rank knows at the end; the epochs are the same on every rank.
+    """The result of a training, as one rank knows it; the epochs are the same on every rank.
 
     Attributes:
         epochs: each evaluation, with the training before it.

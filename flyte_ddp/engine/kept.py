@@ -53,7 +53,7 @@ class KeptModels(Observer):
         self._keep(len(state.progress.history) - 1, state.evaluated_weights())
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
-        """Of the state with these best ones: the next evaluation waits for it."""
+        """Remove the files that the checkpoint does without; the next evaluation waits for it."""
         kept = {self._file(number) for number in self._kept}
         for file in self._folder.glob("*.pt") if self._is_first else ():
             if file not in kept:
@@ -99,7 +99,7 @@ class KeptModels(Observer):
         return self._folder / f"{self._job.key}-{number + 1}.pt"
 
     def _on_disk(self) -> list[int]:
-        """Which evaluations of this training have a file."""
+        """Return which evaluations of this training have a file."""
         names = [file.stem.split("-") for file in self._folder.glob(f"{self._job.key}-*.pt")]
         return [int(number) - 1 for _, number in names]
 

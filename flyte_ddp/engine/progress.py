@@ -1,4 +1,4 @@
-"""How far a training is, and the one place that tells of it: its start, steps, evaluations, warnings and result.
+"""The progress of a training, and the one place that tells of it: its start, steps, evaluations, warnings and result.
 
 Recipes, loops of users' own and LightningModules each have a Progress. A number that is new for each step is added here
 alone.
@@ -31,7 +31,7 @@ from flyte_ddp.launch.phases import WRITING
 
 
 class Resumable(Protocol):
-    """What a checkpoint is of."""
+    """A training that a checkpoint is written of."""
 
     device: torch.device
     progress: "Progress"
@@ -42,7 +42,7 @@ class Resumable(Protocol):
 
 
 class Checkpoints(Protocol):
-    """What writes checkpoints, or this rank's part of them."""
+    """A writer of checkpoints, or of this rank's part of them."""
 
     def due(self) -> bool: ...
 
@@ -53,7 +53,7 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training is going to do, as its start tells it.
+    """The plan of a training, as its start tells it.
 
     Attributes:
         headline: the name of its main measure.
@@ -88,7 +88,7 @@ class Plan:
 
 
 class Asked(NamedTuple):
-    """What ranks have asked for in the steps since the last look, all of them alike.
+    """The requests of all ranks in the steps since the last look; every rank has the same.
 
     Attributes:
         stop: whether any rank was asked to stop.
@@ -103,7 +103,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What a step tells besides its measures: of gradients the Euclidean norms, before clipping.
+    """The figures of a step besides its measures; norms of gradients are Euclidean, before clipping.
 
     Attributes:
         learning_rate: of the first parameter group.

@@ -136,7 +136,7 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
 
 
 def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
-    """As an .npz for the report."""
+    """Write the pictures as an .npz for the report."""
     images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
     captions = np.array([caption for caption, _ in drawn])
     arrays: Any = {str(number): image for number, image in enumerate(images)}

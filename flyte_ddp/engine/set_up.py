@@ -141,7 +141,7 @@ def set_up(
 
 
 def best_tracker_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:
-    """What chooses the best epoch; InputError if it is unknown whether higher or lower values are better."""
+    """Return what chooses the best epoch; InputError if it is unknown whether higher or lower values are better."""
     measure = headline if settings.choose_by == "headline" else "loss"
     lower = is_lower_better(recipe, measure)
     if lower is None:
@@ -153,7 +153,7 @@ def best_tracker_of(recipe: Recipe, headline: str, settings: TrainingSettings) -
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """For auto, bfloat16 if the hardware supports it: emulated, it is slower than float32."""
+    """Return the precision; for auto, bfloat16 if the hardware supports it: emulated, it is slower than float32."""
     if precision != "auto":
         return precision
     if device.type == "cuda":

@@ -40,7 +40,7 @@ BINS = 64  # of a histogram
 
 
 class TrainingState:
-    """What a checkpoint holds and a resume restores, and how one step changes it."""
+    """The state that a checkpoint holds and a resume restores, and the step that changes it."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class TrainingState:
         return float(self.schedule.get_last_lr()[0])
 
     def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
-        """One optimizer update from this rank's shares of a global batch; a collective.
+        """Update the weights once by this rank's shares of a global batch; a collective.
 
         stop, save: what this rank asks of all of them, see Sums.
         """
@@ -204,7 +204,7 @@ class TrainingState:
         return dict(zip(self._gradients()[0], self._norms.tolist(), strict=True))
 
     def gradient_histograms(self) -> dict[str, tuple[list[float], list[float]]]:
-        """For each parameter's gradient in the last step, after clipping: counts of equal bins, and the bins' edges."""
+        """Return each gradient of the last step, after clipping, as counts of equal bins, and the bins' edges."""
         names, gradients = self._gradients()
         # in float64: float32 may have no edges of bins between two values that are next to one another
         histograms = (np.histogram(gradient.cpu().double().numpy(), BINS) for gradient in gradients)
@@ -246,7 +246,7 @@ class TrainingState:
         return self.layout.marked(content)
 
     def evaluated_weights(self) -> dict[str, Tensor | Shard]:
-        """Those of the network that is evaluated, without the base."""
+        """Return the weights of the network that is evaluated, without the base."""
         weights: dict[str, Tensor | Shard] = self.layout.marked({"model": self.base.without(self.evaluated)})["model"]
         return weights
 
@@ -279,7 +279,7 @@ class TrainingState:
         return {name: version(weight) for name, weight in named.items() if name in self.base.names}
 
     def digest(self) -> str:
-        """Of the weights that are evaluated; a collective."""
+        """Return the digest of the weights that are evaluated; a collective."""
         return weights_digest(self.evaluated_weights(), self.base.digest, self.device)
 
     def load_weights(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -112,7 +112,7 @@ class Step(nn.Module):
 
 
 class Totals(NamedTuple):
-    """What the ranks have added up in a step, besides the gradients.
+    """The sums of all ranks in a step, besides the gradients.
 
     Attributes:
         measured: value and weight of each measure, alternating.
@@ -143,11 +143,11 @@ class SingleStep(nn.Module):
             parameter.grad = None
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Of a part that is not the last one."""
+        """Return the context of the backward pass of a part that is not the last one."""
         return nullcontext()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Those that the rank's share is computed in, of at most so many samples."""
+        """Return the parts that the rank's share is computed in, of at most so many samples."""
         return batch.parts(most)
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
@@ -162,7 +162,7 @@ class SingleStep(nn.Module):
         """After the backward passes of one of the rank's parts."""
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        """Those of this rank's samples alone."""
+        """Return the gradients of this rank's samples alone."""
         gradients = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
         return [gradient for gradient in gradients if gradient is not None]
 
@@ -189,7 +189,7 @@ class ReplicatedStep(SingleStep):
         return self.replicated.no_sync()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """As many on each rank, for layers and losses that exchange something."""
+        """Return as many parts on each rank, for layers and losses that exchange something."""
         return batch.parts(most, self.module.world_size)
 
 

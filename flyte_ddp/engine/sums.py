@@ -1,4 +1,4 @@
-"""What the steps since the last evaluation have measured, and what ranks have asked for in them, all ranks together."""
+"""Sums since the last evaluation: what steps have measured, and what ranks have asked for, all ranks together."""
 
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ class StepSums:
         return _sums_of(step, self.values.tolist(), seconds)
 
     def recent(self, step: int, seconds: float) -> Sums | None:
-        """Those of a recent step, the same on all ranks, without waiting; None if that was before the last now()."""
+        """Return the sums of a recent step, the same on all ranks, without waiting; None if it was before now()."""
         self.readback.copy(step, self.values)
         copied = self.readback.read()
         return _sums_of(*copied, seconds) if copied else None

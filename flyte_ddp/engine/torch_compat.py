@@ -42,7 +42,7 @@ def any_batch_size() -> Iterator[None]:
 
 
 def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """By name, with the defaults that the operation declares; a TorchDispatchMode gets no defaults, and no names."""
+    """Return arguments by name, with the operation's defaults; a TorchDispatchMode gets no defaults, and no names."""
     declared = operation._schema.arguments
     defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
     return {**defaults, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}

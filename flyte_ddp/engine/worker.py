@@ -1,4 +1,4 @@
-"""One rank from start to end, whoever started its process."""
+"""The life of a rank from start to end, whoever started its process."""
 
 import inspect
 import os
@@ -55,7 +55,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
 
 
 def settle_process(environment: Environment, job: Job) -> None:
-    """What this process has to have before it computes anything."""
+    """Set what this process needs before it computes anything."""
     if not job.options.compile:
         leave_dynamo_out()
     keep_freed_memory()

@@ -95,7 +95,7 @@ def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall
 
 @dataclass(frozen=True)
 class Found:
-    """What a roll call has found.
+    """The finding of a roll call.
 
     Attributes:
         reason: hang, or loss (of a rank, noticed by another one).
@@ -136,7 +136,7 @@ class RollCall:
         self._thread.join(ALIVE_SECONDS)
 
     def result(self) -> Found:
-        """What the ranks have found; until then, and if the store does not answer, that its keeper is silent."""
+        """Return what the ranks have found; until then, and if the store does not answer, that its keeper is silent."""
         if self.found.done():
             return self.found.result()
         answers, hosts = {0: Answer(stack=KEEPS_STORE)}, {0: self._keeper}

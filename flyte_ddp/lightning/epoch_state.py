@@ -8,8 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, distributed
 from torchmetrics import Metric
 
-from flyte_ddp.engine.digest import differ_between_ranks
-from flyte_ddp.engine.own_loop.optimizers import MOST_WAITED, Optimizers
+from flyte_ddp.engine.own_loop.optimizers import Optimizers, PendingGradients
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.lightning.lightning_compat import (
     add_to_logged,
@@ -27,7 +26,7 @@ class EpochState:
     Attributes:
         window: loss and samples of each step since the last look; a step of a module's own optimization may have no
             loss.
-        has_given_up: whether a checkpoint has waited in vain for gradients, and the next one has none.
+        gradients: those that a checkpoint may have to wait for.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule):
@@ -35,8 +34,7 @@ class EpochState:
         self._optimizers = Optimizers({str(number): one for number, one in enumerate(trainer.optimizers)})
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._optimizers.stepped)
-        self._gradients: dict[int, Tensor] = {}
-        self._waited, self.has_given_up = 0, False
+        self.gradients = PendingGradients(self._optimizers, self._device)
         self._logged: dict[str, list[Tensor]] = {}
         self.window: Window = []
 
@@ -68,24 +66,14 @@ class EpochState:
             del self._logged[key]
 
     def waits(self, steps: int) -> bool:
-        """Return whether a checkpoint has to wait for gradients that differ between ranks; a collective.
-
-        The wait has an end, as some gradients are never used.
+        """Return whether a checkpoint has to wait for gradients; a collective.
 
         Args:
             steps: the number of the epoch's batches that are done.
         """
         if self._module.automatic_optimization:
             return steps % self._trainer.accumulate_grad_batches > 0
-        for idle_alone in (False, True):
-            self._gradients = self._optimizers.pending(idle_alone)
-            if not differ_between_ranks(self._gradients.values(), self._device):
-                self._waited = 0
-                return False
-        self._gradients = {}
-        self._waited += 1
-        self.has_given_up = self._waited > MOST_WAITED
-        return not self.has_given_up
+        return self.gradients.wait()
 
     def gather(self) -> dict[str, Any]:
         """Return the state, with a part for each rank; a collective."""
@@ -96,7 +84,7 @@ class EpochState:
         }
         ranks: list[Any] = [None] * self._trainer.world_size
         distributed.all_gather_object(ranks, pytree.tree_map_only(Tensor, lambda one: one.cpu(), own))
-        return {"gradients": self._gradients, "ranks": ranks}
+        return {"gradients": self.gradients.of_weights, "ranks": ranks}
 
     def _metrics(self) -> dict[str, Metric]:
         return {name: one for name, one in self._module.named_modules() if isinstance(one, Metric)}

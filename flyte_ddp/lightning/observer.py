@@ -267,7 +267,7 @@ class RankObserver(Checkpoint):
         """Save a checkpoint within an epoch; a collective. Raises NonFiniteError."""
         trained = {**self._validation.trained(), "loss": _total(self._epoch_state.window)}
         check_finite(trainer, module, trained, {}, epoch, steps)
-        if self._epoch_state.has_given_up:
+        if self._epoch_state.gradients.has_given_up:
             self.progress.warn_once(LEFT_OUT)
         self._within = {"state": self._epoch_state.gather(), "seconds": time.monotonic() - self._looked}
         self._save(trainer, epoch, steps)

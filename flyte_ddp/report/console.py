@@ -1,4 +1,4 @@
-"""What a training run prints on the terminal or in a pod's log."""
+"""The lines that a training run prints on the terminal or in a pod's log."""
 
 import logging
 import os
@@ -163,7 +163,7 @@ class Console(Remarks):
         self._ranks = rank_tables(self._run.hosts, event, MOST_RANKS) if len(event.data) > 1 else []
 
     def say_ranks(self) -> None:
-        """Where the seconds of ranks and hosts have gone so far, once."""
+        """Print where the seconds of ranks and hosts have gone so far, once."""
         for table in self._ranks:
             say(in_text(table))
         self._ranks = []

@@ -114,7 +114,7 @@ def attempts_table(record: Record) -> dict[str, Any] | None:
 
 
 def ranks(record: Record) -> list[Table]:
-    """Where the seconds of each rank, and of each of several hosts, have gone."""
+    """Return where the seconds of each rank, and of each of several hosts, have gone."""
     run, times = record.started, record.ranks
     return rank_tables(run.hosts, times, MOST_RANKS) if run and times else []
 
@@ -202,7 +202,7 @@ def _settings(values: Settings) -> list[tuple[str, str, str]]:
 
 
 def operator_table(record: Record) -> dict[str, Any] | None:
-    """What rank 0's profiler wrote, if it was on."""
+    """Return what rank 0's profiler wrote, if it was on."""
     try:
         profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
     except FileNotFoundError:

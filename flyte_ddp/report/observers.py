@@ -152,7 +152,7 @@ def _give_up(name: str, error: BaseException) -> None:
 
 
 class TimeLeft:
-    """How long a training has yet to go, by the pace of this attempt.
+    """An estimate of how long a training has yet to go, by the pace of this attempt.
 
     A step takes its share of all that has happened since the first one, checkpoints included, without evaluations.
     Evaluations are counted apart, by their share in the steps that have been evaluated: the next may be near or far.

@@ -1,4 +1,4 @@
-"""What a run shows of images: which were classified correctly, which were not, and what they look like."""
+"""The images that a run shows: which were classified correctly, which were not, and what they look like."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

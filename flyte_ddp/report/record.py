@@ -1,4 +1,4 @@
-"""What a report shows of a training run, collected from its events and computed from them."""
+"""The facts of a training run that a report shows, collected from its events and computed from them."""
 
 import copy
 import hashlib
@@ -70,7 +70,7 @@ def tracking_id(key: str, first: str) -> str:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run before it starts.
+    """The facts of a run that are known before it starts.
 
     Attributes:
         name: of the run, for people to read.
@@ -216,19 +216,19 @@ class Record(events.Observer):
 
     @property
     def subject(self) -> str:
-        """What is trained on: "on DATASET" or, while that is unknown, "of RECIPE"."""
+        """Return what is trained on: "on DATASET" or, while that is unknown, "of RECIPE"."""
         if self.info.description:
             return f"on {self.info.description.name}"
         return f"on {self.started.dataset}" if self.started else f"of {self.info.recipe_name}"
 
     @property
     def samples(self) -> str:
-        """What the samples are called, in the plural."""
+        """Return what the samples are called, in the plural."""
         return self.started.samples if self.started else "samples"
 
     @property
     def split(self) -> str:
-        """What each epoch is evaluated on."""
+        """Return what each epoch is evaluated on."""
         return "validation" if self.started and self.started.validation_samples else "test"
 
     @property
@@ -251,7 +251,7 @@ class Record(events.Observer):
 
     @property
     def digest(self) -> str:
-        """Of the weights that were evaluated last or, in the end, of those that are returned."""
+        """Return the digest of the weights that were evaluated last or, in the end, of those that are returned."""
         last = self.finished.results[0].digest if self.finished else ""
         return last or (self.epochs[-1].digest if self.epochs else "")
 

@@ -1,4 +1,4 @@
-"""Where a run took place: versions, hardware, git commit. Whatever is unknown is left out."""
+"""The surroundings of a run: versions, hardware, git commit. Whatever is unknown is left out."""
 
 import os
 import platform

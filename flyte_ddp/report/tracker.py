@@ -11,7 +11,7 @@ from flyte_ddp.report.record import RunInfo
 
 
 class Tracker:
-    """One run of a tracker, with which all attempts at a training go on.
+    """A run of a tracker, with which all attempts at a training go on.
 
     tracking.py decides which names and steps a method gets. A thread of its own calls all methods but __init__. What a
     tracker has no place for, its method leaves out.

@@ -1,4 +1,4 @@
-"""What the events of a run mean for its tracker, under which names, and from which step on after a resume."""
+"""Tells a tracker what the events of a run mean, under which names, and from which step on after a resume."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""How measures, times and the seconds of ranks are written for people."""
+"""Measures, times and the seconds of ranks, as they are written for people."""
 
 import heapq
 import math

@@ -21,7 +21,7 @@ LOOKED_UP = 1 << 14  # how many of a rank's samples are looked up in the order a
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one global batch.
+    """A rank's share of a global batch.
 
     Attributes:
         tree: tensors (n, ...), single or nested.
@@ -65,7 +65,7 @@ class Order(Protocol):
         """(n,) int64: the samples at these positions (n,), which increase."""
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
-        """For the samples (n,) of each of these steps: their tensors, as Split.fetch."""
+        """Yield the tensors of the samples (n,) of each of these steps, as Split.fetch does."""
 
     def check_room(self) -> None:
         """Raises InputError if this machine has too little for it."""
@@ -149,7 +149,7 @@ class _Batches:
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks))
 
     def sizes(self) -> list[int]:
-        """Of the rank's shares in the first step and the last; with virtual ranks all sizes that a part may have."""
+        """Return the sizes of the rank's shares in the first step and the last; with virtual ranks, of all parts."""
         ends = 0, len(self) - 1
         if not self.virtual_ranks:
             return [own.stop - own.start for own in map(self.own, ends)]
@@ -165,7 +165,7 @@ class _Batches:
         return sum(cut.start < cut.stop for of_step in cuts for cut in of_step)
 
     def parts_with_samples(self, step: int) -> list[int]:
-        """Of the virtual ranks' parts; a short batch may leave some without."""
+        """Return which of the virtual ranks' parts have samples; a short batch may leave some without."""
         cuts = ((number, self._cut(step, number)) for number in range(self.virtual_ranks))
         return [number for number, cut in cuts if cut.start < cut.stop]
 
@@ -176,7 +176,7 @@ class _Batches:
         return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
-        """Of each step, the rank's shares and their tensors."""
+        """Yield each step with the rank's shares and their tensors."""
         lengths = lengths_of(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
         for step, tree in zip(steps, trees, strict=True):
@@ -291,7 +291,7 @@ class EvaluationBatches(_Batches):
             yield [Batch(tree, share, key_of(Use.TEST_STEP, step)) for tree, share in shares]
 
     def whole(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """For each global batch: its samples (n,) int64, and where this rank's own begin and end among them."""
+        """Yield of each global batch the samples (n,) int64, and where this rank's own begin and end among them."""
         for step in range(len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own = self.own(step)

@@ -190,7 +190,7 @@ def _save(content: Any, file: IO[bytes]) -> None:
 
 
 def _content(path: Path) -> Any:
-    """Of a checkpoint that is whole, without reading its tensors."""
+    """Return the content of a checkpoint that is whole, without reading its tensors."""
     try:
         manifest = read_manifest(path)
         return open_shards(shards_beside(path) / manifest["folder"], manifest) if manifest else _load(path, mmap=True)

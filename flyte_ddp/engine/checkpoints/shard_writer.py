@@ -25,7 +25,7 @@ from flyte_ddp.whole_files import content_digest, sync, sync_folder
 
 
 class Destination(Protocol):
-    """Where the files of checkpoints go, and the manifest that says which of them count. All may raise OSError."""
+    """A place for the files of checkpoints, and the manifest that says which of them count. All may raise OSError."""
 
     def begin(self, position: str) -> Path:
         """The folder for this rank's file of the next one; a collective."""
@@ -146,7 +146,7 @@ class ShardWriter:
         return lambda: self._finish(manifest, file, _write(file, copied))
 
     def _entry(self, tensor: Tensor | Shard) -> dict[str, Any]:
-        """What the manifest says of a tensor; of what is not sharded the first file has all."""
+        """Return what the manifest says of a tensor; of what is not sharded the first file has all."""
         count = tensor.shape[0] if tensor.shape else 1
         each, dtype = count, (tensor.rows if isinstance(tensor, Shard) else tensor).dtype
         if isinstance(tensor, Shard):

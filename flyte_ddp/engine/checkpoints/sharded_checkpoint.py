@@ -130,7 +130,7 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def problem_of(shard: Path, digest: str) -> str:
-    """What is wrong with a file of a checkpoint; empty if nothing is."""
+    """Return what is wrong with a file of a checkpoint; empty if nothing is."""
     try:
         is_whole = content_digest(shard) == digest
     except OSError as error:

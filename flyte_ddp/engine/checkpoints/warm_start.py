@@ -188,7 +188,7 @@ def patterns_of(text: str) -> list[str]:
 
 
 def _layers(name: str) -> list[str]:
-    """For a.b.c: a.b.c, a.b and a."""
+    """Return a.b.c, a.b and a for a.b.c."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 

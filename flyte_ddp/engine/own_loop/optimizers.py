@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flyte_ddp.engine.digest import differ_between_ranks
 from flyte_ddp.engine.torch_compat import version
 
 MOST_WAITED = 256  # steps
@@ -72,6 +74,35 @@ class Optimizers:
         held = [value for part in wrappers for value in vars(part).values()]
         inner = [one for value in held for one in (value if isinstance(value, list) else [value])]
         return [one for one in (*parts, *inner) if isinstance(one, Optimizer)]
+
+
+class PendingGradients:
+    """Gradients that no optimizer has stepped by, for which a checkpoint may have to wait.
+
+    Attributes:
+        of_weights: the gradients that the next checkpoint has, by their weights' place in Optimizers.weights().
+        has_given_up: whether a checkpoint has waited in vain, and the next one has none of them.
+    """
+
+    def __init__(self, optimizers: Optimizers, device: torch.device):
+        self._optimizers, self._device = optimizers, device
+        self.of_weights: dict[int, Tensor] = {}
+        self._waited, self.has_given_up = 0, False
+
+    def wait(self) -> bool:
+        """Return whether a checkpoint has to wait, as rank 0 would write gradients that are its own; a collective.
+
+        The wait has an end, as it may be that nothing is ever done with these gradients.
+        """
+        for idle_alone in (False, True):
+            self.of_weights = self._optimizers.pending(idle_alone)
+            if not differ_between_ranks(self.of_weights.values(), self._device):
+                self._waited, self.has_given_up = 0, False
+                return False
+        self.of_weights = {}
+        self._waited += 1
+        self.has_given_up = self._waited > MOST_WAITED
+        return not self.has_given_up
 
 
 def weights_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.agreement import Call, agree
 from flyte_ddp.engine.own_loop.arrangement import arrangement, load, without_later_groups
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
-from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, MOST_WAITED, Optimizers
+from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers, PendingGradients
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.progress import Plan, Progress, StepFigures
 from flyte_ddp.engine.results import export_model
@@ -46,7 +46,7 @@ UNMEASURED = (
 
 
 class LoopState:
-    """What the ranks know alike, but for what the current step has logged.
+    """The state of a loop of the user's own, alike on all ranks but for what the current step has logged.
 
     Attributes:
         progress: how far the training is.
@@ -91,8 +91,7 @@ class LoopState:
         self._environment, self._link, self._job = environment, link, job
         self._flag = torch.zeros((), dtype=torch.bool, device=device)  # whether a step of this epoch was bad
         self._rate = self._norm = 0.0
-        self._pending: dict[int, Tensor] = {}  # gradients, which the next checkpoint has
-        self._waited = 0  # steps in a row
+        self._pending = PendingGradients(self.optimizers, device)
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
 
     def start(self, headline: str, percent: tuple[str, ...], precision: str) -> None:
@@ -150,23 +149,14 @@ class LoopState:
             self._norm = float(norms(gradients).norm())
 
     def _waits(self) -> bool:
-        """Return whether a checkpoint has to wait, as rank 0 would write gradients that are its own; a collective.
-
-        Not without end: it may be that nothing is ever done with these gradients.
-        """
-        for idle_alone in (False, True):
-            self._pending = self.optimizers.pending(idle_alone)
-            if not differ_between_ranks(self._pending.values(), self.device):
-                self._waited = 0
-                return False
-        self._pending = {}
-        self._waited += 1
-        if self._waited > MOST_WAITED:
+        """Return whether a checkpoint has to wait for gradients; a collective."""
+        waits = self._pending.wait()
+        if self._pending.has_given_up:
             self.progress.warn_once(LEFT_OUT)
-        return self._waited <= MOST_WAITED
+        return waits
 
     def end_step(self, is_left: bool = False) -> None:
-        """Once the user's code has done all that belongs to the step; a collective.
+        """End a step, once the user's code has done all that belongs to it; a collective.
 
         Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError, before one.
         is_left: whether no further step of the epoch comes. A resume from here would go on with them, so the epoch's
@@ -303,7 +293,7 @@ class LoopState:
         return {
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "arrangement": arrangement(self.parts),
-            "gradients": self._pending,
+            "gradients": self._pending.of_weights,
             "progress": self.progress.state_dict(),
             "evaluated": self.evaluated,
             "grid": self.exact.grid if self.exact else None,

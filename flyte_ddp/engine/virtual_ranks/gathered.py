@@ -25,7 +25,7 @@ Measure = Callable[[Any, Batch], Tensor]  # of outputs and a part: the sum of wh
 
 
 class Seen(NamedTuple):
-    """What the first pass leaves of a part: what forward has returned, without its graph, and the generators then."""
+    """A part after its first pass: what forward has returned, without its graph, and the generators then."""
 
     part: Batch
     outputs: Any

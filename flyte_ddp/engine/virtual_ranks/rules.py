@@ -1,4 +1,4 @@
-"""What a training by virtual ranks needs, and what it costs: see exact_step.py."""
+"""The rules of a training by virtual ranks, and a remark on what it costs: see exact_step.py."""
 
 from flyte_ddp.engine.batches.batches import parts_of_rank
 from flyte_ddp.errors import InputError
