@@ -90,7 +90,8 @@ class NonFiniteError(ArithmeticError):
 
 class WrongBitsError(RecoverableError):
     """Ranks have computed other bits than others, or than before; an attempt elsewhere goes on from the last
-    checkpoint."""
+    checkpoint.
+    """
 
     def __init__(self, epoch: int, step: int, reason: str):
         super().__init__(f"in epoch {epoch + 1}, step {step + 1}, {reason}")

@@ -159,7 +159,8 @@ class NotLearning(Event):
 class RanksTimed(Event):
     """Seconds of each rank since this attempt began, by rank: waiting for its data (reading and augmenting them),
     computing, waiting for the others and exchanging gradients with them, and what it needed beyond a fast rank, for
-    which the others have waited."""
+    which the others have waited.
+    """
 
     data: list[float]
     computing: list[float]
@@ -225,7 +226,8 @@ class CheckpointRefused(Event):
 @dataclass(frozen=True)
 class RanksRestarted(Event):
     """The ranks of this pod have ended, for this reason, and start again from the newest checkpoint; left: how often
-    that may happen again."""
+    that may happen again.
+    """
 
     reason: str
     left: int
@@ -240,7 +242,7 @@ class Printed(Event):
 
 
 def tell(observer: object, event: Any) -> None:
-    """Calls the observer's method for this kind of event, if it has one: on_epoch_finished for EpochFinished."""
+    """Call the observer's method for this kind of event, if it has one: on_epoch_finished for EpochFinished."""
     name = re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", type(event).__name__)
     method = getattr(observer, f"on{name}", None)
     if method:
@@ -248,7 +250,7 @@ def tell(observer: object, event: Any) -> None:
 
 
 def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Passes each event to all listeners."""
+    """Pass each event to all listeners."""
 
     def tell_all(event: Any) -> None:
         for listener in listeners:

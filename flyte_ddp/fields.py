@@ -41,7 +41,7 @@ def setting(
     below: float = math.inf,
     choices: Sequence[str] = (),
 ) -> Any:
-    """Declares a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices."""
+    """Declare a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices."""
     rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
@@ -51,7 +51,7 @@ def setting(
 
 
 def read_json(text: str) -> Any:
-    """Parses the text; raises InputError for a name that an object has twice, ValueError if it is not JSON."""
+    """Parse the text; raises InputError for a name that an object has twice, ValueError if it is not JSON."""
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         refuse_repeated([name for name, _ in pairs])
@@ -73,7 +73,7 @@ def plain(value: Any) -> Any:
 
 
 def refuse_repeated(names: Sequence[str]) -> None:
-    """Raises InputError for a name that appears twice: all its values but the last would be lost."""
+    """Raise InputError for a name that appears twice: all its values but the last would be lost."""
     for number, name in enumerate(names):
         if name in names[:number]:
             raise InputError(f"{_shown(name)} is given twice: leave one of them out")
@@ -96,7 +96,7 @@ class Settings(DataClassJsonMixin):
 
     @classmethod
     def from_json(cls: type[S], s: Any, **_: Any) -> S:
-        """Reads a JSON object; missing fields take their defaults."""
+        """Read a JSON object; missing fields take their defaults."""
         try:
             values = read_json(s)
         except InputError as error:
@@ -107,15 +107,16 @@ class Settings(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls: type[S], kvs: Any, **_: Any) -> S:
-        """Builds from a mapping; missing fields take their defaults, unknown ones raise InputError."""
+        """Build from a mapping; missing fields take their defaults, unknown ones raise InputError."""
         if not isinstance(kvs, dict):
             raise InputError(f"{cls.__name__} must be an object with named fields, got {_shown(kvs)}")
         return cls(**cls.__pre_deserialize__(kvs))
 
     @classmethod
     def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Checks before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
-        UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing."""
+        """Check before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
+        UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing.
+        """
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name, value in values.items():
             if name not in fields:
@@ -133,7 +134,8 @@ def is_field(kind: type[Settings], name: str) -> bool:
 @functools.cache
 def _rules_of(kind: type, name: str) -> Mapping[str, Any]:
     """Those of the nearest class that gives some by setting(), since a new default alone, as in `epochs: int = 30`,
-    leaves them as they are."""
+    leaves them as they are.
+    """
     declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in kind.__mro__)
     return next((field.metadata for field in declared if field and "minimum" in field.metadata), {})
 
@@ -151,8 +153,9 @@ def described(kind: type[Settings]) -> dict[str, str]:
 
 
 def _check_declared(kind: type[Settings]) -> None:
-    """Raises InputError for what dataclasses leave aside in silence: fields of a class without the decorator, and new
-    defaults without a type."""
+    """Raise InputError for what dataclasses leave aside in silence: fields of a class without the decorator, and new
+    defaults without a type.
+    """
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for one in kind.__mro__[: kind.__mro__.index(Settings)]:
         types = vars(one).get("__annotations__", {})
@@ -171,7 +174,7 @@ def _checked(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any) 
 
 
 def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any] | None = None) -> Any:
-    """Returns the value in the field's own type (1 becomes 1.0 for a float), or raises InputError.
+    """Return the value in the field's own type (1 becomes 1.0 for a float), or raises InputError.
 
     rules: of setting(); by default the field's own.
     """
@@ -211,7 +214,7 @@ def _as_yaml(expected: Any, value: Any) -> str:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raises InputError for what is not the same once it has been JSON, as in inputs of tasks and files of weights."""
+    """Raise InputError for what is not the same once it has been JSON, as in inputs of tasks and files of weights."""
     if type(value) is dict:
         for key, inner in value.items():
             if type(key) is not str:

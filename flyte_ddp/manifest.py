@@ -41,14 +41,14 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Replaces the checkpoint at this path, whole or not at all; raises OSError."""
+    """Replace the checkpoint at this path, whole or not at all; raises OSError."""
     content = json.dumps(manifest).encode()
     write_whole(path, content + hashlib.sha256(content).digest())
     sync_folder(path.parent)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Removes the checkpoint at this path, if there is one, with its shards and models."""
+    """Remove the checkpoint at this path, if there is one, with its shards and models."""
     path.unlink(missing_ok=True)
     for folder in (shards_beside(path), models_beside(path)):
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ from flyte_ddp.fields import read_json, refuse_repeated
 
 
 def read_settings(text: str) -> Any:
-    """Parses JSON text, or the .json or .yaml file at a path; raises InputError with the place and the reason."""
+    """Parse JSON text, or the .json or .yaml file at a path; raises InputError with the place and the reason."""
     try:
         is_file = text.lstrip()[:1] not in ("{", "[")
         # with or without the mark that editors on Windows begin a file with

@@ -122,7 +122,8 @@ class Recipe:
     @property
     def init_path(self) -> Path:
         """The folder that the task was given as init, for from_pretrained in model(); InputError without one. It is
-        not known yet in __init__."""
+        not known yet in __init__.
+        """
         if self._init_path is None:
             raise InputError(f"{type(self).__name__} starts from given weights: give the folder that has them as init")
         self.has_read_init = True
@@ -212,7 +213,8 @@ class Recipe:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Any optimizer of torch.optim whose step needs no closure and takes dense gradients: all but LBFGS and
-        SparseAdam. The engine normalises, clips and checks the gradients, and restores the optimizer on resume."""
+        SparseAdam. The engine normalises, clips and checks the gradients, and restores the optimizer on resume.
+        """
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
     def lr_lambda(self, step: int, steps: int) -> float:

@@ -84,7 +84,7 @@ class TrainingSettings(Settings):
         return self.stop_after or self.epochs
 
     def check_validation(self, keep_best: int = 0) -> None:
-        """Raises InputError for settings, or an option, that make no sense without a validation split."""
+        """Raise InputError for settings, or an option, that make no sense without a validation split."""
         values = {f"{type(self).__name__}.patience": self.patience, "RunOptions.keep_best": keep_best}
         for name, value in values.items():
             if value:

@@ -88,7 +88,7 @@ def train(
     observers: Sequence[str] = (),
     report: bool = False,
 ) -> Result:
-    """Trains a recipe with options.nproc ranks that it starts, or as one rank if a launcher has set WORLD_SIZE.
+    """Train a recipe with options.nproc ranks that it starts, or as one rank if a launcher has set WORLD_SIZE.
 
     Args:
         recipe: "package.module:Name", or the class itself; or those of a function, a loop of your own: see Loop.
@@ -171,7 +171,7 @@ def run_in(
     on_event: Callable[[Event], None] | None = None,
     report: bool = False,
 ) -> Result:
-    """Trains into the folder, and tells the user and the observers."""
+    """Train into the folder, and tell the user and the observers."""
     started = time.time()
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
     goodput, is_first = Goodput(started, earlier=earlier), is_first_rank()
@@ -226,7 +226,7 @@ def existing(data: str | Path | None) -> Path | StoredData | None:
 
 
 def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-    """Trains with ranks of its own, or as one of its launcher's."""
+    """Train with ranks of its own, or as one of its launcher's."""
     checkpoint, options = Path(job.checkpoint_path), job.options
     if is_first_rank() and not options.resume:
         remove_checkpoint(checkpoint)

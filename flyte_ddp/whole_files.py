@@ -19,7 +19,7 @@ LEFTOVER_SECONDS = 3600.0
 
 @contextmanager
 def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
-    """Turns the errors of a full, read-only or forbidden disk into one InputError that names the folder.
+    """Turn the errors of a full, read-only or forbidden disk into one InputError that names the folder.
 
     variable is the environment variable, or argument, with which the user can choose another folder.
     """
@@ -34,7 +34,7 @@ def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Turns the error of a file or folder that may not be read into one InputError that names it."""
+    """Turn the error of a file or folder that may not be read into one InputError that names it."""
     try:
         yield
     except PermissionError as error:
@@ -60,8 +60,9 @@ def temporary_beside(path: Path) -> Path:
 
 
 def remove_leftovers(directory: str | Path, name: str = "") -> None:
-    """Removes what killed processes left half-written here: of any file, what is untouched for an hour; by the name of
-    one that nobody else writes, all that is of it."""
+    """Remove what killed processes left half-written here: of any file, what is untouched for an hour; by the name of
+    one that nobody else writes, all that is of it.
+    """
     for path in Path(directory).glob(f".{glob.escape(name)}.*.partial" if name else ".*.partial"):
         with suppress(OSError):
             if name or time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
@@ -77,13 +78,13 @@ def synced_file(path: Path) -> Iterator[io.BufferedRandom]:
 
 
 def sync(file: IO[bytes]) -> None:
-    """Returns when what was written is on disk."""
+    """Return when what was written is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names of the files in it are on disk."""
+    """Return when the names of the files in it are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -104,14 +105,15 @@ def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Writes a file whole or not at all; raises OSError."""
+    """Write a file whole or not at all; raises OSError."""
     with whole_file(path) as file:
         file.write(content)
 
 
 def link_or_copy(file: Path, other: Path) -> None:
     """A second name for a file, or a copy where there can be none, as on another disk; raises FileNotFoundError if
-    the file is not there."""
+    the file is not there.
+    """
     try:
         os.link(file, other)
     except FileNotFoundError:
@@ -122,7 +124,8 @@ def link_or_copy(file: Path, other: Path) -> None:
 
 def files_below(folder: str | Path) -> Iterator[Path]:
     """All files below a folder, and links that lead nowhere, also where links lead to folders; raises OSError if one
-    may not be read, InputError for links in a circle."""
+    may not be read, InputError for links in a circle.
+    """
     for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         yield from (Path(parent, name) for name in names)
         for inner in (Path(parent, name) for name in folders):

@@ -1,6 +1,8 @@
 """Which layer may import which: see docs/architecture.md."""
 
 import ast
+import re
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -172,3 +174,28 @@ def test_every_package_says_what_lives_in_it():
     for path in packages:
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert path.parent == LIBRARY or 2 <= len(text.splitlines()) <= 5, path
+
+
+# --- words ---
+
+# A docstring that begins with one of these begins in the middle of a thought
+FIRST_WORDS = {
+    "also", "and", "as", "by", "for", "from", "how", "if", "in", "not", "of", "once", "one", "see", "that", "this",
+    "those", "to", "what", "where", "which", "whoever", "whose", "with",
+}  # fmt: skip
+
+
+def test_docstrings_begin_with_what_something_is_or_does():
+    """Ruff holds the rest of PEP 257; where pyproject.toml still ignores its rules, so does this test."""
+    ignored = re.findall(r'^"(flyte_ddp/.*)" = \["D"\]$', (LIBRARY.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    found = []
+    for path in sorted(LIBRARY.rglob("*.py")):
+        name = path.relative_to(LIBRARY.parent).as_posix()
+        if any(fnmatch(name, pattern) for pattern in ignored):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+                text = ast.get_docstring(node) or "Nothing"
+                if text.startswith("The same") or text.split()[0].strip(".,:;").lower() in FIRST_WORDS:
+                    found.append(f"{name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)

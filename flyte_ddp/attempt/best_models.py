@@ -15,7 +15,7 @@ LIST = "list.json"  # in the storage: which of the files there, 0, 1, 2, …, is
 
 
 def get_file(platform: Platform, url: str, path: Path) -> None:
-    """Downloads a file, whole or not at all."""
+    """Download a file, whole or not at all."""
     beside = temporary_beside(path)
     try:
         platform.get(url, beside)
@@ -56,7 +56,7 @@ class StoredModels:
                 get_file(self._platform, f"{self._url}/{file}", local / name)
 
     def put(self, folder: Path, put_checkpoint: Callable[[], None]) -> None:
-        """Uploads the models in the folder, which are all that a checkpoint needs, then that checkpoint."""
+        """Upload the models in the folder, which are all that a checkpoint needs, then that checkpoint."""
         before = self._stored
         free = (file for file in map(str, itertools.count()) if file not in before.values())
         now = {file.name: before.get(file.name) or next(free) for file in sorted(folder.glob("*.pt"))}

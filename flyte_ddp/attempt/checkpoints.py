@@ -45,7 +45,7 @@ class Store(Observer):
         self._platform, self._models = platform, StoredModels(platform, self.folder, path)
 
     def fetch_given(self, url: str) -> None:
-        """Gets the checkpoint that the user names, if this training has none of its own yet."""
+        """Get the checkpoint that the user names, if this training has none of its own yet."""
         if not url or self.path.exists():
             return
         if not patiently(f"cannot tell whether {url} has a checkpoint", lambda: self._fetch(url.rstrip("/"))):
@@ -56,7 +56,7 @@ class Store(Observer):
         self.is_given = True
 
     def _fetch(self, url: str) -> str:
-        """Gets the checkpoint in a folder of the storage, or where that says; the folder, empty if there is none."""
+        """Get the checkpoint in a folder of the storage, or where that says; the folder, empty if there is none."""
         with suppress(FileNotFoundError):
             self._get_checkpoint(url)
             return url
@@ -91,7 +91,7 @@ class Store(Observer):
 
 
 def patiently(problem_with: str, call: Callable[[], Value]) -> Value:
-    """Calls it, and later again if storage fails; RecoverableError, which begins with these words, if it still does."""
+    """Call it, and later again if storage fails; RecoverableError, which begins with these words, if it still does."""
     for seconds in (*WAITS, None):
         try:
             return call()
@@ -123,7 +123,7 @@ class PlatformStore(Store):
         self._thread.start()
 
     def restore(self, resume: bool) -> None:
-        """Downloads the newest checkpoint: this attempt's own, if only its processes were restarted, else, with resume,
+        """Download the newest checkpoint: this attempt's own, if only its processes were restarted, else, with resume,
         that of the previous attempt. The latter is saved as this attempt's own at once; until that is done, the next
         attempt is told where it is. If storage does not deliver it, this one ends with RecoverableError.
         """
@@ -144,7 +144,7 @@ class PlatformStore(Store):
             raise
 
     def hand_on(self, url: str) -> None:
-        """Makes the checkpoint, which was found in this folder, this attempt's own."""
+        """Make the checkpoint, which was found in this folder, this attempt's own."""
         if manifest := read_manifest(self.path):
             self._taken = {manifest["folder"]}
         self._new.set()
@@ -153,7 +153,7 @@ class PlatformStore(Store):
         self._new.set()
 
     def close(self) -> None:
-        """Waits for the newest checkpoint to be uploaded."""
+        """Wait for the newest checkpoint to be uploaded."""
         self._closing = True
         self._new.set()
         self._thread.join()
@@ -201,8 +201,9 @@ class PlatformStore(Store):
             link_or_copy(shards_beside(self.path) / manifest["folder"] / name, folder / name)
 
     def put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
-        """Uploads a checkpoint; of a sharded one the files beside it, then their manifest. There are few names for
-        folders, as nothing is removed from the storage."""
+        """Upload a checkpoint; of a sharded one the files beside it, then their manifest. There are few names for
+        folders, as nothing is removed from the storage.
+        """
         url = f"{self.folder}/{self.path.name}"
         if manifest is None:
             return self._platform.put(pinned, url)
@@ -217,8 +218,9 @@ class PlatformStore(Store):
 
 
 def point_to_previous(platform: Platform) -> None:
-    """Tells the next attempt where the checkpoint of the previous one is: it knows no other attempt than this one,
-    which may end before it has a checkpoint of its own, or its data."""
+    """Tell the next attempt where the checkpoint of the previous one is: it knows no other attempt than this one,
+    which may end before it has a checkpoint of its own, or its data.
+    """
     if not platform.is_local() and (previous := platform.previous_checkpoint_url()):
         point_to(platform, previous)
 
@@ -238,7 +240,8 @@ def checkpoint_store(
     platform: Platform, key: str, resume: bool, resume_from: str = "", stored: NewStore = PlatformStore
 ) -> Iterator[Store]:
     """The path of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there, else the
-    one in the folder resume_from. stored: what there is outside of local runs."""
+    one in the folder resume_from. stored: what there is outside of local runs.
+    """
     if platform.is_local():
         with _local_folder(key) as folder:
             path = folder / "checkpoint"
@@ -276,7 +279,7 @@ def _local_folder(key: str) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes checkpoints that nobody goes on from: private ones of killed processes, and those of long ago."""
+    """Remove checkpoints that nobody goes on from: private ones of killed processes, and those of long ago."""
     for one in folder.iterdir():
         is_private = PRIVATE in one.name
         with suppress(OSError, HeldError):

@@ -29,7 +29,7 @@ def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt
 
 
 def leave_progress(platform: Platform, run: Run) -> None:
-    """Keeps a local run's beside its checkpoint, for the run that goes on from there; elsewhere the logs stay."""
+    """Keep a local run's beside its checkpoint, for the run that goes on from there; elsewhere the logs stay."""
     if platform.is_local():
         _link(run.logs.folder / FILE, _beside_checkpoint(run))
 

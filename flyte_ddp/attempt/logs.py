@@ -39,7 +39,7 @@ class Logs(Observer):
     url: str
 
     def on_printed(self, event: Printed) -> None:
-        """Writes what each rank prints to a file of its own."""
+        """Write what each rank prints to a file of its own."""
         append(self.folder / f"rank-{event.rank}.log", event.text)
 
 
@@ -89,7 +89,7 @@ class Uploads:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for a last round, at most CLOSE_SECONDS: a daemon thread does not keep the process from ending."""
+        """Wait for a last round, at most CLOSE_SECONDS: a daemon thread does not keep the process from ending."""
         self._closing.set()
         self._thread.join(CLOSE_SECONDS)
 
@@ -136,7 +136,7 @@ class Uploads:
 
 @contextmanager
 def copied_output(path: Path, prefix: str) -> Iterator[None]:
-    """Copies what this process prints to a file, with the time of each line; see rank.printed_lines."""
+    """Copy what this process prints to a file, with the time of each line; see rank.printed_lines."""
 
     def copying(stream: "Callable[[str], int]") -> Callable[[str], None]:
         def hand_on(line: str) -> None:
@@ -150,7 +150,7 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
 
 
 def append(path: Path, text: str) -> None:
-    """Appends lines, each with the time before it; on a full disk these lines are lost, but the run continues."""
+    """Append lines, each with the time before it; on a full disk these lines are lost, but the run continues."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])

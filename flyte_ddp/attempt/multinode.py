@@ -59,8 +59,9 @@ def train_as_rank(
     own_observers: Sequence[UserCode] = (),
     train: Train = worker.train,
 ) -> Trained | None:
-    """Trains as one rank, where there must be as many as registered; returns what rank 0, which alone has observers and
-    checkpoints, has trained, else None."""
+    """Train as one rank, where there must be as many as registered; returns what rank 0, which alone has observers and
+    checkpoints, has trained, else None.
+    """
     show_output()  # Flyte's plugin hands a rank the task by its code, so that the workflow file is not imported
     with handing_on_failure(platform), platform_errors(platform):
         if options.resume and is_first_rank():
@@ -89,7 +90,8 @@ def train_as_rank(
 @contextmanager
 def handing_on_failure(platform: Platform) -> Iterator[None]:
     """Leaves the failure of a rank beside torchrun's file of its error, which has only the text; where there is no
-    torchrun, nobody looks for it."""
+    torchrun, nobody looks for it.
+    """
     try:
         yield
     except Exception as error:
@@ -129,8 +131,9 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
 
 
 def worth_restarts() -> Callable[[ChildFailedError], bool]:
-    """Tells whether torch's agent should start a node's ranks again after a failure: if one was lost, but not if the
+    """Tell whether torch's agent should start a node's ranks again after a failure: if one was lost, but not if the
     kernel has killed one for want of memory since this was called. Nor if one hangs: its agent may stand still, too,
-    and would be waited for."""
+    and would be waited for.
+    """
     kills = memory_kills()
     return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills

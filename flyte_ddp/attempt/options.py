@@ -10,7 +10,7 @@ from flyte_ddp.fields import Settings, described
 
 
 def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Makes commands say where an unknown option belongs: --epochs is a field of --hp. Calling it again does no harm.
+    """Make commands say where an unknown option belongs: --epochs is a field of --hp. Calling it again does no harm.
 
     kind_of: the Python type that an option is converted to; anything else where there is none.
     """
@@ -33,7 +33,7 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Gives the help of commands a line for each setting in place of a JSON schema. Calling it again does no harm.
+    """Give the help of commands a line for each setting in place of a JSON schema. Calling it again does no harm.
 
     kind_of: see explain_unknown_options.
     """

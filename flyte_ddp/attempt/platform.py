@@ -35,7 +35,8 @@ class Platform(Protocol):
 
     def execution(self) -> tuple[str, str]:
         """The execution's name, such as project/domain/name, equal for all its attempts and for no other execution, and
-        the link to its page; the name is empty in a local run, the link where it is unknown."""
+        the link to its page; the name is empty in a local run, the link where it is unknown.
+        """
 
     def logs_url(self) -> str:
         """Where this attempt's logs go: a folder named logs, beside which the live report.html goes."""
@@ -45,29 +46,33 @@ class Platform(Protocol):
 
     def checkpoint_url(self) -> str:
         """The folder for this attempt's checkpoint. An attempt may find its own there: if only its process, or its pod,
-        was started again."""
+        was started again.
+        """
 
     def previous_checkpoint_url(self) -> str:
         """That of the attempt before; empty if there was none."""
 
     def get(self, url: str, path: Path) -> None:
-        """Downloads a file of the storage; path is new, its folder exists.
+        """Download a file of the storage; path is new, its folder exists.
 
         Raises FileNotFoundError only if the storage says that there is no such file. If it cannot be asked, or fails,
         any other exception: a checkpoint that is there, but cannot be read now, is worth another attempt.
         """
 
     def put(self, path: Path, url: str) -> None:
-        """Uploads a file, over what is there; raises whatever the storage raises."""
+        """Upload a file, over what is there; raises whatever the storage raises."""
 
     def storage_options(self, protocol: str) -> dict[str, Any]:
         """With which fsspec's own client opens the storage, such as the endpoint and key of s3; empty if it finds them
-        itself. For whatever is not of this attempt alone: promoted models, the user's own mirror of datasets."""
+        itself. For whatever is not of this attempt alone: promoted models, the user's own mirror of datasets.
+        """
 
     def publisher(self, title: str) -> Callable[[str], None]:
         """A function that replaces the task's page on the platform, with this title, by the HTML that it is given: a
-        fragment, at once, while the task runs. It does nothing in a local run, whose page is a file."""
+        fragment, at once, while the task runs. It does nothing in a local run, whose page is a file.
+        """
 
     def error(self, failure: Failure, message: str) -> Exception:
         """The exception with which the attempt ends, so that the platform shows the message, and starts another attempt
-        if failure.recoverable and only then. It has the failure as its attribute `failure`."""
+        if failure.recoverable and only then. It has the failure as its attribute `failure`.
+        """

@@ -53,7 +53,7 @@ class Training(ABC, Generic[Given, Outputs]):
         data: Given | StoredData | None = None,
         init: Given | None = None,
     ) -> Outputs:
-        """Trains with one process per rank, on the file or folder data, if the recipe uses one; on stored data where
+        """Train with one process per rank, on the file or folder data, if the recipe uses one; on stored data where
         they are, for a recipe that returns Blocks.
 
         init: what to start from: the model_state of an earlier training; a checkpoint (final-checkpoint in its logs, if
@@ -86,7 +86,7 @@ class Training(ABC, Generic[Given, Outputs]):
         data: Given | StoredData | None = None,
         init: Given | None = None,
     ) -> Outputs | None:
-        """Trains as one rank of many nodes, in a process that the platform has started; outputs on rank 0 only."""
+        """Train as one rank of many nodes, in a process that the platform has started; outputs on rank 0 only."""
         from flyte_ddp.attempt.multinode import train_as_rank  # imports torch
 
         def fetch() -> Subject:
@@ -103,7 +103,7 @@ class Training(ABC, Generic[Given, Outputs]):
         return self.outputs_of(trained) if trained else None
 
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
-        """Raises InputError for what cannot be trained here."""
+        """Raise InputError for what cannot be trained here."""
 
     def most_ranks(self, settings: TrainingSettings) -> tuple[int, int]:
         """Return what limits the ranks of a step: the samples of its batch and, unless 0, its virtual ranks."""

@@ -11,15 +11,17 @@ HANDOVER_VARIABLE, PREVIOUS_VARIABLE = "DDP_HANDOVER", "DDP_PREVIOUS_CHECKPOINT"
 
 
 def check_code(version: str) -> None:
-    """Raises ReportedError if this pod's code is not what was registered: with --copy none it has the code of its
-    image, and the result would be cached as that of the registered code."""
+    """Raise ReportedError if this pod's code is not what was registered: with --copy none it has the code of its
+    image, and the result would be cached as that of the registered code.
+    """
     if os.environ.get(CODE_VARIABLE, version) != version:
         raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
 
 
 def check_gpus(visible: int) -> None:
-    """Raises RecoverableError, so that another pod is tried, if this one sees another number of GPUs than it asked for:
-    the result with fewer would be cached all the same. A local run has asked for none."""
+    """Raise RecoverableError, so that another pod is tried, if this one sees another number of GPUs than it asked for:
+    the result with fewer would be cached all the same. A local run has asked for none.
+    """
     asked = os.environ.get(GPUS_VARIABLE)
     if asked is not None and int(asked) != visible:
         raise RecoverableError(

@@ -39,7 +39,8 @@ class PlatformRankStorage:
 
 class StoreOfRanks(PlatformStore):
     """Rank 0's, which leaves sharded checkpoints to the ranks. Of an earlier one it gets the manifest alone, to which
-    it adds where the files are."""
+    it adds where the files are.
+    """
 
     def __init__(self, path: Path, platform: Platform, ranks: PlatformRankStorage):
         """ranks: rank 0's own."""
@@ -48,7 +49,7 @@ class StoreOfRanks(PlatformStore):
         ranks.store = self
 
     def put_by_rank(self, put_manifest: Callable[[], None]) -> None:
-        """Uploads the models that a checkpoint needs, then its manifest; what is at the path is an earlier one."""
+        """Upload the models that a checkpoint needs, then its manifest; what is at the path is an earlier one."""
         with self._lock:
             self._is_left_to_ranks = True
             self._models.put(models_beside(self.path), put_manifest)

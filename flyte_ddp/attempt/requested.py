@@ -63,7 +63,8 @@ def training_size(gpus: int) -> Size:
 
 def pod_environment() -> dict[str, str]:
     """The variables of every pod: the user's own, and the data mirror, unless its URL has a password, which everybody
-    who can see the tasks in Flyte could see."""
+    who can see the tasks in Flyte could see.
+    """
     mirror = mirror_from_environment()
     parts = urlsplit(mirror or "")
     has_password = parts.scheme in ("http", "https") and "@" in parts.netloc

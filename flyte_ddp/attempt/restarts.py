@@ -1,5 +1,6 @@
 """Starts the ranks of a pod again, from their checkpoint: sooner than in another pod, which has to be found room, to
-start, and to download its data."""
+start, and to download its data.
+"""
 
 import time
 from collections.abc import Callable

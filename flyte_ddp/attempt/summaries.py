@@ -126,7 +126,8 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
 
 def utilization(result: TrainingResult, samples_per_second: float, world: World) -> float | None:
     """Model FLOPs utilization of the GPUs, one per rank, as defined for PaLM (Chowdhery et al., 2022, appendix B), but
-    with counted rather than estimated FLOPs."""
+    with counted rather than estimated FLOPs.
+    """
     # Ranks under gloo may share a GPU, so the number of GPUs is unknown
     most = peak(result.hardware, result.precision) if world.backend == "nccl" else None
     return result.sample_flops * samples_per_second / (most * world.size) if most else None

@@ -90,8 +90,9 @@ def train_by(
     own_observers: Sequence[UserCode],
     stored: NewStore = PlatformStore,
 ) -> Trained:
-    """Does everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank.
-    stored: see checkpoint_store."""
+    """Do everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank.
+    stored: see checkpoint_store.
+    """
     started = time.time()
     subject = fetch()
     with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from, stored) as run:
@@ -149,7 +150,8 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run)
 
 def tracking_id_of(platform: Platform, key: str, beside: Path) -> str:
     """An id shared by all attempts at one training, and by no other: on a cluster from the execution, locally from a
-    file beside the checkpoint, which is removed with it when training has succeeded."""
+    file beside the checkpoint, which is removed with it when training has succeeded.
+    """
     if platform.is_local():
         file = beside.with_name("tracking-id")
         if not beside.exists() or not file.exists():

@@ -36,7 +36,7 @@ def telling_webhook(platform: Platform) -> Iterator[None]:
 
 
 def notify(url: str, content: dict[str, Any]) -> None:
-    """Posts the content, for at most POST_SECONDS; a warning does not show the URL, which may be secret."""
+    """Post the content, for at most POST_SECONDS; a warning does not show the URL, which may be secret."""
     problems = ["no answer in time"]
     thread = threading.Thread(target=post, args=(url, content, problems), daemon=True)
     thread.start()
@@ -46,8 +46,9 @@ def notify(url: str, content: dict[str, Any]) -> None:
 
 
 def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
-    """Clears problems once the server has accepted the content, or adds what went wrong. A redirect is refused: the
-    POST would become a GET without its content."""
+    """Clear problems once the server has accepted the content, or add what went wrong. A redirect is refused: the
+    POST would become a GET without its content.
+    """
     headers = {"User-Agent": "flyte-ddp"}
     try:
         answer = requests.post(url, json=content, headers=headers, timeout=POST_SECONDS, allow_redirects=False)

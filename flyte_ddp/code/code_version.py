@@ -142,7 +142,7 @@ def is_installed(path: str) -> bool:
 
 @contextmanager
 def faults_named(file: str) -> Iterator[None]:
-    """Turns a syntax error into an InputError with file and line."""
+    """Turn a syntax error into an InputError with file and line."""
     try:
         yield
     except (SyntaxError, ValueError) as error:  # a ValueError for null bytes

@@ -49,7 +49,7 @@ class UserCode:
 
 
 def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = ENGINE) -> UserCode:
-    """Finds the code of a recipe, or an observer, from its source; imports nothing, not even a parent package.
+    """Find the code of a recipe, or an observer, from its source; imports nothing, not even a parent package.
 
     Modules are searched for on sys.path. Import statements are found anywhere, and so is import_module("a.b") with a
     literal name; checked_imports reports other imports. data_files are relative to the folder of the recipe's module.
@@ -105,8 +105,9 @@ def joined(codes: Sequence[UserCode]) -> UserCode:
 
 @contextmanager
 def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
-    """Raises InputError if the block has imported first-party modules below root that find_code has not found; what was
-    imported before is others' (torchrun's script, Flyte's entry point). An empty root allows all."""
+    """Raise InputError if the block has imported first-party modules below root that find_code has not found; what was
+    imported before is others' (torchrun's script, Flyte's entry point). An empty root allows all.
+    """
     before = {"__main__", *sys.modules}
     yield
     missed = {

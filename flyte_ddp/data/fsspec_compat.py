@@ -14,7 +14,7 @@ BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 
 def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[AbstractFileSystem, str]:
-    """fsspec's own client for a URL or path, and what it calls that; InputError if there is none.
+    """Fsspec's own client for a URL or path, and what it calls that; InputError if there is none.
 
     url_to_fs takes what is registered for the whole process: flyte, once imported, registers others, whose options have
     other names, and to exchange them for a while would disturb other threads.

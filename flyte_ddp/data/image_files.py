@@ -38,7 +38,7 @@ class ImageFiles:
         return len(self.names)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Raises DataError naming the file if it cannot be decoded, although it could when the folder was indexed."""
+        """Raise DataError naming the file if it cannot be decoded, although it could when the folder was indexed."""
         path = os.path.join(self.folder, os.fsdecode(self.names[index]))
         try:
             return decode(path, self.shape)

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def use_storage_options(options: dict[str, dict[str, Any]]) -> None:
-    """Makes fsspec open each protocol with these options in this process, as flytekit would."""
+    """Make fsspec open each protocol with these options in this process, as flytekit would."""
     for protocol, values in options.items():
         fsspec.config.conf.setdefault(protocol, {}).update(values)
 
@@ -81,7 +81,7 @@ def _details(status: os.stat_result) -> Details:
 
 
 def version_of(details: Details) -> str:
-    """Changes when a file is written to: from its size, and its ETag or times."""
+    """Change when a file is written to: from its size, and its ETag or times."""
     stamps = [details[key] for key in STAMPS if details.get(key)]
     return f"{details['size']} {' '.join(map(str, stamps))}" if stamps else str(details)
 
@@ -108,7 +108,7 @@ class Stored:
         return {name: size for name, size in sizes.items() if not any(part[:1] == "_" for part in name.split("/"))}
 
     def write(self, file: str, content: bytes) -> None:
-        """Writes a file whole or not at all; InputError if that is not possible."""
+        """Write a file whole or not at all; InputError if that is not possible."""
         with writing_to(self.url, "folder"):
             if isinstance(self.files, LocalFileSystem):  # others have no folders, and s3fs would try to make the bucket
                 path = Path(self.root, file)
@@ -207,7 +207,7 @@ class StoredFile(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer, by as many requests as it takes, up to the end: fewer bytes are an error to pyarrow."""
+        """Fill the buffer, by as many requests as it takes, up to the end: fewer bytes are an error to pyarrow."""
         begin = self.position
         stop = min(begin + len(buffer), self.size)
         for start in range(begin, stop, PIECE_BYTES):

@@ -8,7 +8,7 @@ from flyte_ddp.engine.torch_compat import prefer_deterministic
 
 
 def settle_arithmetic() -> None:
-    """Turns TF32 off, and has operations add in the same order each time where torch can; a recipe may set the flags
+    """Turn TF32 off, and has operations add in the same order each time where torch can; a recipe may set the flags
     otherwise. To be called before the first product on a GPU, when cuBLAS reads its variable.
 
     By default cuDNN's convolutions use TF32, with its 10-bit mantissa, on GPUs that have it, and algorithms that add in

@@ -35,7 +35,7 @@ class Attributes:
 
 
 def check_attributes(recipe: Recipe) -> None:
-    """Raises InputError for an attribute that breaks its rule, or is misspelt."""
+    """Raise InputError for an attribute that breaks its rule, or is misspelt."""
     owner = type(recipe).__name__
     for kind in type(recipe).__mro__:
         _check_spelling(kind)
@@ -50,8 +50,9 @@ def check_attributes(recipe: Recipe) -> None:
 
 
 def _check_spelling(kind: type) -> None:
-    """Raises InputError for a name that nothing in its module uses and that is nearly one of Recipe's: the latter's
-    default would be taken in silence."""
+    """Raise InputError for a name that nothing in its module uses and that is nearly one of Recipe's: the latter's
+    default would be taken in silence.
+    """
     known, source = {name for name in vars(Recipe) if not name.startswith("_")} - {*vars(kind)}, ""
     for name in (name for name in vars(kind) if not hasattr(Recipe, name)):
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -66,7 +67,8 @@ def _check_spelling(kind: type) -> None:
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:
     """Return by name the layers that match the patterns (fnmatch) of an attribute, without those inside of another one;
-    InputError for a pattern without a match, and for a list of layers."""
+    InputError for a pattern without a match, and for a list of layers.
+    """
     owner, layers = f"{type(recipe).__name__}.{attribute}", {name: one for name, one in model.named_modules() if name}
     chosen: list[str] = []
     for pattern in getattr(recipe, attribute):

@@ -53,7 +53,8 @@ class Audit:
 
     def __init__(self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn):
         """every: audit one step in this many, and the first; with 0, only the first. places: of each rank. warn is
-        called on all ranks."""
+        called on all ranks.
+        """
         self._step, self.train, self.every, self._places, self._warn = step, train, every, places, warn
         self._rank, self._device, self._is_first = distributed.get_rank(), step.module.carrier.device, True
 
@@ -159,7 +160,8 @@ def audit_of(step: SingleStep, train: TrainBatches, every: int, places: Sequence
 
 def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:
     """A part of a global batch that has samples, the rank that computes it, and another, if there is one on another of
-    the ranks' hosts; at random, and the same on all ranks."""
+    the ranks' hosts; at random, and the same on all ranks.
+    """
     key = key_of(Use.AUDIT, train.seed, epoch, step)
     parts = train.parts_with_samples(step)
     part = parts[key % len(parts)]

@@ -17,7 +17,8 @@ class Average:
     @torch.no_grad()
     def update(self, model: nn.Module, steps: int) -> None:
         """steps: that have been made before this one. The decay warms up as in TensorFlow's ExponentialMovingAverage,
-        or the average of a short training would be that of its first weights."""
+        or the average of a short training would be that of its first weights.
+        """
         # each once: a state_dict lists tied weights under every name that they have
         own, others = (
             {name: local(value) for name, value in (*network.named_parameters(), *network.named_buffers())}

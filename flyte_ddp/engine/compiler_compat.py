@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def inductor_left_out() -> Iterator[None]:
-    """Puts in a stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.
+    """Put in a stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.
 
     That import takes longer than torch's own, and needs the torch._dynamo that leave_dynamo_out replaces.
     """
@@ -31,7 +31,7 @@ def inductor_left_out() -> Iterator[None]:
 
 
 def leave_dynamo_out() -> None:
-    """Puts in a stand-in for torch._dynamo, unless that is already imported.
+    """Put in a stand-in for torch._dynamo, unless that is already imported.
 
     DistributedDataParallel and torch.optim import torch._dynamo only to tell it to leave them alone, and torchvision's
     models for a question that they hardly ever ask. That import takes longer than torch's own (3.6 s after 2.7 s on two

@@ -27,7 +27,7 @@ def measure(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     look: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
 ) -> Measured:
-    """Uses the same batches as the evaluations of a training.
+    """Use the same batches as the evaluations of a training.
 
     forward: by default the recipe's own; for a network of another recipe, that one's. look: is called with each batch.
     """

@@ -9,7 +9,8 @@ Item = TypeVar("Item")
 
 def collected_between(items: Iterator[Item]) -> Generator[Item, None, None]:
     """The items, which come one for each step. What is young is collected between them, which takes microseconds, and
-    nothing else is, or each rank would stop at a step of its own, and all others wait for it each time."""
+    nothing else is, or each rank would stop at a step of its own, and all others wait for it each time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -54,7 +54,8 @@ class Subject:
     @property
     def identity(self) -> dict[str, Any]:
         """What determines the result, and must be equal for one run to resume from the checkpoint of another; settings
-        are apart from the rest, as a recipe's may have any name."""
+        are apart from the rest, as a recipe's may have any name.
+        """
         return {
             "settings": asdict(self.settings),
             "recipe": self.recipe,
@@ -108,7 +109,7 @@ def _name_of(code: UserCode) -> str:
 
 
 def digest_of(data: Path | StoredData | None) -> str:
-    """Raises InputError for what may not be read."""
+    """Raise InputError for what may not be read."""
     with reading():
         return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""
 
@@ -123,13 +124,13 @@ class RankStorage(Protocol):
     path: Path
 
     def put(self, file: Path) -> None:
-        """Uploads a file in a folder beside the path; raises OSError."""
+        """Upload a file in a folder beside the path; raises OSError."""
 
     def put_manifest(self, file: Path) -> None:
         """Rank 0 uploads the file at the path, and before it all else that this checkpoint needs; raises OSError."""
 
     def get(self, url: str, file: Path) -> None:
-        """Downloads a file; raises FileNotFoundError if the storage has none, RecoverableError if it fails."""
+        """Download a file; raises FileNotFoundError if the storage has none, RecoverableError if it fails."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ SETTLE_SECONDS = 0.1
 
 @record  # so that torchrun's report has the error of the rank that failed first
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
-    """Joins the other ranks and trains as one of them; rank 0 passes events to on_event.
+    """Join the other ranks and train as one of them; rank 0 passes events to on_event.
 
     A request to stop ends it with PreemptedError, after a checkpoint; see watched for hangs and lost ranks.
     """

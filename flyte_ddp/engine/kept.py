@@ -30,7 +30,7 @@ class KeptModels(Observer):
     """
 
     def __init__(self, setup: SetUp, job: Job, emit: Callable[[Event], None]):
-        """Finds those that were kept before a resume; a collective.
+        """Find those that were kept before a resume; a collective.
 
         Of the evaluations of another training that this one continues, and of those before keep_best was set, only the
         best is known.
@@ -48,7 +48,7 @@ class KeptModels(Observer):
             self._keep(tracker.best, state.layout.marked({"choice": {"weights": tracker.weights}})["choice"]["weights"])
 
     def after_evaluation(self) -> None:
-        """Writes the weights that have just been evaluated, if they are among the best; a collective if sharded."""
+        """Write the weights that have just been evaluated, if they are among the best; a collective if sharded."""
         state = self._setup.state
         self._keep(len(state.progress.history) - 1, state.evaluated_weights())
 

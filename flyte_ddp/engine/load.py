@@ -31,7 +31,8 @@ from flyte_ddp.text import did_you_mean
 
 def load_named(job: Job) -> Any:
     """What the job names, a recipe's class or a function. Seeds all sources of random numbers, since data and weights
-    may be drawn from any of them."""
+    may be drawn from any of them.
+    """
     seed_all(job.settings.seed)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
     if job.root and job.root not in sys.path:

@@ -42,7 +42,8 @@ def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
 
 def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """The recipe's; InputError for one of other weights. A trial could not tell: a recipe may keep the network of
-    model(), of which those that it is tried with are copies."""
+    model(), of which those that it is tried with are copies.
+    """
     optimizer = recipe.optimizer(model)
     own = {id(weight) for weight in model.parameters()}
     others = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]
@@ -111,7 +112,7 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
 
 
 def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
-    """Raises InputError for predictions that cannot be saved beside those of other batches."""
+    """Raise InputError for predictions that cannot be saved beside those of other batches."""
     one, other = tuple(predictions.shape[1:]), tuple(others.shape[1:])
     if one != other:
         raise InputError(

@@ -21,7 +21,7 @@ from flyte_ddp.whole_files import whole_file, writing_to
 
 @torch.inference_mode()
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
-    """Writes the predictions (n, ...) for a shard of a split to a file in job.logs, in float32; returns n.
+    """Write the predictions (n, ...) for a shard of a split to a file in job.logs, in float32; returns n.
 
     argument: the job, the name of the split, the shard's index from 0, and the number of shards.
     """

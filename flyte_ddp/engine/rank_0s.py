@@ -11,7 +11,8 @@ from flyte_ddp.engine.torch_compat import broadcast_together
 
 def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
     """That of the first of the receivers, by default of all ranks, on the device; the others have the same, or a meta
-    tensor."""
+    tensor.
+    """
     sent = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
     distributed.broadcast(sent.view(-1).view(torch.uint8), group=receivers, group_src=0)
     return sent

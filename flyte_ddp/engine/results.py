@@ -33,7 +33,8 @@ MOST_PICTURES = 24
 
 def write_last(setup: SetUp, job: Job) -> None:
     """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if
-    requested, or if training stops early, to be continued; a collective."""
+    requested, or if training stops early, to be continued; a collective.
+    """
     state = setup.state
     with writing_to(job.logs, job.chosen_by):
         if setup.validation:
@@ -63,7 +64,8 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
 
 def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
     """Rank 0 writes the rows (N, ...) of all ranks, batch by batch, so that no rank ever has them all; a collective.
-    Raises OSError, there alone, once the others have been heard."""
+    Raises OSError, there alone, once the others have been heard.
+    """
     test, rows = setup.test, gather(predictions, setup.test, setup.state.device)
     try:
         if distributed.get_rank() == 0:
@@ -84,7 +86,8 @@ def write_weights(
     setup: SetUp, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
 ) -> str:
     """Rank 0 writes these weights, or those that are evaluated, with their metadata; a collective, which returns their
-    digest. Raises OSError, there alone."""
+    digest. Raises OSError, there alone.
+    """
     state, size = setup.state, distributed.get_world_size()
     weights = weights or state.evaluated_weights()
     digest = weights_digest(weights, state.base.digest, state.device)
@@ -147,7 +150,7 @@ def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
 def export_model(
     weights: Mapping[str, Tensor | Shard], path: Path, metadata: ModelMetadata | None = None, device: torch.device = CPU
 ) -> None:
-    """Writes a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all.
+    """Write a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all.
 
     A collective if weights are sharded; device: of the shards.
     """

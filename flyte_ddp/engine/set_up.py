@@ -40,7 +40,8 @@ SILENT = Link()
 @dataclass(frozen=True)
 class SetUp:
     """probed: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with.
-    warnings: what is to be said whether training starts or goes on."""
+    warnings: what is to be said whether training starts or goes on.
+    """
 
     state: TrainingState
     train: TrainBatches

@@ -152,7 +152,8 @@ class SingleStep(nn.Module):
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
         """Run forward and backward pass; then each parameter has the sum of its gradients on all ranks, or None if no
-        sample of the batch has used it."""
+        sample of the batch has used it.
+        """
         backward()
         sums = self.module.carrier.grad
         assert sums is not None  # after a backward pass
@@ -172,7 +173,8 @@ class ReplicatedStep(SingleStep):
 
     def __init__(self, step: Step, has_unused: bool = False):
         """has_unused: whether steps may leave parameters unused on all ranks, as an expert's. It costs a look at the
-        whole graph in each step to know."""
+        whole graph in each step to know.
+        """
         super().__init__(step)
         self._has_unused = has_unused
         self.replicated = torch_compat.SettledBuckets(

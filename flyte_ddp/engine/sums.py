@@ -58,7 +58,7 @@ class StepSums:
         bad.add_(flag)
 
     def now(self, step: int, seconds: float) -> Sums:
-        """Makes the host wait for the device."""
+        """Make the host wait for the device."""
         self.readback.clear()
         return _sums_of(step, self.values.tolist(), seconds)
 

@@ -120,7 +120,8 @@ def settle_buckets(replicated: DistributedDataParallel) -> None:
 
 def copy_of(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
     """A deep copy of a network. deepcopy refuses what a layer has computed from its weights and keeps, as that of
-    torch.nn.utils.weight_norm: a copy of it has its values. shared: tensors that the copy has, too."""
+    torch.nn.utils.weight_norm: a copy of it has its values. shared: tensors that the copy has, too.
+    """
     layers = (vars(layer).values() for layer in model.modules())
     kept = [value for values in layers for value in values if isinstance(value, Tensor) and value.grad_fn]
     return deepcopy(model, {id(one): one.detach().clone() for one in kept} | {id(one): one for one in shared})
@@ -149,7 +150,7 @@ def has_forward_pre_hooks(layer: nn.Module) -> bool:
 
 
 def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
-    """Makes an optimizer leave the weights unchanged once flag is 1, and else divide the gradients, in place, before it
+    """Make an optimizer leave the weights unchanged once flag is 1, and else divide the gradients, in place, before it
     uses them; returns False if this one cannot.
 
     Fused optimizers can, without making the host wait. torch.amp.GradScaler does it in this way; it is public, but
@@ -176,12 +177,12 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def move_towards(tensors: list[Tensor], targets: list[Tensor], share: float) -> None:
-    """Moves each tensor in place by a share of the way to its target."""
+    """Move each tensor in place by a share of the way to its target."""
     torch._foreach_lerp_(tensors, targets, share)
 
 
 def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies each source into its tensor."""
+    """Copy each source into its tensor."""
     torch._foreach_copy_(tensors, sources)
 
 
@@ -281,7 +282,8 @@ def broadcast_together(tensors: list[Tensor]) -> None:
 
 def device_generator(device: torch.device) -> torch.Generator:
     """The device's default generator. Seeding it directly avoids torch.manual_seed, which without a GPU formats
-    tracebacks, so that a step takes 2 to 4 % longer."""
+    tracebacks, so that a step takes 2 to 4 % longer.
+    """
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 

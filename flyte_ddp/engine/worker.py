@@ -38,13 +38,13 @@ from flyte_ddp.settings import TrainingSettings
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
-    """Joins the process group, trains, and leaves it; see train."""
+    """Join the process group, trains, and leaves it; see train."""
     with process_group(environment, job.options) as device:
         return train(environment, device, link, job)
 
 
 def train(environment: Environment, device: torch.device, link: Link, job: Job) -> TrainingResult:
-    """Trains as this rank of the process group; rank 0 writes the weights to job.model_path."""
+    """Train as this rank of the process group; rank 0 writes the weights to job.model_path."""
     settle_process(environment, job)
     check_same_training(environment, job)
     named = load_named(job)
@@ -136,7 +136,7 @@ def plan_of(setup: SetUp, settings: TrainingSettings) -> Plan:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for the next step, instead of returning it to the kernel page by page.
+    """Make glibc keep freed memory for the next step, instead of returning it to the kernel page by page.
 
     Once a mapped block is freed, blocks up to its size are allocated on the heap, which may keep twice as much free
     (mallopt(3), M_MMAP_THRESHOLD). Without this, a step of mnist_cnn has 1,000 to 2,000 page faults, which take a tenth

@@ -140,7 +140,8 @@ def _from_pretrained(path: Path, model: Any) -> nn.Module:
 
 class OnnxNetwork(nn.Module):
     """A network that ONNX Runtime runs on the CPU. Its file says neither how outputs are nested nor what of them is no
-    tensor, such as None: the untrained model's outputs do."""
+    tensor, such as None: the untrained model's outputs do.
+    """
 
     def __init__(self, path: Path, model: nn.Module):
         super().__init__()

@@ -30,7 +30,7 @@ from flyte_ddp.whole_files import writing_to
 
 
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
-    """Measures the weights of the job in float32 and writes them in each format; InputError if that fails."""
+    """Measure the weights of the job in float32 and write them in each format; InputError if that fails."""
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
     with BlockCache(environment) as cache:

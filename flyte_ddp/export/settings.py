@@ -84,7 +84,7 @@ class ClassifierExport(FolderExport):
 
 
 def check_formats(options: ExportOptions) -> None:
-    """Raises InputError if a format's libraries are not installed."""
+    """Raise InputError if a format's libraries are not installed."""
     for name in options.names:
         missing = [library for library in NEEDED[name] if importlib.util.find_spec(library) is None]
         if missing:

@@ -88,7 +88,7 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
-    """Returns `images` unchanged; refuses invalid inputs before the images are read."""
+    """Return `images` unchanged; refuses invalid inputs before the images are read."""
     check_formats(options)
     known = classifier_metadata(model_state)
     if known and tuple(known.facts["image_shape"]) != images.shape:
@@ -106,7 +106,7 @@ def check_folder_export(
 def export_classifier(
     model_state: PythonPickledFile, data: PreparedDataset, options: ClassifierExport
 ) -> ExportOutputs:
-    """Exports a built-in classifier, in all formats or none; never cached: files are verified where they are made."""
+    """Export a built-in classifier, in all formats or none; never cached: files are verified where they are made."""
     hp = Hyperparameters(dataset=options.dataset, model=options.network)
     return _classifier(model_state, Path(data.download()), hp, options)
 
@@ -145,7 +145,7 @@ def export_recipe(
     options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
     init: FlyteDirectory | None = None,
 ) -> ExportOutputs:
-    """Exports a trained network of a recipe, in all formats or none.
+    """Export a trained network of a recipe, in all formats or none.
 
     settings, data, init: those of its training. reported: the measures in its summary, which the weights must give
     again.

@@ -19,7 +19,7 @@ WRITE, MEASURE = "flyte_ddp.export.rank:write_formats", "flyte_ddp.export.rank:m
 
 
 def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
-    """Writes a model to a new folder; returns what was written, the measures of each format, and the model card.
+    """Write a model to a new folder; returns what was written, the measures of each format, and the model card.
 
     The weights are measured first, in float32 on the CPU. If the training's measures are known, they must agree, which
     detects weights, settings or data of another training. Then each file is opened in a process of its own and must

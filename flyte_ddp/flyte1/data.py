@@ -67,7 +67,8 @@ def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
 
 def new_folder() -> FlyteDirectory:
     """A new folder in Flyte's storage, for a task to write to, as by write_blocks(f"{folder.path}/train", ...), and to
-    return: the pod's disk need not hold it."""
+    return: the pod's disk need not hold it.
+    """
     folder = FlyteDirectory.new_remote()
     use_storage_options(_storage_options(str(folder.path)))
     return folder
@@ -133,20 +134,20 @@ InitByContent = Annotated[FlyteFile | None, HashMethod(of_init)]
 
 @task(**small_resources())
 def folder_by_content(folder: FlyteDirectory) -> FolderByContent:
-    """Returns the same folder, where it is; looks at it in each run, never cached."""
+    """Return the same folder, where it is; looks at it in each run, never cached."""
     url = url_of(folder)
     return FlyteDirectory(url, remote_directory=False) if is_local() else FlyteDirectory.from_source(url)
 
 
 @task(**small_resources())
 def file_by_content(file: FlyteFile) -> FileByContent:
-    """Returns the same file, where it is; looks at it in each run, never cached."""
+    """Return the same file, where it is; looks at it in each run, never cached."""
     return in_place(file)
 
 
 @task(**small_resources())
 def weights_by_content(file: FlyteFile) -> WeightsByContent:
-    """Returns the same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
+    """Return the same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
     return in_place(file)
 
 
@@ -156,6 +157,7 @@ def weights_by_content(file: FlyteFile) -> WeightsByContent:
     **small_resources(),
 )
 def init_by_content(init: FlyteFile | None) -> InitByContent:
-    """Returns the same file, a model_state or checkpoint, where it is. A cluster reads each path only once, so that a
-    cached training starts no pod: other weights need another path."""
+    """Return the same file, a model_state or checkpoint, where it is. A cluster reads each path only once, so that a
+    cached training starts no pod: other weights need another path.
+    """
     return None if init is None else in_place(init)

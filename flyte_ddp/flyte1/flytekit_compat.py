@@ -22,7 +22,7 @@ def type_of(option: click.ParamType) -> Any:
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
-    """Makes `pyflyte run` read inputs of a kind, including subclasses, with a function of ours.
+    """Make `pyflyte run` read inputs of a kind, including subclasses, with a function of ours.
 
     JsonParamType._parse is the only place that the text passes before flytekit treats it as JSON or a path.
     """
@@ -50,8 +50,9 @@ def local_cache() -> MutableMapping[str, bytes]:
 
 
 def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
-    """Calls a function with a task's outputs by name whenever a local run takes them from the cache; flytekit has no
-    hook for that. Calling it again replaces the function."""
+    """Call a function with a task's outputs by name whenever a local run takes them from the cache; flytekit has no
+    hook for that. Calling it again replaces the function.
+    """
     flytekits = getattr(LocalTaskCache.get, "flytekits", LocalTaskCache.get)
 
     def get(*arguments: Any, **named: Any) -> Any:
@@ -76,12 +77,12 @@ def checkpoint_source(checkpoint: SyncCheckpoint) -> str | None:
 
 
 def replace_html(deck: Deck, html: str) -> None:
-    """Replaces the HTML of a Deck, whose own methods can only append."""
+    """Replace the HTML of a Deck, whose own methods can only append."""
     deck._html = html
 
 
 def with_error_code_of(other: type[FlyteException]) -> Callable[[E], E]:
-    """Decorates an exception class so that Flyte sees the error code of another one; subclasses inherit it.
+    """Decorate an exception class so that Flyte sees the error code of another one; subclasses inherit it.
 
     The public error_code is a property that reads _ERROR_CODE.
     """
@@ -95,7 +96,7 @@ def with_error_code_of(other: type[FlyteException]) -> Callable[[E], E]:
 
 @contextmanager
 def metadata_of(task: PythonFunctionTask, metadata: TaskMetadata) -> Iterator[None]:
-    """Gives a task other metadata while the block runs; otherwise they are fixed by its decorator."""
+    """Give a task other metadata while the block runs; otherwise they are fixed by its decorator."""
     registered = task.metadata
     task._metadata = metadata
     try:

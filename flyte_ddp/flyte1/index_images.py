@@ -32,7 +32,8 @@ from flyte_ddp.whole_files import absolute, writing_to
 
 class FoundImages(NamedTuple):
     """folder: of the image files. stamp: hash of their names, sizes and times; empty for those that come with the image
-    of the pods."""
+    of the pods.
+    """
 
     folder: Annotated[FlyteDirectory, HashMethod(url_of)]
     stamp: str
@@ -70,7 +71,7 @@ def find_images(
 )
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
-    """Reads every image once, and returns what training needs to know about them, without the images."""
+    """Read every image once, and return what training needs to know about them, without the images."""
     name, is_stored = Path(url_of(folder)).name, FileAccessProvider.is_remote(url_of(folder))
     path = Path(folder.download())
     index = index_folder(path, name, images, say)

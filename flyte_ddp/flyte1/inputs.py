@@ -18,14 +18,16 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 
 def explain_unreadable_settings() -> None:
-    """Makes `pyflyte run` read settings with read_settings: flytekit's own reader shows a traceback for a broken file
-    and takes the name of a missing file for JSON. Other inputs are still read by flytekit."""
+    """Make `pyflyte run` read settings with read_settings: flytekit's own reader shows a traceback for a broken file
+    and takes the name of a missing file for JSON. Other inputs are still read by flytekit.
+    """
     read_json_inputs(Settings, read_settings)
 
 
 def explain_missing_paths() -> None:
-    """Makes `pyflyte run` say that an optional file or folder is missing: flytekit tries to convert the path to None,
-    and shows a traceback. Other optional inputs are still converted by flytekit."""
+    """Make `pyflyte run` say that an optional file or folder is missing: flytekit tries to convert the path to None,
+    and shows a traceback. Other optional inputs are still converted by flytekit.
+    """
     if getattr(UnionParamType.convert, "explains", False):
         return
     flytekits = UnionParamType.convert

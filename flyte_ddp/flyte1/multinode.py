@@ -58,7 +58,7 @@ TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)
 
 
 def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Changes the arguments of a @task that trains so that every rank of all nodes runs its function."""
+    """Change the arguments of a @task that trains so that every rank of all nodes runs its function."""
     asked = registration()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)
     nodes = Multinode(
@@ -86,5 +86,6 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def picklable(outputs: Any) -> Any:
     """The outputs as the plugin, which pickles them, can pass them on: without PythonPickledFile, a class that flytekit
-    makes on use."""
+    makes on use.
+    """
     return outputs and outputs._replace(model_state=FlyteFile(outputs.model_state.path))

@@ -43,7 +43,8 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
     """The name of the dataset to train on, auto being the workflow's own; not cached in local runs, which may need a
-    stand-in, or find out here that this machine cannot do what is asked."""
+    stand-in, or find out here that this machine cannot do what is asked.
+    """
     datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)
 
@@ -69,7 +70,7 @@ def resolve_name(asked: str, auto: str = "mnist") -> str:
 
 
 def forget_lost_results() -> None:
-    """Drops local cache entries of this process's tasks whose files are gone, so that they run again, and do not fail.
+    """Drop local cache entries of this process's tasks whose files are gone, so that they run again, and do not fail.
 
     Flyte's local cache stores paths, never contents, and offers no such check. All projects of a user share it, and
     other runs may drop entries at the same time; those of other projects' tasks, whose disk may be back later, stay.
@@ -96,7 +97,7 @@ def _local_paths(outputs: LiteralMap) -> Iterator[str]:
 )
 @platform_errors(platform)
 def prepare_dataset(name: str) -> PreparedDataset:
-    """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared.prepared)."""
+    """Download and prepares the named dataset (for the format see flyte_ddp.data.prepared.prepared)."""
     folder = datasets.prepare(platform, name)
     # A local run uses the folder where it is: a copy would only land in a temporary place
     return output_folder(folder)

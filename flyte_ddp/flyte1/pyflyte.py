@@ -17,7 +17,7 @@ from flyte_ddp.report.console import show_output
 
 
 def set_up_pyflyte() -> None:
-    """Raises ReportedError under Flyte 2's shim; calling it again does no harm."""
+    """Raise ReportedError under Flyte 2's shim; calling it again does no harm."""
     refuse_shim()
     show_output()
     explain_unreadable_settings()
@@ -44,7 +44,7 @@ def ship_whole_package() -> None:
 
 
 def ship(files: Iterable[str]) -> None:
-    """Makes `pyflyte run --remote` send these files (absolute paths) without importing them: the ranks' modules import
+    """Make `pyflyte run --remote` send these files (absolute paths) without importing them: the ranks' modules import
     torch. pyflyte sends the __file__ of everything in sys.modules that is below the project's root.
     """
     imported = set(loaded_files().values())  # these would be sent twice

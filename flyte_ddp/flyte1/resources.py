@@ -42,7 +42,8 @@ def training_sizes(gpus: int) -> dict[str, Any]:
 
 def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
     """Arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs; raises
-    InputError for what no pod can have."""
+    InputError for what no pod can have.
+    """
     if not 0 <= gpus <= MOST_GPUS:
         raise InputError(f"gpus must be at least 0 and at most {MOST_GPUS}, got {gpus}")
     task.environment[GPUS_VARIABLE] = str(gpus)  # with_overrides has no environment
@@ -113,7 +114,8 @@ def small_resources() -> dict[str, Any]:
 
 def dynamic_resources() -> dict[str, Any]:
     """Arguments of @dynamic: its pod compiles the tasks that it starts, and needs the registration's settings for
-    that."""
+    that.
+    """
     return {**small_resources(), "environment": registered_environment()}
 
 

@@ -31,7 +31,8 @@ def training_arguments(
     **own: Any,
 ) -> dict[str, Any]:
     """Arguments of a @task that trains: cache (its version depends on code and salt), retries, live report,
-    resources. own: see training_resources; what else @task takes is in place of ours."""
+    resources. own: see training_resources; what else @task takes is in place of ours.
+    """
     return {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
         "retries": registration().retries,

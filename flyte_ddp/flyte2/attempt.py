@@ -10,7 +10,8 @@ from flyte_ddp.flyte2 import platform
 @contextmanager
 def one_attempt() -> Iterator[None]:
     """On a cluster, raises the platform's error. In a local run, makes every failure final: the SDK would try again,
-    after a pause, and nobody has asked for that."""
+    after a pause, and nobody has asked for that.
+    """
     try:
         with platform_errors(platform):
             yield

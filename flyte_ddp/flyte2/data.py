@@ -16,7 +16,8 @@ from flyte_ddp.whole_files import stream_digest
 
 def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path | None:
     """Where it is, or a copy, in any case one if `to` names its path. Raises DownloadError, which is worth another
-    attempt."""
+    attempt.
+    """
     if file_or_folder is None:
         return None
     try:
@@ -65,7 +66,7 @@ def folder_by_content(folder: Dir) -> Dir:
 
 @contextmanager
 def there(file_or_folder: File | Dir) -> Iterator[None]:
-    """Raises InputError where an input is missing, or is a folder where a file is needed or the other way round."""
+    """Raise InputError where an input is missing, or is a folder where a file is needed or the other way round."""
     kind = "folder" if isinstance(file_or_folder, Dir) else "file"
     try:
         yield

@@ -38,7 +38,8 @@ def workflow_environment(
     name: str, *called: flyte.TaskEnvironment, secrets: Sequence[str] = ()
 ) -> flyte.TaskEnvironment:
     """For a task that computes little, such as one that only calls others, which are of these environments. secrets:
-    the variables of those that it needs, as far as they are registered."""
+    the variables of those that it needs, as far as they are registered.
+    """
     set_up_flyte()
     return _environment(
         name, requested.small_size(), registered_environment(), depends_on=[*called], secrets=_secrets(secrets)
@@ -163,7 +164,8 @@ def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources
 
 def shipped() -> tuple[str, ...]:
     """The library's files, also those of the ranks, which no process here imports; none where the image has them: if it
-    is installed, or not below this folder, the project's."""
+    is installed, or not below this folder, the project's.
+    """
     root = Path(flyte_ddp.__path__[0])
     if is_installed(str(root)) or not root.is_relative_to(os.getcwd()):
         return ()

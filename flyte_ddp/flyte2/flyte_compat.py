@@ -19,7 +19,7 @@ def type_of(option: click.ParamType) -> Any:
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
-    """Makes `flyte run` read inputs of a kind, including subclasses, with a function of ours, which returns a dict.
+    """Make `flyte run` read inputs of a kind, including subclasses, with a function of ours, which returns a dict.
 
     The SDK's own reader takes the last of several values for a key, and then drops the keys that it does not know.
     """
@@ -37,7 +37,7 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
 
 
 def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Exception]) -> None:
-    """Makes an attempt end with error_of(error) if one of its inputs raises an error of a kind.
+    """Make an attempt end with error_of(error) if one of its inputs raises an error of a kind.
 
     The SDK's own error is none of those that it reports to Flyte: the pod would just end.
     """
@@ -58,7 +58,8 @@ def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Excepti
 @contextmanager
 def local_cache() -> Iterator[sqlite3.Connection]:
     """The local cache, empty if there is none: a table task_cache of keys and values, which are serialised Outputs. It
-    cannot list or delete entries."""
+    cannot list or delete entries.
+    """
     path = LocalDB._get_cache_dir() / "cache.db"
     with closing(sqlite3.connect(path if path.exists() else ":memory:")) as connection, connection:
         connection.execute("CREATE TABLE IF NOT EXISTS task_cache (key TEXT PRIMARY KEY, value BLOB)")

@@ -1,5 +1,6 @@
 """What an action leaves for the next one of the same training, in a folder of the storage that is named to it: where
-its checkpoints are, and how it has failed. If its nodes never came, it leaves nothing."""
+its checkpoints are, and how it has failed. If its nodes never came, it leaves nothing.
+"""
 
 import dataclasses
 import json
@@ -20,7 +21,8 @@ PLACE, FAILURE = "checkpoints-url", "failure.json"
 
 def variables(folder: str, previous: str) -> dict[str, str]:
     """Of an action. folder: for what it leaves, named by the number of actions that have failed before. previous: the
-    place that one of them has left, if any."""
+    place that one of them has left, if any.
+    """
     return {HANDOVER_VARIABLE: folder, PREVIOUS_VARIABLE: previous}
 
 

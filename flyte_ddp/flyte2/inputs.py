@@ -37,7 +37,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def forget_lost_results() -> None:
-    """Drops local cache entries whose files are gone, so that the tasks run again instead of failing.
+    """Drop local cache entries whose files are gone, so that the tasks run again instead of failing.
 
     Flyte's local cache stores paths, never contents, and offers no such check.
     """

@@ -16,7 +16,8 @@ from flyte_ddp.launch.failures import Failure
 @contextmanager
 def naming_the_cause() -> Iterator[None]:
     """Flyte shows, and acts upon, the error of rank 0 alone. So each rank leaves its own in the storage, and rank 0, if
-    it has only lost another one or waited for it, raises that one's instead."""
+    it has only lost another one or waited for it, raises that one's instead.
+    """
     try:
         yield
     except Exception as error:

@@ -57,7 +57,8 @@ def execution() -> tuple[str, str]:
 
 def logs_url() -> str:
     """Beside the checkpoint: Flyte gives each attempt a folder for that. A pod that Flyte starts once more within the
-    attempt, because it was killed, has a folder of its own in it, so that the log of the one before remains."""
+    attempt, because it was killed, has a folder of its own in it, so that the log of the one before remains.
+    """
     return _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)[-1]
 
 

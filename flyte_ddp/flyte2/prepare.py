@@ -21,7 +21,8 @@ from flyte_ddp.settings import RunOptions
 
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
     """The name of the dataset to train on, auto being the workflow's own; a local run finds out here whether this
-    machine can do what is asked."""
+    machine can do what is asked.
+    """
     with one_attempt():
         datasets.check_ranks(platform, hp, options)
         return datasets.resolve_name(platform, hp.dataset, auto)
@@ -59,8 +60,9 @@ def preparation_arguments() -> dict[str, Any]:
 
 
 def prepare_dataset(name: str) -> Dir:
-    """Downloads and prepares the named dataset (for the format see flyte_ddp.data.prepared.prepared). Its content is
-    the key of the caches."""
+    """Download and prepares the named dataset (for the format see flyte_ddp.data.prepared.prepared). Its content is
+    the key of the caches.
+    """
     with one_attempt():
         folder = datasets.prepare(platform, name)
         return output_folder(folder, digest=prepared.read_description(folder).digest)

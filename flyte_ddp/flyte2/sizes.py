@@ -35,7 +35,8 @@ async def on_available_nodes(train: Any, *inputs: Any) -> Any:
 
 async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) -> Any:
     """folder: the same if this action's own pod is lost and comes again: then it asks for the same actions in the same
-    order, and Flyte knows how they have ended."""
+    order, and Flyte knows how they have ended.
+    """
     asked, failures, previous = registration(), 0, ""
     sizes = iter(asked.node_sizes)
     while True:
@@ -60,7 +61,8 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
 
 def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str]) -> Any:
     """The task for this number of nodes, which Flyte itself tries once: again, it would ask for as many. minutes: 0 for
-    any."""
+    any.
+    """
     return train.override(
         short_name=f"{train.short_name} on {nodes}",
         plugin_config=with_replicas(train.plugin_config, nodes),

@@ -67,7 +67,7 @@ def gather_shards(
     listing: FlyteFile,
     options: InferenceOptions,
 ) -> InferenceOutputs:
-    """Joins all rows in one file, in the order of the images, and summarises them."""
+    """Join all rows in one file, in the order of the images, and summarises them."""
     description = prepared.read_description(data.download())
     with run_folder(platform, "inference") as work:
         predictions = work / "predictions.csv"

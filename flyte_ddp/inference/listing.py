@@ -48,7 +48,7 @@ class Listing:
             raise
 
     def verify(self, folder: FlyteDirectory | None) -> None:
-        """Raises ReportedError if a file is no longer what it was when it was listed."""
+        """Raise ReportedError if a file is no longer what it was when it was listed."""
         now = {} if folder is None else list_files(folder)
         changed = [name for name, details in self.files if now.get(name) != details]
         if changed:

@@ -57,7 +57,7 @@ class Tally(NamedTuple):
 
 
 def tally(path: Path) -> Tally:
-    """Counts a file of rows, which need not fit into memory."""
+    """Count a file of rows, which need not fit into memory."""
     predicted, known, right, unreadable = Counter[str](), Counter[str](), Counter[str](), 0
     for row in read_rows(path):
         if row.error:

@@ -25,13 +25,13 @@ REMEDY = "use that of a training, and set the model and dataset of that training
 
 
 def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
-    """Raises InputError if the file does not have the weights of the network."""
+    """Raise InputError if the file does not have the weights of the network."""
     load_weights(MODELS[file.model](file.image_shape, file.classes), file.path, remedy=REMEDY)
 
 
 @torch.inference_mode()
 def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
-    """Writes a row for each image of the shard to job.output; in float32, as in the evaluations of training."""
+    """Write a row for each image of the shard to job.output; in float32, as in the evaluations of training."""
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     device = torch.device(environment.world.device)
@@ -53,7 +53,8 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
 
 def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
     """The shard's images (n, C, H, W) uint8, and their rows without predictions; a file that cannot be read gives zeros
-    and its problem. InputError if Pillow does not support that many channels."""
+    and its problem. InputError if Pillow does not support that many channels.
+    """
     if not job.files:
         images, labels = prepared.open_split(job.data, job.options.split)
         chosen = range(job.shard.first, job.shard.last)

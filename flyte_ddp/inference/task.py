@@ -65,7 +65,7 @@ class Checked(NamedTuple):
 def check_inputs(
     model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
-    """Fills in what the weights say of themselves; refuses invalid inputs before the dataset is downloaded."""
+    """Fill in what the weights say of themselves; refuses invalid inputs before the dataset is downloaded."""
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses one without files
     dataset = dataset_of(known, options.dataset, "load it with flyte_ddp.load_model")
@@ -86,7 +86,7 @@ class Plan(NamedTuple):
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Plan:
-    """Splits the images into shards, if the model fits them; never cached, because contents may have changed."""
+    """Split the images into shards, if the model fits them; never cached, because contents may have changed."""
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
     weights = Path(model_state.download())

@@ -19,5 +19,5 @@ def run_alone(
     world: World = CPU,
     root: str = "",
 ) -> Any:
-    """Returns target(environment, link, argument); raises as launcher.launch does."""
+    """Return target(environment, link, argument); raises as launcher.launch does."""
     return launcher.launch(target, world, argument, timeouts, on_event, root=root)[0]

@@ -67,7 +67,7 @@ def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int =
 
 
 def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
-    """Raises InputError for more ranks than can share a batch."""
+    """Raise InputError for more ranks than can share a batch."""
     name, most = ("virtual_ranks", virtual_ranks) if virtual_ranks else ("batch_size", batch_size)
     if most < size:
         cost = ", which gives other bits," if virtual_ranks else ""
@@ -185,7 +185,7 @@ def threads_per_rank(local_size: int) -> int:
 
 @contextmanager
 def default_variable(name: str, value: str, *others: str) -> Iterator[None]:
-    """Sets an environment variable for the block, unless the user has set it, or one of the others."""
+    """Set an environment variable for the block, unless the user has set it, or one of the others."""
     if {name, *others} & {*os.environ}:
         yield
         return

@@ -51,7 +51,8 @@ def stack_of(thread: int | None) -> str:
 @contextmanager
 def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
     """In the block, torch's elastic agent starts its ranks again only if is_worth_it(ChildFailedError of them all). It
-    has no setting for that, and the caller of elastic_launch does not get to see the agent (torch 2.15)."""
+    has no setting for that, and the caller of elastic_launch does not get to see the agent (torch 2.15).
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
 
@@ -70,5 +71,5 @@ def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
 
 
 def leave_behind(process: Any) -> None:
-    """Keeps this process from waiting, when it exits, for a child that does not end."""
+    """Keep this process from waiting, when it exits, for a child that does not end."""
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ class ParentLink(Link):
                 self._lock.release()
 
     def flush(self) -> None:
-        """Returns when all has been sent."""
+        """Return when all has been sent."""
         with self._lock:
             self._pass_on()
 

@@ -62,7 +62,7 @@ def is_divided(nvml: Any, handle: Any) -> bool:
 
 
 def list_gpus() -> list[Gpu]:
-    """Raises NvmlError."""
+    """Raise NvmlError."""
     with open_nvml() as nvml:
         return [
             Gpu(nvml.nvmlDeviceGetUUID(handle), tuple(_instances(nvml, handle)) if is_divided(nvml, handle) else None)
@@ -81,7 +81,8 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
 
 def why_slow(uuid: str) -> str:
     """Why a GPU keeps its clocks lower than its load would: heat, power, or both; empty if it does not, or if nobody
-    knows."""
+    knows.
+    """
     with suppress(NvmlError), open_nvml() as nvml:
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(nvml.nvmlDeviceGetHandleByUUID(uuid))
         heat = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown

@@ -14,7 +14,8 @@ SAID = {
 
 class Timeouts(NamedTuple):
     """How many seconds a rank may go without a sign of life: between two steps, until the first, and while checkpoints
-    or results are written, where that may take longer."""
+    or results are written, where that may take longer.
+    """
 
     step: float
     start: float = 0.0

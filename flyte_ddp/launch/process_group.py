@@ -28,7 +28,7 @@ BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, w
 def process_group(
     environment: Environment, timeouts: Timeouts | RunOptions | float, store: Store | None = None
 ) -> Iterator[torch.device]:
-    """Joins all ranks; yields this rank's device. A rank that fails leaves the group as it is: its process ends anyway.
+    """Join all ranks; yields this rank's device. A rank that fails leaves the group as it is: its process ends anyway.
 
     timeouts: how long the launcher waits for a sign of life before it ends the ranks; collectives wait a little longer.
     store: what meet has returned, if it has been called.
@@ -54,7 +54,7 @@ def process_group(
 
 
 def _check_interfaces() -> None:
-    """Raises InputError for a network interface that there is not: gloo's own error looks like the loss of a peer."""
+    """Raise InputError for a network interface that there is not: gloo's own error looks like the loss of a peer."""
     asked, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), {name for _, name in socket.if_nameindex()}
     missing = [name for name in asked.split(",") if name and name not in known]
     if missing:
@@ -66,7 +66,8 @@ def _check_interfaces() -> None:
 
 def gloo_group(world: World, ranks: Sequence[int]) -> Any:
     """Another group, of these ranks, whose collectives of objects a thread can call while training has its own; itself
-    a collective. They wait for as long as the others live: of a hang, training itself hears."""
+    a collective. They wait for as long as the others live: of a hang, training itself hears.
+    """
     with _off_network(world):
         return distributed.new_group(ranks, timeout=timedelta(days=1), backend="gloo")
 
@@ -79,7 +80,7 @@ def _off_network(world: World) -> AbstractContextManager[None]:
 
 
 def meet(environment: Environment, timeouts: Timeouts) -> Store:
-    """Waits for all ranks; returns a store that they share, for one process group."""
+    """Wait for all ranks; returns a store that they share, for one process group."""
     size, (scheme, _, path) = environment.world.size, environment.init_method.partition("://")
     timeout = timedelta(seconds=timeouts.seconds(STARTING) + BEYOND_SECONDS)
     if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end

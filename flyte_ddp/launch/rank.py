@@ -63,7 +63,7 @@ class _Lines(io.BufferedIOBase):
         return len(data)
 
     def end(self) -> None:
-        """Passes on a last line that has no end."""
+        """Pass on a last line that has no end."""
         if any(self._begun):
             self.write(b"\n")
 
@@ -75,7 +75,7 @@ def _without_overwritten(line: bytes) -> bytes:
 
 @contextmanager
 def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Iterator[None]:
-    """Passes on what the block prints to standard output and error, line by line, also a last one without an end.
+    """Pass on what the block prints to standard output and error, line by line, also a last one without an end.
 
     Output of native code bypasses this and goes straight to the file.
     """
@@ -91,15 +91,17 @@ def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Ite
 
 def _let_go(connection: Connection) -> None:
     """Undoes in a forked child of the rank what keeps it from ending on SIGTERM, and from printing on its own; and
-    closes its end of the pipe, by which the parent sees that the rank has ended, though children of it live on."""
+    closes its end of the pipe, by which the parent sees that the rank has ended, though children of it live on.
+    """
     connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
 def own_lock_of_tqdm() -> None:
-    """Gives the progress bars of tqdm, if the user's code has imported it, a lock of this process. Their own is a
-    semaphore of the system, which would outlive the rank."""
+    """Give the progress bars of tqdm, if the user's code has imported it, a lock of this process. Their own is a
+    semaphore of the system, which would outlive the rank.
+    """
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
 

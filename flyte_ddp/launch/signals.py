@@ -11,8 +11,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Collects the signals that ask to stop. A second Ctrl-C interrupts at once; what ends a pod or a terminal may come
-    several times, forwarded by a parent and sent to the group, and never does."""
+    """Collect the signals that ask to stop. A second Ctrl-C interrupts at once; what ends a pod or a terminal may come
+    several times, forwarded by a parent and sent to the group, and never does.
+    """
     received: list[int] = []
 
     def note(signum: int, _: Any) -> None:
@@ -26,7 +27,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 @contextmanager
 def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handles signals instead of dying from them; not those that are ignored, as nohup does with SIGHUP."""
+    """Handle signals instead of dying from them; not those that are ignored, as nohup does with SIGHUP."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals only to the main thread
         return

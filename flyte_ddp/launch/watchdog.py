@@ -1,5 +1,6 @@
 """Watches a rank that torchrun or a cluster has started, from its own main thread, which never waits for anything else:
-so it can end whatever the rank's work, in another thread, is stuck in, and say which ranks are to blame."""
+so it can end whatever the rank's work, in another thread, is stuck in, and say which ranks are to blame.
+"""
 
 import atexit
 import json
@@ -35,7 +36,7 @@ Value = TypeVar("Value")
 def under_watchdog(
     work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeouts: Timeouts
 ) -> Value:
-    """Runs work(store) in a thread of its own and returns its value; store: for the process group of all ranks.
+    """Run work(store) in a thread of its own and return its value; store: for the process group of all ranks.
 
     Raises what work raises; RankError, or its recoverable kind, if this rank has lost another one, and if any rank has
     been silent for longer than what it does may take: with the ranks that the others wait for. A thread that is stuck
@@ -78,7 +79,7 @@ def under_watchdog(
 
 
 def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts) -> None:
-    """Returns when the value is there; raises RankError if a rank hangs."""
+    """Return when the value is there; raises RankError if a rank hangs."""
     silent_seconds, steps, now = 0.0, link.steps, time.monotonic()
     while not futures.wait([value], ALIVE_SECONDS).done:
         # Not silent while this very process was suspended

@@ -1,5 +1,6 @@
 """The weights that a recipe's model() itself freezes, such as the base of a LoRA: they are in no file that training
-writes, since model() provides them each time. A digest tells whether they are still the same."""
+writes, since model() provides them each time. A digest tells whether they are still the same.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -49,6 +50,6 @@ class FrozenBase:
         return {name: value for name, value in model.state_dict().items() if name not in self.names}
 
     def load(self, model: nn.Module, rest: Mapping[str, Tensor]) -> None:
-        """Loads what `without` returned; RuntimeError if it does not fit."""
+        """Load what `without` returned; RuntimeError if it does not fit."""
         own = model.state_dict()
         model.load_state_dict({**{name: own[name] for name in self.names}, **rest})

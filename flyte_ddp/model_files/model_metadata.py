@@ -75,7 +75,8 @@ class ModelMetadata:
 
 def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
     """The class "package.module:Name", which imports its module; InputError if it cannot be imported, or is not derived
-    from base. what: begins the sentence."""
+    from base. what: begins the sentence.
+    """
     try:
         kind = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -104,7 +105,7 @@ def is_safetensors(weights: str | Path) -> bool:
 
 
 def add_metadata(weights: Path | IO[bytes], metadata: ModelMetadata) -> None:
-    """Adds them to a file of torch.save that has none."""
+    """Add them to a file of torch.save that has none."""
     with ZipFile(weights, "a") as archive:
         folder = archive.namelist()[0].partition("/")[0]  # torch's entries are all in one
         archive.writestr(ZipInfo(f"{folder}/{ENTRY}"), metadata.as_json())  # no date: equal trainings, equal files
@@ -131,7 +132,7 @@ def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
 
 
 def check_is_file(weights: str | Path) -> None:
-    """Raises InputError for a place without a file."""
+    """Raise InputError for a place without a file."""
     if not Path(weights).is_file():
         raise InputError(f"model_state must be a file, and {weights} is none: give the one of a training")
 

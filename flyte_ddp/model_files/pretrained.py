@@ -14,7 +14,7 @@ REMEDY = "write it anew with save_pretrained"
 
 
 def check_pretrained(folder: Path) -> None:
-    """Raises InputError if a configuration or weights are missing, or a file was cut off or is of another kind."""
+    """Raise InputError if a configuration or weights are missing, or a file was cut off or is of another kind."""
     configs = [folder / name for name in CONFIGS if (folder / name).is_file()]
     if not configs:
         raise InputError(f"init must have a {' or '.join(CONFIGS)}, but {folder} has none: {REMEDY}")

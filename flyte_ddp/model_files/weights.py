@@ -21,7 +21,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def load_weights(model: Network, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> Network:
-    """Loads the weights of a file into a network and returns it; InputError if they do not fit.
+    """Load the weights of a file into a network and return it; InputError if they do not fit.
 
     called, remedy: how the error names the file, and what it advises.
     """
@@ -74,7 +74,7 @@ def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
 
 
 def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None = None) -> dict[Name, Tensor]:
-    """Copies in the host's memory, one for all names of tied weights.
+    """Copy in the host's memory, one for all names of tied weights.
 
     room: copies of an earlier call, which are overwritten, or none. They are in page-locked memory, into which a GPU
     copies at ten times the speed.
@@ -100,7 +100,8 @@ def with_base(
     weights: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
 ) -> dict[str, Tensor]:
     """Weights of a file with those that it leaves out because the network's recipe freezes them; InputError if these
-    are not the same as in its training."""
+    are not the same as in its training.
+    """
     base = {name: value for name, value in frozen_weights(model).items() if name not in weights}
     metadata = read_metadata(path) if base else None
     if not metadata or not metadata.base_digest:

@@ -14,8 +14,9 @@ REMEDY = f"write it as '{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT'"
 
 
 def check_requirement(text: str) -> str:
-    """Returns the text if it is a requirement of this library, else raises InputError; pip finds out whether it can be
-    installed."""
+    """Return the text if it is a requirement of this library, else raises InputError; pip finds out whether it can be
+    installed.
+    """
     if not re.fullmatch(rf"{DISTRIBUTION}(\[[a-z0-9,]+\])? *(@|[=<>~!]=?) *[^\s\"\\]+", text):
         raise InputError(f"--library must be a requirement of {DISTRIBUTION}, got {text!r}: {REMEDY}")
     return text

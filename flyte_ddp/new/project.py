@@ -25,7 +25,7 @@ TEMPLATE_NAME = "my_project"
 
 
 def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
-    """Writes the whole project or nothing; raises InputError for an invalid name or an existing folder.
+    """Write the whole project or nothing; raises InputError for an invalid name or an existing folder.
 
     library: the requirement for this library in the project's pyproject.toml. flyte2: whether it is for Flyte 2.
     """
@@ -58,7 +58,7 @@ def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path,
 
 
 def check_name(name: str) -> None:
-    """Raises InputError for a name that is not valid for a package, a distribution and an image, or hides another."""
+    """Raise InputError for a name that is not valid for a package, a distribution and an image, or hides another."""
     if len(name) > 100 or not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise InputError(
             "NAME must be a Python package name of at most 100 lower-case letters, digits and single underscores, not "

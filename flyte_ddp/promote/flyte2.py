@@ -76,7 +76,8 @@ def promote_images(
 
 def promote_model(subject: Subject, model_state: File, place: str, options: PromotionOptions) -> PromotionOutputs:
     """Promotes the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does; place: a URL, or
-    an absolute path."""
+    an absolute path.
+    """
     model = downloaded(model_state)
     assert model
     promotion = promote(platform, subject, model, Place(platform, place), options)

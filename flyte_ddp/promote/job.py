@@ -57,8 +57,9 @@ class Verdict:
 
 
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
-    """Raises InputError if the measure or its better direction is unknown, or the candidate's value or loss is not
-    finite: of outputs that are NaN, an accuracy is that of always guessing the first class."""
+    """Raise InputError if the measure or its better direction is unknown, or the candidate's value or loss is not
+    finite: of outputs that are NaN, an accuracy is that of always guessing the first class.
+    """
     name = options.measure or candidate.headline
     if name not in candidate.measures:
         raise InputError(f"measure must be one of {', '.join(candidate.measures)}, got {name!r}")

@@ -53,7 +53,7 @@ class Pointer:
 
     @classmethod
     def parse(cls, text: bytes) -> "Pointer":
-        """Raises one of UNREADABLE."""
+        """Raise one of UNREADABLE."""
         content = json.loads(text)
         check_format(content["format"])
         history = tuple(Change(**change) for change in content["history"])
@@ -81,7 +81,7 @@ class Place:
     """
 
     def __init__(self, platform: Platform, root: str):
-        """Raises InputError if root is neither an absolute path nor a URL."""
+        """Raise InputError if root is neither an absolute path nor a URL."""
         self.root = root.removeprefix("file://").rstrip("/")
         self._in_storage = "://" in self.root
         if not self._in_storage and not os.path.isabs(self.root):
@@ -89,8 +89,9 @@ class Place:
         self._files, _ = files_at(platform, self.root)
 
     def read(self) -> Pointer:
-        """Raises ReportedError if current.json is damaged, or missing although there are versions, and InputError if a
-        newer program has written it."""
+        """Raise ReportedError if current.json is damaged, or missing although there are versions, and InputError if a
+        newer program has written it.
+        """
         problem = "is missing"
         for _ in range(2):  # another process may write both between the two looks
             text = self._read("current.json")
@@ -110,7 +111,7 @@ class Place:
         raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
 
     def begin(self) -> None:
-        """Writes an empty current.json before the first version, so that a lost one is noticed later."""
+        """Write an empty current.json before the first version, so that a lost one is noticed later."""
         with self._locked():
             if self._read("current.json") is None:
                 self._write("current.json", encoded(asdict(Pointer())), mode="create")
@@ -135,7 +136,7 @@ class Place:
             raise self._damaged(version, f"has an unreadable version.json ({error})") from None
 
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
-        """Copies a version's weights to a file, and returns its facts; ReportedError if the weights have changed."""
+        """Copy a version's weights to a file, and return its facts; ReportedError if the weights have changed."""
         facts, path = self.facts(version), f"{self.root}/versions/{version}/model.pt"
         with self._own_errors():
             if not self._files.exists(path):
@@ -147,7 +148,7 @@ class Place:
         return facts
 
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
-        """Writes a complete version, without promoting it."""
+        """Write a complete version, without promoting it."""
         self.begin()
         path = f"versions/{version}/model.pt"
         with self._own_errors():
@@ -228,7 +229,7 @@ class Place:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Turns errors of storage and disk into ours."""
+        """Turn errors of storage and disk into ours."""
         try:
             yield
         except click.ClickException:

@@ -143,8 +143,9 @@ def roll_back(place: Place, version: str) -> Pointer:
 
 
 def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
-    """Rolls back, or without a version only shows the history and the versions; the version that is promoted now, and a
-    page."""
+    """Roll back, or without a version only shows the history and the versions; the version that is promoted now, and a
+    page.
+    """
     with run_folder(platform, "roll-back") as folder:
         models = place_of(platform, place)
         pointer = roll_back(models, version) if version else models.read()
@@ -158,7 +159,7 @@ def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
 def measure_both(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> list[tuple[str, Measured]]:
-    """Measures the candidate and, if any, the version `against`, whose weights are copied to the file `copy`."""
+    """Measure the candidate and, if any, the version `against`, whose weights are copied to the file `copy`."""
     jobs = {"Candidate": job_of(subject, model_path=model)}
     if against:
         settings = settings_of_version(subject, place, against, place.fetch(against, copy))

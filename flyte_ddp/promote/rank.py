@@ -14,7 +14,7 @@ from flyte_ddp.launch.link import Link
 
 
 def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
-    """Measures the jobs' models, in order. The first one is the candidate, whose recipe provides samples and measures
+    """Measure the jobs' models, in order. The first one is the candidate, whose recipe provides samples and measures
     for all, so that a change since the last promotion affects all alike.
 
     argument: the jobs, and the promoted model in words, for an error.

@@ -89,7 +89,7 @@ def mlflow_secret() -> list[Secret] | None:
 def check_promotion(
     place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
-    """Fills in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
+    """Fill in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root
     if model_state is None:
@@ -113,7 +113,8 @@ def promote_model(
     subject: Subject, model_state: PythonPickledFile, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
     """Promotes the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does; place: a URL, or
-    an absolute path."""
+    an absolute path.
+    """
     promotion = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
     model = output_file(promotion.model, PythonPickledFile)
     return PromotionOutputs(promotion.summary.promoted, model, promotion.summary, output_file(promotion.report))

@@ -23,8 +23,9 @@ class Airbench94(nn.Module):
         self.fc = nn.Linear(256, classes, bias=False)
 
     def whiten(self, images: Tensor) -> None:
-        """Sets the first layer to filters, and their negatives, that map the patches of 2 by 2 pixels of images
-        (n, C, H, W), normalised, to features without correlation and of variance 1."""
+        """Set the first layer to filters, and their negatives, that map the patches of 2 by 2 pixels of images
+        (n, C, H, W), normalised, to features without correlation and of variance 1.
+        """
         patches = F.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)  # float64: the same for any thread count
         variances, directions = torch.linalg.eigh(patches.T @ patches / len(patches))
         filters = directions.T / (variances[:, None] + EPSILON).sqrt()

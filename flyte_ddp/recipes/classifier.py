@@ -38,7 +38,7 @@ class Classifier(Recipe):
         return measures
 
     def _check(self, outputs: Any, labels: Any) -> None:
-        """Raises InputError for what torch refuses without naming data or network."""
+        """Raise InputError for what torch refuses without naming data or network."""
         owner, count = type(self).__name__, len(labels)
         self._check_logits(outputs)
         if labels.dtype not in (torch.int64, torch.uint8) or labels.ndim != 1:

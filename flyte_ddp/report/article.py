@@ -76,12 +76,13 @@ def render_body(template: str, **values: Any) -> str:
 
 def document(title: str, fragment: str, live: bool = False) -> str:
     """The whole page around a fragment, which loads nothing from the network; a live one reloads itself every few
-    seconds."""
+    seconds.
+    """
     return _render(page.PAGE, title=title, fragment=fragment, live=live)
 
 
 def _render(template: str, **values: Any) -> str:
-    """Fills in a template; whatever it does not call safe is escaped, also what no file could hold."""
+    """Fill in a template; whatever it does not call safe is escaped, also what no file could hold."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -38,7 +38,8 @@ class Background(Observer):
         abandon: Callable[[], None] = lambda: None,
     ):
         """make: the thread calls it, and waits for imports and connections. close_seconds: how long close() waits for
-        what is queued, before it calls abandon."""
+        what is queued, before it calls abandon.
+        """
         self.name, self._close_seconds, self._capacity, self._abandon = name, close_seconds, capacity, abandon
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lost, self._reason = 0, ""

@@ -293,7 +293,7 @@ def next_step(info: RunInfo, report: Path) -> str:
 
 @contextmanager
 def download_progress() -> Iterator[Progress]:
-    """Shows what datasets.prepare downloads: on a terminal a live line per file, elsewhere a line when it begins."""
+    """Show what datasets.prepare downloads: on a terminal a live line per file, elsewhere a line when it begins."""
     if not on_terminal():
         yield _plain_download
         return

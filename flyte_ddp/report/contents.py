@@ -93,7 +93,8 @@ def cause_bars(record: Record) -> list[tuple[str, list[str], float]]:
 
 def attempts_table(record: Record) -> dict[str, Any] | None:
     """Where each attempt's seconds have gone, in percent of the longest one's and in numbers, if there are several; of
-    many, the last ones'."""
+    many, the last ones'.
+    """
     attempts = record.goodput.attempts
     if len(attempts) == 1:
         return None

@@ -85,7 +85,8 @@ def draw(curves: Curves) -> str:
 
 def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: float, description: str) -> str:
     """A 3D scatter plot of points (N, 3), rotated by `turned` degrees around the vertical, as an SVG element; points
-    with the same label (N,) have one colour, with the label's name in their middle."""
+    with the same label (N,) have one colour, with the label's name in their middle.
+    """
     angle, height = math.radians(turned), math.radians(30)
     right = [-math.sin(angle), math.cos(angle), 0.0]
     up = [-math.sin(height) * math.cos(angle), -math.sin(height) * math.sin(angle), math.cos(height)]

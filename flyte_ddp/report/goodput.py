@@ -90,7 +90,8 @@ class Goodput:
 
     def __init__(self, began: float, fetched: float = 0.0, earlier: Sequence[Attempt] = ()):
         """began: in seconds since 1970. fetched: seconds of that since then that went into fetching data. earlier: the
-        attempts before."""
+        attempts before.
+        """
         heard = max(began, *(attempt.ended for attempt in earlier)) if earlier else began  # no second counts twice
         self.attempts = [*copy.deepcopy(list(earlier)), Attempt(began, heard)]
         self._cause = "recovering" if earlier else "starting"

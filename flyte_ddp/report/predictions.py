@@ -71,7 +71,8 @@ def predictions_of(info: RunInfo, finished: RunFinished) -> Predictions | None:
 
 def verdict(record: Record) -> dict[str, Any]:
     """Return accuracy by class, the most confident mistakes, and the cells of a confusion matrix. All are empty while
-    there are no predictions, or for other recipes than image classifiers."""
+    there are no predictions, or for other recipes than image classifiers.
+    """
     predictions = predictions_of(record.info, record.finished) if record.finished else None
     if predictions is None:
         return {"classes": [], "mistakes": [], "cells": []}
@@ -107,7 +108,8 @@ def verdict(record: Record) -> dict[str, Any]:
 
 def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
     """Return count, heat, kind and look of each cell: shaded by its share of the row, mistakes much more strongly, or
-    they would not be visible."""
+    they would not be visible.
+    """
     fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     right = np.eye(len(counts), dtype=bool)
     heats = np.where(right, fractions, np.minimum(1, 4 * np.sqrt(fractions)))

@@ -43,7 +43,8 @@ class ProgressFile(events.Observer):
 
     def __init__(self, logs: Path, name: str, attempt: int = 0, goodput: Goodput | None = None):
         """logs: the folder. name: of the run. attempt: the number of earlier ones. goodput: which others tell of each
-        event before this."""
+        event before this.
+        """
         self._path, self._run, self._goodput = logs / FILE, {"run": name, "attempt": attempt}, goodput
         # In place of an earlier attempt's, which is neither lost to a call that is refused nor to a kill at this moment
         with suppress(OSError):  # as on a full disk: then each event is told of by itself, or none

@@ -258,7 +258,8 @@ class Record(events.Observer):
     @property
     def measures(self) -> list[str]:
         """Names of all measures: the headline, the loss, and the others in the recipe's order, then those that the last
-        epoch lacks, as a loop of the user's own may measure something every few epochs."""
+        epoch lacks, as a loop of the user's own may measure something every few epochs.
+        """
         measured = [step.measures for step in self.steps[-1:]]
         for epoch in reversed(self.epochs):
             measured += [epoch.evaluated, epoch.train]

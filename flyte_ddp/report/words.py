@@ -70,7 +70,8 @@ class Table(NamedTuple):
 
 def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Table]:
     """Return a table of the `most` ranks that the others waited for most and, if there are several hosts, one of the
-    means of each host's ranks. hosts: by rank; ValueError if they are not those that were timed."""
+    means of each host's ranks. hosts: by rank; ValueError if they are not those that were timed.
+    """
     of_rank = list(zip(times.data, times.computing, times.waiting, times.waited_for, strict=True))
     ranks_of: dict[str, list[int]] = {}
     for rank, host in zip(range(len(of_rank)), hosts, strict=True):

@@ -56,7 +56,7 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[
 
 
 def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
-    """Trains from the entrant's checkpoint; if that is gone, from the start, with the same result.
+    """Train from the entrant's checkpoint; if that is gone, from the start, with the same result.
 
     A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
     them, such as a full disk or GPU memory, follow from the settings.
@@ -76,7 +76,7 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
 
 
 async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -> Rungs:
-    """Runs the trials of a rung side by side, sweep.concurrency at a time."""
+    """Run the trials of a rung side by side, sweep.concurrency at a time."""
     settings, slots = [dataclasses.asdict(one) for one in trials], asyncio.Semaphore(sweep.concurrency)
     rungs: Rungs = []
 
@@ -93,7 +93,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
 
 
 def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
-    """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
+    """Rank the trials by the sweep's measure; raises ReportedError if none has one."""
     with one_attempt():
         best = compared(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)
         return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

@@ -98,7 +98,7 @@ def rungs_of(sweep: Sweep, trials: AllTrials) -> list[Rung]:
 
 
 def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
-    """Raises InputError if trials cannot be compared after a rung, or if none would be cut."""
+    """Raise InputError if trials cannot be compared after a rung, or if none would be cut."""
     factor, epochs = sweep.reduction_factor, trials[0]["epochs"]
     if factor == 1:
         return
@@ -122,7 +122,8 @@ def classifier_trials(
     platform: Platform, sweep: Sweep, hp: Hyperparameters, options: RunOptions
 ) -> list[Hyperparameters]:
     """The hyperparameters of each trial of an image classifier, all checked before anything is downloaded or
-    spawned."""
+    spawned.
+    """
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
     trials = trials_of(sweep, hp)
@@ -133,7 +134,7 @@ def classifier_trials(
 
 
 def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:
-    """Runs the trials of each rung one after another."""
+    """Run the trials of each rung one after another."""
     rungs: Rungs = []
     for rung in rungs_of(sweep, trials):
         results: list[TrialResult | None] = []
@@ -195,7 +196,8 @@ def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialRes
 
 def _measured(sweep: Sweep, result: TrialResult) -> TrialResult:
     """The result, as a failure if what trials are compared by is not finite, or is not there: it could come out as the
-    best."""
+    best.
+    """
     value = result.measures.get(sweep.measure, math.nan if result.measures else 0.0)
     reason = f"{sweep.measure} after the last epoch is not finite ({value})"
     if sweep.measure not in result.measures:

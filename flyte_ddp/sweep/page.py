@@ -38,7 +38,7 @@ class Best(NamedTuple):
 
 
 def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
-    """Ranks the trials by the sweep's measure, and says which is the best; ReportedError if all have failed."""
+    """Rank the trials by the sweep's measure, and says which is the best; ReportedError if all have failed."""
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = standings(sweep, trials, rungs)
         ranking, table = ranked(sweep, latest), folder / "trials.csv"

@@ -51,7 +51,7 @@ class SweepComparison(NamedTuple):
 
 
 def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **inputs: Any) -> Any:
-    """Runs the trials and compares them: a SweepComparison. For a @dynamic.
+    """Run the trials and compares them: a SweepComparison. For a @dynamic.
 
     Args:
         run: a task that returns the TrialResult of an Entrant; one of its pods may fail permanently.
@@ -81,7 +81,7 @@ def _value_of(result: Any) -> TrialResult:
 def try_out(
     run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[AnySettings], entrant: Entrant, **inputs: Any
 ) -> TrialResult:
-    """Trains, by run(settings, **inputs), with init=... from the entrant's checkpoint; if that is gone, from the start,
+    """Train, by run(settings, **inputs), with init=... from the entrant's checkpoint; if that is gone, from the start,
     with the same result.
 
     A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
@@ -118,6 +118,6 @@ def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
 @task(enable_deck=True, deck_fields=(), **small_resources())
 @platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
-    """Ranks the trials by the sweep's measure; raises ReportedError if none has one."""
+    """Rank the trials by the sweep's measure; raises ReportedError if none has one."""
     best = compared(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
     return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

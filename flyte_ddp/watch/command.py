@@ -95,8 +95,9 @@ def watch(place: str, timeout: float | None) -> None:
 def show(
     file: File, console: Any, timeout: float | None, read: Callable[[dict[str, Any]], None] = lambda line: None
 ) -> RunFailed | float:
-    """Passes each event to the console, and each line to read; returns how the training failed, or how many seconds it
-    took."""
+    """Pass each event to the console, and each line to read; returns how the training failed, or how many seconds it
+    took.
+    """
     for text in lines_of(file, timeout):
         try:
             line = printable(json.loads(text, parse_constant=finite, parse_float=finite))

@@ -50,7 +50,7 @@ class BlockFolder(Indexed):
 
 
 def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
-    """Writes samples as blocks for BlockFolder.
+    """Write samples as blocks for BlockFolder.
 
     Args:
         folder: a path or URL, empty or not there yet. A pod's disk need not hold it: write to a URL of the storage.
@@ -79,7 +79,7 @@ def entry(name: str, rows: int, size: int, digest: Any) -> dict[str, Any]:
 
 
 def write_index(stored: Stored, blocks: list[dict[str, Any]]) -> None:
-    """Raises InputError if there are no blocks."""
+    """Raise InputError if there are no blocks."""
     if not blocks:
         raise InputError(f"there must be a sample, got none for {stored.url}")
     stored.write(INDEX, json.dumps({"format": FORMAT, "blocks": blocks}).encode())

@@ -35,7 +35,8 @@ class Blocks:
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, read: Callable[[int], Any] | None = None):
         """read(number): the samples of a block, from 0, as a tree of arrays (lengths[number], ...): a single one, or
-        arrays in dicts and tuples. It must return the same ones each time. Without it, a subclass defines fetch."""
+        arrays in dicts and tuples. It must return the same ones each time. Without it, a subclass defines fetch.
+        """
         self.lengths = np.array(lengths, np.int64)
         if self.lengths.ndim != 1 or not len(self.lengths) or self.lengths.min() < 1:
             raise InputError(f"each block must have a sample, and there must be a block, got lengths {lengths}")
@@ -46,8 +47,9 @@ class Blocks:
         return f"block {number}"
 
     def fetch(self, number: int, path: Path) -> None:
-        """Writes the block to a new file, as an .npy of rows. Raises DataError, or DownloadError if trying again may
-        help, and OSError for the disk."""
+        """Write the block to a new file, as an .npy of rows. Raises DataError, or DownloadError if trying again may
+        help, and OSError for the disk.
+        """
         assert self._read is not None
         try:
             tree = self._read(number)
@@ -88,7 +90,8 @@ def length_of(tree: Any, name: str) -> int:
 
 def tree_of(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
     """The tree of arrays (n, ...), each in memory of its own, that rows_of made the rows from; its lists are tuples.
-    order: of the rows, by index."""
+    order: of the rows, by index.
+    """
     names = rows.dtype.names
     if names is None:
         return np.ascontiguousarray(rows[order])

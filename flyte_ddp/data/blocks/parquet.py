@@ -29,7 +29,8 @@ class Parquet(Blocks):
     def __init__(self, url: str | Path, columns: Sequence[str]):
         """url: of the folder or file: s3://, gs://, abfs://, file:// or a path. Hidden files, and those that begin with
         an underscore, are left out. Raises DataError if there are no rows, or a column is missing or of another type in
-        one of the files."""
+        one of the files.
+        """
         if pa is None:
             raise InputError(not_installed("Parquet needs pyarrow", "parquet"))
         self.stored, self.columns = Stored(url), list(columns)

@@ -35,7 +35,8 @@ class TarImages(Indexed):
         labels: str = "cls",
     ):
         """shape: C, H and W, C being 1 or 3: images are scaled to cover it, and cropped around the centre. images: the
-        extensions that may hold a sample's image. labels: that of its label, a whole number as text."""
+        extensions that may hold a sample's image. labels: that of its label, a whole number as text.
+        """
         super().__init__(url)
         self.shape, self.images, self.labels = shape, tuple(images), labels
 
@@ -65,7 +66,7 @@ class TarImages(Indexed):
 
 
 def index_tars(url: str | Path) -> None:
-    """Writes the index.json of a folder of tar files, reading each once: its samples and its SHA-256."""
+    """Write the index.json of a folder of tar files, reading each once: its samples and its SHA-256."""
     stored = Stored(url)
     blocks = []
     for name, size in stored.sizes().items():
@@ -115,8 +116,9 @@ def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[s
 
 
 def _check_end(opened: tarfile.TarFile, name: str) -> None:
-    """tarfile takes a header that it cannot read, other than the first, for the end, and so it does that of the file;
-    a whole one has a block of zeros there."""
+    """Tarfile takes a header that it cannot read, other than the first, for the end, and so it does that of the file;
+    a whole one has a block of zeros there.
+    """
     file: Any = opened.fileobj
     more = False
     while rest := file.read(tarfile.RECORDSIZE):

@@ -25,7 +25,7 @@ PathLike = str | Path
 
 
 def read_description(directory: PathLike) -> DatasetDescription:
-    """Reads dataset.json and checks the files' sizes and shapes, in milliseconds; DataError says what is wrong."""
+    """Read dataset.json and checks the files' sizes and shapes, in milliseconds; DataError says what is wrong."""
     path = Path(directory) / DESCRIPTION
     try:
         content = json.loads(path.read_bytes())
@@ -54,7 +54,7 @@ def read_description(directory: PathLike) -> DatasetDescription:
 
 
 def verify(directory: PathLike) -> DatasetDescription:
-    """Reads the description and every byte of the files; DataError if any differs from what was written."""
+    """Read the description and every byte of the files; DataError if any differs from what was written."""
     description = read_description(directory)
     for filename, expected in description.sha256.items():
         path = Path(directory) / filename

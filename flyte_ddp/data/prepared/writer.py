@@ -30,7 +30,7 @@ def write_prepared(
     test_labels: np.ndarray,
     passes_per_epoch: int = 1,
 ) -> DatasetDescription:
-    """Writes the dataset; a folder that holds anything else is replaced.
+    """Write the dataset; a folder that holds anything else is replaced.
 
     Images are (N, C, H, W) uint8, labels (N,) of any integer type from 0 to len(classes) - 1; InputError if not, or if
     the disk is full or read-only. Concurrent writers of the same dataset don't disturb each other.
@@ -54,7 +54,7 @@ def write_prepared(
 def write_dataset(
     directory: Path, arrays: Mapping[str, np.ndarray], description: DatasetDescription
 ) -> DatasetDescription:
-    """Writes the arrays under their names, and returns the description with their SHA-256."""
+    """Write the arrays under their names, and return the description with their SHA-256."""
     with writing_to(directory.parent, "DDP_DATA_DIR"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(directory)
@@ -102,7 +102,8 @@ def pixel_counts(images: np.ndarray) -> np.ndarray:
 
 def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Per channel, from the histograms of pixel_counts: exact, so the same digits on every machine. To 4 decimals, or
-    as many as make 4 digits of the standard deviation. Where a channel has one value only, that is 1 instead of 0."""
+    as many as make 4 digits of the standard deviation. Where a channel has one value only, that is 1 instead of 0.
+    """
     means, stds = [], []
     for channel in counts:
         there = channel.nonzero()[0]  # of one value alone the rounding of sums would leave a deviation
@@ -116,7 +117,7 @@ def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 def _write_array(path: Path, array: np.ndarray) -> str:
-    """Writes a .npy file (labels as int64) and returns its SHA-256.
+    """Write a .npy file (labels as int64) and returns its SHA-256.
 
     Not with np.save, which reports a full disk without saying why, and whose bytes would have to be read again to hash.
     """
@@ -132,7 +133,7 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 
 
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
-    """Renames the folder, unless another writer has put the same dataset there; anything else there is replaced."""
+    """Rename the folder, unless another writer has put the same dataset there; anything else there is replaced."""
     sync_folder(directory.parent)
     with _locked(directory):
         if os.path.lexists(directory):
@@ -145,7 +146,7 @@ def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Removes a dataset that was found to be damaged, unless another process has replaced it by now."""
+    """Remove a dataset that was found to be damaged, unless another process has replaced it by now."""
     with _locked(directory):
         try:
             verify(directory)

@@ -54,7 +54,7 @@ def prepared_dir(name: str) -> Path:
 
 
 def discard_damaged(name: str) -> None:
-    """Removes the prepared dataset if it exists but is not intact."""
+    """Remove the prepared dataset if it exists but is not intact."""
     directory = prepared_dir(name)
     if directory.exists():
         try:
@@ -66,7 +66,7 @@ def discard_damaged(name: str) -> None:
 
 
 def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored | None = None) -> Path:
-    """Returns the folder of the prepared dataset, downloading and writing whatever is missing or damaged.
+    """Return the folder of the prepared dataset, downloading and writing whatever is missing or damaged.
 
     open_stored is for a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
     Any number of processes may do this at once. Raises DownloadError if the original files cannot be downloaded,
@@ -120,7 +120,7 @@ def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any]:
-    """torchvision's training and test split, from archives of what it looks for below a folder.
+    """Torchvision's training and test split, from archives of what it looks for below a folder.
 
     They are unpacked to a fresh folder each time, because torchvision trusts what it finds unpacked.
     """

@@ -40,7 +40,7 @@ class Mirrors:
     unreachable: dict[str, str] = field(default_factory=dict)
 
     def fetch(self, filename: str, md5: str, directory: Path) -> Path:
-        """Returns the file in the directory, downloaded unless it is there with this MD5; it appears whole or never.
+        """Return the file in the directory, downloaded unless it is there with this MD5; it appears whole or never.
 
         Raises DownloadError with the reason of each mirror, InputError if the directory cannot be written to.
         """

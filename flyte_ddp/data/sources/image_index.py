@@ -104,7 +104,7 @@ def lfw_folder() -> Path:
 
 
 def stamp_of(folder: Path) -> str:
-    """Changes when an image file is added, removed or written to; looks only at names, sizes and times."""
+    """Change when an image file is added, removed or written to; looks only at names, sizes and times."""
     digest = hashlib.sha256()
     names = (name for classes in list_images(folder).values() for files in classes.values() for name in files)
     for name in names:
@@ -116,7 +116,7 @@ def stamp_of(folder: Path) -> str:
 
 
 def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[str], None]) -> Path:
-    """Reads every image once and writes what training needs to know about them; returns the folder of that index.
+    """Read every image once and write what training needs to know about them; returns the folder of that index.
 
     name: the dataset's name. Raises InputError if too many files cannot be read, or too few are left.
     """
@@ -154,7 +154,7 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 
 
 def verify_images(index: Path, folder: Path) -> None:
-    """Reads every image that is in the index; DataError if their names or content are not what they were."""
+    """Read every image that is in the index; DataError if their names or content are not what they were."""
     content = hashlib.sha256()
     try:
         for split in SPLITS:
@@ -170,7 +170,8 @@ def _sound_images(
     folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings
 ) -> tuple[dict[str, list[tuple[int, str]]], list[str], str, np.ndarray]:
     """The readable images of each split, what is wrong with the others, a digest of the former, and a histogram of the
-    training images' values, (C, 256)."""
+    training images' values, (C, 256).
+    """
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
     content, counts = hashlib.sha256(), np.zeros((images.shape[0], 256), np.int64)
@@ -187,7 +188,7 @@ def _sound_images(
 
 
 def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:
-    """Writes images (N, C, H, W) as PNG files, with a sub-folder per class; the folder appears whole or not at all."""
+    """Write images (N, C, H, W) as PNG files, with a sub-folder per class; the folder appears whole or not at all."""
     from PIL import Image
 
     beside = temporary_beside(folder)
@@ -243,7 +244,7 @@ def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, i
 
 
 def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
-    """Reports files that cannot be read; InputError if there are too many."""
+    """Report files that cannot be read; InputError if there are too many."""
     if not bad:
         return
     listed = "; ".join(bad[:MOST_NAMED]) + ("; …" if len(bad) > MOST_NAMED else "")

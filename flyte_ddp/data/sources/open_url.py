@@ -86,8 +86,9 @@ class Opener:
         return _read(file), getattr(file, "size", None)
 
     def _answer(self, url: str) -> requests.Response:
-        """Asks in a thread of its own, because name look-up, several addresses, redirects and slowly arriving headers
-        would each outlast the time-outs of requests."""
+        """Ask in a thread of its own, because name look-up, several addresses, redirects and slowly arriving headers
+        would each outlast the time-outs of requests.
+        """
         outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
         limits = self.limits
         seconds = min(limits.answer_seconds, limits.silence_seconds - self.waited_seconds)

@@ -16,7 +16,8 @@ NARROWER = {np.dtype(np.longdouble): np.dtype(np.float64), np.dtype(np.clongdoub
 
 def tensor_of(array: np.ndarray) -> Tensor:
     """The array, copied only where torch cannot hold it as it lies: with bytes swapped, negative strides, or floats of
-    80 bits, which become float64."""
+    80 bits, which become float64.
+    """
     native = array.dtype.newbyteorder("=")
     kind = NARROWER.get(native, native)
     if kind != array.dtype or any(stride < 0 or stride % kind.itemsize for stride in array.strides):

@@ -68,7 +68,7 @@ class Order(Protocol):
         """Yield the tensors of the samples (n,) of each of these steps, as Split.fetch does."""
 
     def check_room(self) -> None:
-        """Raises InputError if this machine has too little for it."""
+        """Raise InputError if this machine has too little for it."""
 
 
 class Shuffled:
@@ -250,7 +250,8 @@ class TrainBatches(_Batches):
 
     def steps(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[list[Batch]]:
         """The rank's shares of each global batch of an epoch, from first_step on, before end if there is one; the
-        epoch's last may be short."""
+        epoch's last may be short.
+        """
         for step, shares in self._fetch(self._order_of(epoch), range(len(self))[first_step:end]):
             seed, other = (key_of(use, self.seed, epoch, step) for use in (Use.STEP, Use.AUGMENTATION))
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]

@@ -41,7 +41,7 @@ class BlockCache:
         self._alive: IO[bytes] | None = None  # locked for as long as this rank lives
 
     def open(self) -> None:
-        """Makes the folder; a collective, unless there is no process group, or it was called before."""
+        """Make the folder; a collective, unless there is no process group, or it was called before."""
         if self._alive:
             return
         run, local_size = [secrets.token_hex(4)], self.environment.world.local_size
@@ -72,7 +72,7 @@ class BlockCache:
                 remove_if_left(self.node)
 
     def check(self, needed: int) -> None:
-        """Raises InputError if there is no room for so many bytes."""
+        """Raise InputError if there is no room for so many bytes."""
         if needed > self.budget:
             ranks = self.environment.world.local_size
             raise InputError(
@@ -85,7 +85,7 @@ class BlockCache:
         return self.folder / f"{name}.npy"
 
     def fetch(self, name: str, write: Callable[[Path], None]) -> None:
-        """Makes the block's file be there; write(path) is called if no rank of the node has it."""
+        """Make the block's file be there; write(path) is called if no rank of the node has it."""
         path = self.path(name)
         with writing_to(self.root, VARIABLE), locked(self.node / f"{name}.lock"):
             if path.exists():
@@ -113,7 +113,7 @@ def locked(path: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def remove_if_left(folder: Path) -> None:
-    """Removes a run's folder if none of its ranks lives any more."""
+    """Remove a run's folder if none of its ranks lives any more."""
     for alive in folder.glob("*.alive"):
         try:
             with locked(alive, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -147,7 +147,7 @@ class Ahead:
             threading.Thread(target=self._work, daemon=True).start()
 
     def wait(self, step: int, blocks: Iterable[int]) -> None:
-        """Returns when these blocks, which the step needs, are there, or after close; raises what kept one away."""
+        """Return when these blocks, which the step needs, are there, or after close; raises what kept one away."""
         needed = set(blocks)
         assert all(self.last.get(block, -1) >= step for block in needed), "a block that was not announced"
         with self._changed:
@@ -158,13 +158,13 @@ class Ahead:
                 raise self._failure
 
     def finish(self, step: int) -> None:
-        """Deletes what no later step needs."""
+        """Delete what no later step needs."""
         with self._changed:
             self._finished = step
             self._delete_finished()
 
     def close(self) -> None:
-        """Ends the threads, and deletes all blocks but those that they are fetching."""
+        """End the threads, and delete all blocks but those that they are fetching."""
         with self._changed:
             self._is_closed = True
             self._finished = max(self.last.values(), default=-1)

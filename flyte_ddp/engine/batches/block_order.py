@@ -126,7 +126,8 @@ class BlockOrder:
 
     def _sorted(self, positions: np.ndarray) -> np.ndarray:
         """The positions, once the samples of each batch are sorted by stream. Position k is a sample of stream
-        k % streams, at place k // streams of it."""
+        k % streams, at place k // streams of it.
+        """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
         return np.concatenate(
             [self._sorted_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps]

@@ -106,7 +106,7 @@ class BlockSplit:
         return self.reading.cache.path(self._file(block))
 
     def bring(self, block: int) -> None:
-        """Makes the block be in the cache."""
+        """Make the block be in the cache."""
         number = int(self.chosen[block])
         self.reading.cache.fetch(self._file(block), lambda path: self.blocks.fetch(number, path))
 
@@ -114,7 +114,7 @@ class BlockSplit:
         self.reading.cache.delete(self._file(block))
 
     def forget(self) -> None:
-        """Drops what fetch has kept."""
+        """Drop what fetch has kept."""
         while self._kept:
             self.drop(self._kept.pop())
 
@@ -153,7 +153,7 @@ class BlocksInOrder:
         return uses.also(self.split.blocks_of(self.at(torch.arange(share.start, share.stop)).numpy()), last_step)
 
     def check_room(self) -> None:
-        """Raises InputError, with the number that is needed, if the cache is too small for what is needed at a time."""
+        """Raise InputError, with the number that is needed, if the cache is too small for what is needed at a time."""
         uses = self.uses(range(-(-self.order.samples // self.order.batch_size)))
         self.split.reading.cache.check(needed_bytes(uses, self.split.sizes[uses.blocks]))
 

@@ -80,7 +80,8 @@ def lengths_of(split: Any) -> Lengths | None:
 
 class SimilarLengths:
     """An order of samples in which those of a batch have similar lengths: the samples of each `window` batches are
-    sorted, stably, cut into batches again, and these are shuffled. It needs no more than the window's samples."""
+    sorted, stably, cut into batches again, and these are shuffled. It needs no more than the window's samples.
+    """
 
     def __init__(self, order: Any, each: Tensor, samples: int, batch_size: int, window: int, key: int):
         """order: at random, see batches.Order. samples: in the epoch. key: of this epoch."""

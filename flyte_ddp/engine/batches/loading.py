@@ -197,7 +197,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """Makes a loader worker end when its rank ends, in whatever way."""
+    """Make a loader worker end when its rank ends, in whatever way."""
     sys.excepthook = lambda *_: None  # multiprocessing's own thread would print an error when the rank is killed
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -30,7 +30,8 @@ def sample_keys(indices: np.ndarray, origin: Origin) -> list[int]:
 
 def seed_generators(key: int) -> None:
     """7 µs, where torch.manual_seed, which looks for devices, would take 200. torch and NumPy have the same algorithm,
-    which takes 32 bits, so they get other halves of the key."""
+    which takes 32 bits, so they get other halves of the key.
+    """
     torch.default_generator.manual_seed(key)
     np.random.seed(key >> 32)
     random.seed(key)

@@ -41,7 +41,7 @@ class Resident:
     """Tensors (N, ...) on a device, single or nested; memory maps among them stay on disk."""
 
     def __init__(self, data: Any, device: torch.device):
-        """Raises InputError if the data cannot be trained on; the caller says which data."""
+        """Raise InputError if the data cannot be trained on; the caller says which data."""
         self.device = device
         self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None

@@ -1,5 +1,6 @@
 """Checkpoints: written whole or not at all, in one file or, of sharded networks, in one for each rank; verified before
-anything in them is unpickled."""
+anything in them is unpickled.
+"""
 
 import hashlib
 import io
@@ -31,12 +32,12 @@ FORMAT = 7
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Writes a temporary file and renames it: path always holds the old or the new checkpoint. Raises OSError."""
+    """Write a temporary file and rename it: path always holds the old or the new checkpoint. Raises OSError."""
     finish(write_draft(path, content), path)
 
 
 def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
-    """Writes the content to a temporary file beside path, one tensor after the other; finish makes it the checkpoint.
+    """Write the content to a temporary file beside path, one tensor after the other; finish makes it the checkpoint.
 
     Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. Raises OSError. A
     collective if any are sharded; device: of these.
@@ -56,7 +57,7 @@ def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU)
 
 
 def finish(draft: Path, path: Path) -> None:
-    """Appends the checksum to a draft, waits until it is on the disk, and renames it. Raises OSError."""
+    """Append the checksum to a draft, wait until it is on the disk, and rename it. Raises OSError."""
     try:
         with open(draft, "r+b") as file:
             file.write(_digest(file, draft.stat().st_size))
@@ -105,7 +106,8 @@ def _changed_files(saved: Any, ours: Mapping[str, str] | None) -> str:
 
 def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Where an identity differs from ours, or from as much as is given of it: ("code",) or ("settings", "seed"), and
-    both values."""
+    both values.
+    """
 
     def parts(identity: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         settings = identity.get("settings")
@@ -123,7 +125,8 @@ def refuse(
     error: CheckpointError, options: RunOptions, emit: Callable[[Event], None], output: Path | None = None
 ) -> None:
     """Says why training starts anew; raises InputError where the user has asked for this very checkpoint, or for the
-    folder output, in which another training's would be lost."""
+    folder output, in which another training's would be lost.
+    """
     if options.resume_from:
         raise InputError(f"RunOptions.resume_from: the checkpoint in {options.resume_from} {error}")
     if output and isinstance(error, OtherTrainingError):
@@ -150,7 +153,7 @@ def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
 
 
 def restore(state: TrainingState, saved: dict[str, Any]) -> None:
-    """Loads a checkpoint's state; raises CheckpointError if it does not fit, which leaves the state half loaded."""
+    """Load a checkpoint's state; raises CheckpointError if it does not fit, which leaves the state half loaded."""
     try:
         state.load_state_dict(saved)
     except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this rank's device, not for what it was given
@@ -161,7 +164,7 @@ def restore(state: TrainingState, saved: dict[str, Any]) -> None:
 
 
 def check_readable(state: dict[str, Any]) -> None:
-    """Raises InputError if a checkpoint of this state could not be read again, for the type of something in it."""
+    """Raise InputError if a checkpoint of this state could not be read again, for the type of something in it."""
     is_sharded = any(isinstance(leaf, Shard) for leaf in pytree.tree_leaves(state))
     _check_readable(pytree.tree_map_only((Tensor, Shard), lambda _: torch.empty(0), state), "", is_sharded)
 

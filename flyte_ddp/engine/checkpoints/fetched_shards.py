@@ -27,7 +27,8 @@ def fetched(
 ) -> Iterator[dict[str, Any]]:
     """The content of the checkpoint with this manifest, of whose files those that have rows of this rank are on its
     disk while the block runs, verified; raises CheckpointError on all ranks if one of theirs is damaged or missing. A
-    collective."""
+    collective.
+    """
     names = [uuid.uuid4().hex]
     distributed.broadcast_object_list(names)
     folder = Path(tempfile.gettempdir(), f"checkpoint-{names[0]}")  # of this job's ranks on this host, and no others
@@ -52,7 +53,7 @@ def fetched(
 
 
 def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
-    """Makes the file be there, unless another rank of the host has done so; what is wrong with it, if anything is."""
+    """Make the file be there, unless another rank of the host has done so; what is wrong with it, if anything is."""
     with locked(file.with_suffix(".lock")):
         if file.exists():
             return ""

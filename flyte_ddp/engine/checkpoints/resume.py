@@ -92,7 +92,8 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
 
 def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
     """Which ranks have the content of the checkpoint, of whose shards, if any, each of these verifies some; raises
-    CheckpointError on all ranks. A collective."""
+    CheckpointError on all ranks. A collective.
+    """
     seen: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(seen, content is not None)
     position, count = sum(seen[: distributed.get_rank()]), sum(seen)
@@ -117,8 +118,9 @@ def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None)
     updated = [local(weight) for group in state.optimizer.param_groups for weight in group["params"]]
 
     def new(path: tuple[Any, ...], value: Tensor) -> Tensor:
-        """torch's optimizers have their numbers of steps on the CPU, and all else where their weights are; the fused
-        ones rely on what is as large as a weight to lie as it does, which it may not where it was saved."""
+        """Torch's optimizers have their numbers of steps on the CPU, and all else where their weights are; the fused
+        ones rely on what is as large as a weight to lie as it does, which it may not where it was saved.
+        """
         if not value.dim() or [key.key for key in path[:2]] != ["optimizer", "state"]:
             return torch.empty_like(value, device="cpu")
         weight = updated[path[2].key]

@@ -1,5 +1,6 @@
 """Writes checkpoints of sharded trainings: each rank its rows to a file, then rank 0 the manifest, which makes all of
-them the checkpoint at once."""
+them the checkpoint at once.
+"""
 
 import errno
 import itertools
@@ -31,10 +32,10 @@ class Destination(Protocol):
         """The folder for this rank's file of the next one; a collective."""
 
     def keep(self, file: Path) -> None:
-        """Puts the file, which is on this host's disk, where it has to be before the manifest may name it."""
+        """Put the file, which is on this host's disk, where it has to be before the manifest may name it."""
 
     def commit(self, manifest: dict[str, Any]) -> None:
-        """Makes this the checkpoint, in place of the one before; called on rank 0."""
+        """Make this the checkpoint, in place of the one before; called on rank 0."""
 
     def discard(self, folder: Path) -> None:
         """Called on rank 0 if a file is missing."""
@@ -127,8 +128,9 @@ class ShardWriter:
         self._group = gloo_group(environment.world, range(self._cut.parts))
 
     def begin(self, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
-        """Copies this rank's tensors; what it returns writes the checkpoint, a collective for a thread of each rank,
-        which raises OSError on rank 0 if any rank fails."""
+        """Copy this rank's tensors; what it returns writes the checkpoint, a collective for a thread of each rank,
+        which raises OSError on rank 0 if any rank fails.
+        """
         description, tensors = described(content)
         progress = content["state"]["progress"]
         folder = self._destination.begin(f"{progress['epoch']}-{progress['step']}")
@@ -155,7 +157,8 @@ class ShardWriter:
 
     def _own(self, tensor: Tensor | Shard) -> Tensor | None:
         """What this rank's file has of it: of what is not sharded rank 0's has all, as a copy: it may share memory with
-        others, which safetensors refuses. Complex numbers, some of which it lacks, are pairs of real ones."""
+        others, which safetensors refuses. Complex numbers, some of which it lacks, are pairs of real ones.
+        """
         if isinstance(tensor, Shard):
             return tensor.rows.contiguous() if len(tensor.rows) else None
         if self._cut.part:
@@ -197,7 +200,7 @@ def _file_of(part: int) -> str:
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Writes tensors to a file; returns what went wrong, if anything did: the others must hear of it."""
+    """Write tensors to a file; returns what went wrong, if anything did: the others must hear of it."""
     from safetensors.torch import save_file  # an optional library
 
     try:

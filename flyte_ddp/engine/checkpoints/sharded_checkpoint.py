@@ -119,7 +119,8 @@ def rebuilt(description: Any, tensors: Mapping[str, Any]) -> Any:
 
 def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """The content of the checkpoint with this manifest and files in this folder, with StoredTensors, and the digests of
-    its files as "shards"."""
+    its files as "shards".
+    """
     files = tuple(folder / name for name in manifest["files"])
     tensors = {
         name: StoredTensor(name, getattr(torch, about["dtype"]), tuple(about["shape"]), files, about["each"])

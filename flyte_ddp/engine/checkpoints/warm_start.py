@@ -34,7 +34,8 @@ JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_frac
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the file is a checkpoint, which ends with a checksum, rather than just weights; InputError if it cannot
-    be read."""
+    be read.
+    """
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -45,7 +46,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
-    """Loads a model_state's weights into the network, except those that leave_out names; returns the names of what the
+    """Load a model_state's weights into the network, except those that leave_out names; returns the names of what the
     file has replaced, and a remark on it.
 
     Raises InputError if the other weights do not fit the network.
@@ -74,7 +75,7 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
 
 
 def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
-    """Loads another training's checkpoint, to continue with this training's settings; returns a remark on it.
+    """Load another training's checkpoint, to continue with this training's settings; returns a remark on it.
 
     The optimizer's state is from the checkpoint, its learning rates and the schedule are this training's own. Raises
     InputError if this training cannot continue the other one.
@@ -122,7 +123,7 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
 
 
 def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: Job) -> None:
-    """Raises InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
+    """Raise InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
     settings = job.settings
     if epoch >= settings.last_epoch:
         name = "stop_after" if settings.stop_after else "epochs"
@@ -138,7 +139,7 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 
 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Drops the other training's best epoch if it does not count here; patience that ran out there begins anew."""
+    """Drop the other training's best epoch if it does not count here; patience that ran out there begins anew."""
     if not state.best_tracker:
         return
     if not JUDGED_BY.isdisjoint(
@@ -173,7 +174,8 @@ def _keep_statistics(layer: nn.Module, _: Any) -> None:
 
 def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """The names that match one of the patterns, or belong to a layer whose name does; InputError for a pattern without
-    a match."""
+    a match.
+    """
     matched = []
     for pattern in patterns:
         matches = [name for name in names if any(fnmatch.fnmatchcase(part, pattern) for part in _layers(name))]

@@ -56,7 +56,8 @@ def begin_file(
     path: Path, room: dict[Any, Tensor], content: dict[str, Any], device: torch.device
 ) -> Callable[[], None]:
     """Begin for a single file at path, beside which the copy is; but that from a GPU is in room, in the host's memory,
-    until it is written."""
+    until it is written.
+    """
     if device.type == "cpu":
         write = partial(finish, write_draft(path, content, device), path)
     else:
@@ -114,7 +115,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits until the current checkpoint is written."""
+        """Wait until the current checkpoint is written."""
         if self._thread:
             self._thread.join()
 

@@ -78,5 +78,6 @@ def _speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> f
 
 def _turn_of(place: int, size: int) -> int:
     """When the link from this place of a ring to the next is tried: a rank's two links share what it can send, so they
-    never are at once."""
+    never are at once.
+    """
     return 2 if size % 2 and place == size - 1 else place % 2

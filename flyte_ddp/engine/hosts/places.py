@@ -116,7 +116,8 @@ def room(device: torch.device) -> dict[str, float]:
 
 def tried(device: torch.device) -> tuple[float, int]:
     """TFLOPS of a GPU in a product of bfloat16 matrices, the best of some, since the first find it cold; and the digest
-    of the product. Zeros without a GPU."""
+    of the product. Zeros without a GPU.
+    """
     if device.type != "cuda":
         return 0.0, 0
     factor = torch.arange(MATRIX**2, device=device).remainder_(251).sub_(125).to(torch.bfloat16).view(MATRIX, MATRIX)

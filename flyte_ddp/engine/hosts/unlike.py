@@ -37,7 +37,7 @@ FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
 
 
 def unlike(places: Sequence[Place], options: RunOptions) -> list[str]:
-    """Raises RecoverableError with them if options.odd_hosts refuses what is odd."""
+    """Raise RecoverableError with them if options.odd_hosts refuses what is odd."""
     odd = [*_other_facts(places), *_low_figures(places), *_slow_links(places), *_other_clocks(places)]
     advised = [f"{reason}: an odd host may fail, or be slow; give the training hosts alike" for reason in odd]
     reasons = [*advised, *_wrong_gpus(places), *_slow_gpus(places), *_full_disks(places)]
@@ -97,7 +97,8 @@ def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator
 
 def minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
     """The ranks with another value than more than half of all have, and those that have it. Where no value is that
-    common, all ranks and none."""
+    common, all ranks and none.
+    """
     value, count = Counter(values.values()).most_common(1)[0]
     if 2 * count <= len(values):
         return [*values], []

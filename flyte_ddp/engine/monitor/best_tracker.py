@@ -52,7 +52,7 @@ class BestTracker:
         return 0 < self.patience <= self.waited
 
     def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
-        """Records the measures of the validation split, and copies the weights if they are the best so far."""
+        """Record the measures of the validation split, and copy the weights if they are the best so far."""
         value = measures.get(self.measure, math.nan)
         score = -math.inf if not math.isfinite(value) else -value if self.is_lower_better else value
         if score > self.score:

@@ -49,7 +49,7 @@ class LossMonitor:
         return warnings
 
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
-        """Records the mean loss of the latest samples, NaN if there is none; returns a warning if it has leapt."""
+        """Record the mean loss of the latest samples, NaN if there is none; returns a warning if it has leapt."""
         if math.isnan(loss):
             return []
         self.loss_sum, self.samples = self.loss_sum + loss * samples, self.samples + samples
@@ -69,7 +69,7 @@ class LossMonitor:
         return []
 
     def after_evaluation(self, finished: EpochFinished, step: int, mismatched: float = 0.0) -> list[NotLearning]:
-        """Records the mean loss of the test or validation split; returns a warning once it is no better than guessing,
+        """Record the mean loss of the test or validation split; returns a warning once it is no better than guessing,
         unless training has only just begun.
 
         mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.

@@ -107,7 +107,7 @@ class StepClock:
         self.samples = self.steps = 0
 
     def _add_up(self) -> None:
-        """Adds up what the device has reached."""
+        """Add up what the device has reached."""
         reached = list(itertools.takewhile(lambda mark: mark[1].query(), self._marks))
         for (_, before), (part, after) in itertools.pairwise(reached):
             self._seconds[part] += before.elapsed_time(after) / 1e3

@@ -29,7 +29,8 @@ class Stragglers:
     def __init__(self, hosts: Sequence[str], remedy: str, meet_within: bool = False, has_gpus: bool = False):
         """hosts: by rank. remedy: for a rank that is slow in its data. meet_within: whether the ranks wait for each
         other while they compute, as those of a sharded network do: all seem to compute equally long, so only their data
-        tell them apart. has_gpus: whether each rank computes on a GPU of its own."""
+        tell them apart. has_gpus: whether each rank computes on a GPU of its own.
+        """
         self._hosts, self._meet_within, self._has_gpus = hosts, meet_within, has_gpus
         self._remedies = {"data": remedy, "compute": ON_GPUS if has_gpus else ON_CPUS}
         self._totals = np.zeros((len(hosts), 4))  # the last column: for how long the others have waited for it
@@ -38,7 +39,7 @@ class Stragglers:
         self._warned: set[tuple[int | str, str]] = set()
 
     def after_steps(self, epoch: int, step: int, steps: int, times: np.ndarray) -> list[SlowRank]:
-        """Records the latest steps; returns warnings of ranks that keep being late.
+        """Record the latest steps; returns warnings of ranks that keep being late.
 
         times: (ranks, 4) seconds waiting for data, computing, and waiting for the others; and samples.
         """

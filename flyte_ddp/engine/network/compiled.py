@@ -35,7 +35,7 @@ def has_triton() -> bool:
 
 
 def check_device(device: torch.device) -> None:
-    """Raises InputError where compiling does not pay, or cannot be done."""
+    """Raise InputError where compiling does not pay, or cannot be done."""
     if device.type == "cpu":
         raise InputError(
             "options.compile must be false without a GPU, got true: on CPUs a step may become slower by it; leave "
@@ -61,7 +61,7 @@ def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
 
 
 def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatches, link: Link) -> None:
-    """Calls what is compiled as steps and evaluations will, which leaves no trace; a collective.
+    """Call what is compiled as steps and evaluations will, which leaves no trace; a collective.
 
     All of that may take longer than a step ever should; so the rank says after each layer that it is alive. InputError
     for samples of different lengths with virtual ranks.

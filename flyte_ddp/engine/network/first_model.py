@@ -1,5 +1,6 @@
 """The network that a training starts with: with its values, or without, on a rank that gets its part of them from
-rank 0. That is how torch's meta device has it, whose tensors take no memory."""
+rank 0. That is how torch's meta device has it, whose tensors take no memory.
+"""
 
 import gc
 import warnings
@@ -117,7 +118,7 @@ def _built(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def _check_folder(recipe: Recipe, init: Path) -> None:
-    """Raises InputError where model() has left it aside, or settings are for a file."""
+    """Raise InputError where model() has left it aside, or settings are for a file."""
     if not recipe.has_read_init:
         raise InputError(
             f"{code_location(recipe, 'model')} must load init, which is the folder {init}: for example with "
@@ -167,7 +168,7 @@ def _check_layers(recipe: Recipe, model: nn.Module) -> None:
 
 
 def check_types(recipe: Recipe, model: nn.Module) -> None:
-    """Raises InputError for weights of a type that loses what an optimizer adds to them."""
+    """Raise InputError for weights of a type that loses what an optimizer adds to them."""
     for name, weight in model.named_parameters():
         if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not weight.requires_grad):
             continue

@@ -20,7 +20,7 @@ def to_device(
     environment: Environment,
     precision: str = "float32",
 ) -> Average | None:
-    """Moves the network to the device, or shards it; returns its average, if there is one, at the same place.
+    """Move the network to the device, or shard it; returns its average, if there is one, at the same place.
 
     A collective; InputError for what cannot be sharded. precision: of training, float32 or bfloat16.
     """

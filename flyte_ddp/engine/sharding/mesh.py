@@ -1,5 +1,6 @@
 """Which ranks share the rows of a sharded network: all of them or, with hybrid sharding, those of each node, which then
-has a copy of all rows."""
+has a copy of all rows.
+"""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from flyte_ddp.settings import RunOptions
 
 
 def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) -> None:
-    """Raises InputError for what a recipe, or an option, asks for that sharding lacks."""
+    """Raise InputError for what a recipe, or an option, asks for that sharding lacks."""
     from torch.distributed.fsdp import FSDPModule  # a slow import, which others do without
 
     owner, world = type(recipe).__name__, environment.world
@@ -39,7 +39,7 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 
 
 def check_weights(recipe: Recipe, model: nn.Module) -> None:
-    """Raises InputError for weights that cannot be cut into rows, or that two units share."""
+    """Raise InputError for weights that cannot be cut into rows, or that two units share."""
     where, units = code_location(recipe, "model"), matching_layers(recipe, "fsdp_units", model)
     firsts: dict[int, tuple[str, str | None]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):

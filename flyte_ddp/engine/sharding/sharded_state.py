@@ -49,7 +49,7 @@ class Shard:
     shape: torch.Size
 
     def gather(self, room: Tensor | None, device: torch.device) -> None:
-        """Copies the rows of all ranks into the room that rank 0 has for them, by way of the device; a collective."""
+        """Copy the rows of all ranks into the room that rank 0 has for them, by way of the device; a collective."""
         rank, parts = distributed.get_rank(), cut().parts
         for owner in range(parts):
             first, last = rows_of(self.shape[0], owner, parts)
@@ -74,7 +74,8 @@ def rows_of(count: int, part: int, parts: int) -> tuple[int, int]:
 
 def with_room(content: Any) -> Any:
     """The content with a whole tensor in place of each Shard, one for all names of tied weights. Nothing is in it yet,
-    so it takes no memory either."""
+    so it takes no memory either.
+    """
     rooms: dict[int, Tensor] = {}
 
     def room(shard: Shard) -> Tensor:
@@ -84,7 +85,7 @@ def with_room(content: Any) -> Any:
 
 
 def fill(path: Path | None, content: Any, device: torch.device) -> None:
-    """Fills a file in which rank 0 has saved the content with room for its Shards, row by row, so that no tensor is
+    """Fill a file in which rank 0 has saved the content with room for its Shards, row by row, so that no tensor is
     ever whole in memory; a collective if there are any.
 
     path: None on the other ranks, and on rank 0 if it could not write the file, which then is left to it.

@@ -74,8 +74,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: str) -> None:
-    """Shards networks that are on the CPU, or have no values, with rank 0's weights; a collective. No more than a unit
-    is whole on the device. mesh: see make_mesh. precision: that the first one is trained in."""
+    """Shard networks that are on the CPU, or have no values, with rank 0's weights; a collective. No more than a unit
+    is whole on the device. mesh: see make_mesh. precision: that the first one is trained in.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a slow import, which others do without
 
     for network in networks:
@@ -93,7 +94,8 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: s
 
 def _in_bfloat16(network: nn.Module) -> Any:
     """The policy by which weights are exchanged in bfloat16 that autocast would make bfloat16 on each rank: it gives
-    the same numbers. Others, such as those of embeddings and norms, are exchanged as they are."""
+    the same numbers. Others, such as those of embeddings and norms, are exchanged as they are.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     others = (layer for layer in network.modules() if not _is_cast(layer))
@@ -108,14 +110,15 @@ def _in_bfloat16(network: nn.Module) -> Any:
 
 def _is_cast(layer: nn.Module) -> bool:
     """Whether torch's own code is all that computes with its weights: a class derived from it, or a hook before it,
-    such as spectral_norm's, may do so in float32."""
+    such as spectral_norm's, may do so in float32.
+    """
     kinds = [kind for kind in CAST if isinstance(layer, kind)]
     is_own = all(getattr(type(layer), name, None) is getattr(kind, name, None) for kind in kinds for name in OVERRIDDEN)
     return bool(kinds) and is_own and not torch_compat.has_forward_pre_hooks(layer)
 
 
 def _from_first(tensor: Tensor, device: torch.device) -> None:
-    """Moves a tensor to the device, with rank 0's values."""
+    """Move a tensor to the device, with rank 0's values."""
     if tensor.is_meta:
         give_room(tensor, device)
     else:
@@ -124,7 +127,7 @@ def _from_first(tensor: Tensor, device: torch.device) -> None:
 
 
 def give_room(tensor: Tensor, device: torch.device) -> None:
-    """Puts a tensor without values on the device, where it has any; it stays the same object, and tied.
+    """Put a tensor without values on the device, where it has any; it stays the same object, and tied.
 
     RuntimeError if another tensor is a view of it.
     """
@@ -141,7 +144,8 @@ def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
     """While the block tries a sharded network, which cannot be copied: its weights and buffers are put back at the end,
-    and what torch says of weights outside of their unit, of a unit's inputs, and of missing values is explained."""
+    and what torch says of weights outside of their unit, of a unit's inputs, and of missing values is explained.
+    """
     if not is_sharded(model):
         yield
         return
@@ -171,7 +175,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 class ShardedStep(SingleStep):
     """Step on all ranks of a sharded network, which adds up its gradients by itself, after each part: until the last
-    one they would be whole."""
+    one they would be whole.
+    """
 
     def __init__(self, step: Step, has_unused: bool = False):
         """has_unused: see ReplicatedStep. It makes the host wait in each step."""
@@ -212,8 +217,9 @@ class ShardedStep(SingleStep):
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:
-    """Makes the optimizer of a sharded network update this rank's rows, which are plain tensors, so that fused ones
-    work, too; InputError for one that does not treat each number by itself."""
+    """Make the optimizer of a sharded network update this rank's rows, which are plain tensors, so that fused ones
+    work, too; InputError for one that does not treat each number by itself.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"] if is_shard(weight)]
     if not weights:
         return optimizer

@@ -87,7 +87,7 @@ class ExactStep(SingleStep):
         self._forget_arrivals()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Copies, since a forward pass may change what it is given, and may be repeated, also by another rank."""
+        """Copy, since a forward pass may change what it is given, and may be repeated, also by another rank."""
         return [copied(part) for part in super().parts(batch, most)]
 
     @torch_compat.only_deterministic()
@@ -201,7 +201,8 @@ class ExactStep(SingleStep):
     @torch_compat.only_deterministic()
     def digest_of(self, part: int, backward: Callable[[], None]) -> Tensor:
         """() int64: of the gradients of this part, which backward computes; they are in no sum. To be called before
-        added_up."""
+        added_up.
+        """
         self._is_looking = True
         self.zero_grad()
         with self.watching(part):

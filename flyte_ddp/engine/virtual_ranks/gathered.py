@@ -172,7 +172,8 @@ def gathered(
     begin: Callable[[], None],
 ) -> Gathered | None:
     """Return the rows of a step's parts, and their gradients; a collective. None if measure() gathers none. The
-    arguments are first_pass's."""
+    arguments are first_pass's.
+    """
     seen, rows = first_pass(recipe, forward, measure, parts, begin)
     if rows is None or not rows.is_floating_point():
         return None if rows is None else Gathered(rows)

@@ -10,7 +10,7 @@ OFF = "set virtual_ranks to 0"
 
 
 def check_settings(settings: TrainingSettings, options: RunOptions, world_size: int) -> None:
-    """Raises InputError for more ranks than can share a batch, and for what cannot be done by virtual ranks."""
+    """Raise InputError for more ranks than can share a batch, and for what cannot be done by virtual ranks."""
     check_ranks(world_size, settings.batch_size, settings.virtual_ranks)
     if options.audit_every and not settings.virtual_ranks:
         raise InputError(
@@ -25,7 +25,7 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raises InputError where a machine's memory would decide the result."""
+    """Raise InputError where a machine's memory would decide the result."""
     virtual_ranks, owner = recipe.settings.virtual_ranks, type(recipe).__name__
     if virtual_ranks and recipe.micro_batch == -1:
         raise InputError(
