@@ -1,6 +1,7 @@
 """Image files as a dataset: decoded one by one, when needed, to the same size and channels."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,7 +49,7 @@ class ImageFiles:
             ) from None
 
 
-def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarray:
+def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: Sequence[str] = FORMATS) -> np.ndarray:
     """The image, of an animation or of several pages the first, as (C, H, W) uint8: turned upright, without its
     transparency, scaled to cover that shape, and cropped around its centre.
 
@@ -57,7 +58,7 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarr
     from PIL import Image, ImageOps
 
     channels, height, width = shape
-    with Image.open(file, formats=FORMATS) as image:
+    with Image.open(file, formats=formats) as image:
         # Decodes a large JPEG at 1/2, 1/4 or 1/8 of its size, which is that of the image before it is turned
         on_its_side = image.getexif().get(ORIENTATION) in SIDEWAYS
         image.draft(MODES[channels], (height, width) if on_its_side else (width, height))
