@@ -96,7 +96,8 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 
 def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
     """Return how many rows each rank sends, and (size,) int64: where each row of the global batch is among them."""
-    world_size, rows = distributed.get_world_size(), torch.arange(size, device=device)
+    world_size = distributed.get_world_size()
+    rows = torch.arange(size, device=device)
     ranks = rows * world_size // size  # see batches.rank_slice
     most = -(-size // world_size)
     return most, ranks * most + rows - -(-size * ranks // world_size)

@@ -58,7 +58,8 @@ class StopRequested(Exception):
 
     def __init__(self, epoch: int, step: int):
         super().__init__(f"stopped on request before epoch {epoch + 1}, step {step + 1}")
-        self.epoch, self.step = epoch, step
+        self.epoch = epoch
+        self.step = step
 
 
 class NonFiniteError(ArithmeticError):

@@ -24,7 +24,8 @@ def held(folder: Path) -> Iterator[bool]:
     The system releases it when this process ends, in whatever way, though children of it live on. Raises HeldError, and
     OSError if the folder cannot be written to, or has been removed.
     """
-    path, token = folder.resolve() / LOCK, object()
+    path = folder.resolve() / LOCK
+    token = object()
     if _held.setdefault(path, token) is not token:  # opening the file, and closing it, would release it
         raise HeldError(f"process {os.getpid()}, this one")
     try:

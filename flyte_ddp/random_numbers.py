@@ -70,7 +70,9 @@ def signed(word: int) -> int:
 
 def uniform(key: int, first: int, count: int, device: torch.device) -> Tensor:
     """Return (count,) float32, at least 0 and below 1, each a multiple of 2^-24."""
-    start, stop = first // 2, -(-(first + count) // 2)  # two come from a word
+    # Two numbers come from each word
+    start = first // 2
+    stop = -(-(first + count) // 2)
     halves = words(key, start, stop - start, device).view(torch.int32)[first - 2 * start :][:count]
     return halves.bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
 

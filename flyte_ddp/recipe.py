@@ -35,7 +35,10 @@ class Random:
 
     def __init__(self, seed: int, share: BatchShare, device: torch.device = CPU, epoch: int = 0):
         self.epoch = epoch
-        self._seed, self._share, self._device, self._calls = seed, share, device, 0
+        self._seed = seed
+        self._share = share
+        self._device = device
+        self._calls = 0
 
     def uniform(self, *shape: int) -> Tensor:
         """(n, *shape) float32, from 0 to below 1."""
@@ -52,7 +55,8 @@ class Random:
     def _drawn(self, numbers: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
         self._calls += 1
         key = random_numbers.key_of(random_numbers.Use.CALL, self._seed, self._calls)
-        each, share = math.prod(shape), self._share
+        each = math.prod(shape)
+        share = self._share
         return numbers(key, share.first * each, share.count * each, self._device).view(share.count, *shape)
 
 
@@ -112,7 +116,8 @@ class Recipe:
     _init_path: Path | None = None
 
     def __init__(self, settings: Any, data_path: Any = None):
-        self.settings, self.data_path = settings, data_path
+        self.settings = settings
+        self.data_path = data_path
         self.share = BatchShare()
 
     def __deepcopy__(self, memo: Any) -> "Recipe":
@@ -131,7 +136,8 @@ class Recipe:
 
     @init_path.setter
     def init_path(self, folder: Path | None) -> None:
-        self._init_path, self.has_read_init = folder, False
+        self._init_path = folder
+        self.has_read_init = False
 
     @classmethod
     def load_model(

@@ -117,7 +117,8 @@ def train(
         raise InputError(
             f"output must be a folder of this machine, got {output}: copy it to the storage later, or train in a task"
         )
-    watching, subject = find_observers(observers), _subject(code, settings, data, init)
+    watching = find_observers(observers)
+    subject = _subject(code, settings, data, init)
     folder = absolute(output, OUTPUT)
     with writing_to(folder, OUTPUT):
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,8 @@ def _checked(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]
 
 
 def _subject(code: UserCode, settings: TrainingSettings, data: str | Path | None, init: str | Path | None) -> Subject:
-    source, first = existing(data), absolute(init, "init") if init else None
+    source = existing(data)
+    first = absolute(init, "init") if init else None
     if first and not first.exists():
         raise InputError(f"init must be a file or folder that is there, got {first}")
     return subject_of(code, settings, source, first)
@@ -174,7 +176,8 @@ def run_in(
     """Train into the folder, and tell the user and the observers."""
     started = time.time()
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
-    goodput, is_first = Goodput(started, earlier=earlier), is_first_rank()
+    goodput = Goodput(started, earlier=earlier)
+    is_first = is_first_rank()
     if is_first:  # a checkpoint's draft is as large as that
         for file in (job.checkpoint_path, job.model_path, FILE, PREDICTIONS, PICTURES, LAST, FINAL):
             remove_leftovers(folder, Path(file).name)
@@ -227,7 +230,8 @@ def existing(data: str | Path | None) -> Path | StoredData | None:
 
 def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
     """Train with ranks of its own, or as one of its launcher's."""
-    checkpoint, options = Path(job.checkpoint_path), job.options
+    checkpoint = Path(job.checkpoint_path)
+    options = job.options
     if is_first_rank() and not options.resume:
         remove_checkpoint(checkpoint)
     try:

@@ -33,14 +33,16 @@ class StoredModels:
 
     def __init__(self, platform: Platform, folder: str, path: Path):
         """folder: of the checkpoint in the storage; path: that of the checkpoint on this machine."""
-        self._platform, self._path = platform, path
+        self._platform = platform
+        self._path = path
         self._url = f"{folder}/{models_beside(path).name}"
         self._stored: dict[str, str] = {}  # by name beside the checkpoint, that in the storage, as its list may say
         self._listed: dict[str, str] | None = {}  # what the list says; None where that is unknown
 
     def get(self) -> None:
         """Those that may belong to the stored checkpoint, if there are any."""
-        list_path, local = self._path.with_name(LIST), models_beside(self._path)
+        list_path = self._path.with_name(LIST)
+        local = models_beside(self._path)
         try:
             get_file(self._platform, f"{self._url}/{LIST}", list_path)
         except FileNotFoundError:
@@ -69,7 +71,8 @@ class StoredModels:
     def _list(self, folder: Path, stored: dict[str, str]) -> None:
         if stored == self._listed:
             return
-        self._stored, self._listed = {**self._stored, **stored}, None
+        self._stored = {**self._stored, **stored}
+        self._listed = None
         (folder / LIST).write_text(json.dumps(stored))
         self._platform.put(folder / LIST, f"{self._url}/{LIST}")
         self._stored = self._listed = stored

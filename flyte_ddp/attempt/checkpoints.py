@@ -41,8 +41,11 @@ class Store(Observer):
     """
 
     def __init__(self, path: Path, platform: Platform, folder: str = ""):
-        self.path, self.folder, self.is_given = path, folder or str(path.parent), False
-        self._platform, self._models = platform, StoredModels(platform, self.folder, path)
+        self.path = path
+        self.folder = folder or str(path.parent)
+        self.is_given = False
+        self._platform = platform
+        self._models = StoredModels(platform, self.folder, path)
 
     def fetch_given(self, url: str) -> None:
         """Get the checkpoint that the user names, if this training has none of its own yet."""
@@ -70,7 +73,8 @@ class Store(Observer):
 
     def _get_checkpoint(self, url: str) -> None:
         """With what is beside it; raises FileNotFoundError if there is none."""
-        beside, models = temporary_beside(self.path), StoredModels(self._platform, url, self.path)
+        beside = temporary_beside(self.path)
+        models = StoredModels(self._platform, url, self.path)
         try:
             self._platform.get(f"{url}/{self.path.name}", beside)
             if manifest := read_manifest(beside):
@@ -115,7 +119,8 @@ class PlatformStore(Store):
 
     def __init__(self, path: Path, platform: Platform):
         super().__init__(path, platform, platform.checkpoint_url())
-        self._new, self._closing = threading.Event(), False
+        self._new = threading.Event()
+        self._closing = False
         self._taken: set[str] = set()  # folders of shards that the manifest in the storage may name
         say(f"Checkpoints: {self.folder}")
         # the thread needs this one's context, in which the platform knows its storage
@@ -172,8 +177,10 @@ class PlatformStore(Store):
                 return
 
     def put_newest(self) -> None:
-        models, folder = models_beside(self.path), temporary_beside(self.path)
-        pinned, status = folder / self.path.name, self.path.stat()
+        models = models_beside(self.path)
+        folder = temporary_beside(self.path)
+        pinned = folder / self.path.name
+        status = self.path.stat()
         try:
             folder.mkdir()
             try:

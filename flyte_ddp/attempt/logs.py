@@ -56,7 +56,8 @@ def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str 
     if platform.is_local():
         yield Logs(folder, url="")
         return
-    logs, earlier = Logs(folder, platform.logs_url()), platform.previous_logs_url()
+    logs = Logs(folder, platform.logs_url())
+    earlier = platform.previous_logs_url()
     uploads = Uploads(platform, run, logs.url.rpartition("/")[0])
     try:
         with copied_output(folder / f"{name}.log", prefix):
@@ -78,10 +79,13 @@ class Uploads:
     """
 
     def __init__(self, platform: Platform, run: Path, url: str):
-        self._platform, self._run, self._url = platform, run, url
+        self._platform = platform
+        self._run = run
+        self._url = url
         self._sent: dict[Path, tuple[int, int]] = {}
         self._due: dict[Path, float] = {}
-        self._closing, self._failing = threading.Event(), False
+        self._closing = threading.Event()
+        self._failing = False
         # the thread needs this one's context, in which the platform knows its storage
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._work,), name=f"logs of {run.name}", daemon=True
@@ -131,7 +135,8 @@ class Uploads:
         except FileNotFoundError:  # removed in the meantime
             return
         self._platform.put(copy, f"{self._url}/{file.relative_to(self._run).as_posix()}")
-        self._sent[file], self._due[file] = state, time.monotonic() + state[1] / BYTES_PER_SECOND
+        self._sent[file] = state
+        self._due[file] = time.monotonic() + state[1] / BYTES_PER_SECOND
 
 
 @contextmanager

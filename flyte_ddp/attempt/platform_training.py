@@ -44,7 +44,8 @@ class Training(ABC, Generic[Given, Outputs]):
 
     def __init__(self, code: UserCode, observers: Sequence[UserCode] = ()):
         """code: the recipe's. observers: the user's."""
-        self.code, self.observers = code, observers
+        self.code = code
+        self.observers = observers
 
     def run(
         self,

@@ -19,6 +19,7 @@ def predicted(platform: Platform, subject: Subject, model: Path, shard: int, sha
         raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
     with run_folder(platform, f"{subject.dataset}-predictions") as folder:
         job = job_of(subject, model_path=model, logs=folder)
-        world, asked = choose_world("gloo", 1, 1), (job, split, shard, shards)
+        world = choose_world("gloo", 1, 1)
+        asked = (job, split, shard, shards)
         run_alone(PREDICT, asked, job.options, open_console(), world, subject.root)
     return folder / f"predictions-{shard}.npy"

@@ -19,7 +19,8 @@ class PlatformRankStorage:
     def __init__(self, platform: Platform, path: Path):
         self.path = path
         self.store: StoreOfRanks | None = None
-        self._platform, self._folder = platform, platform.checkpoint_url()
+        self._platform = platform
+        self._folder = platform.checkpoint_url()
 
     def put(self, file: Path) -> None:
         with _as_os_error():
@@ -44,7 +45,8 @@ class StoreOfRanks(PlatformStore):
 
     def __init__(self, path: Path, platform: Platform, ranks: PlatformRankStorage):
         """ranks: rank 0's own."""
-        self._lock, self._is_left_to_ranks = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._is_left_to_ranks = False
         super().__init__(path, platform)
         ranks.store = self
 

@@ -29,7 +29,9 @@ KEY = f"({NAME}/)?{WORD}"
 # Kubernetes' notation
 UNITS = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 QUANTITY = rf"[0-9]+(\.[0-9]+)?({'|'.join(UNITS)})?"
-MOST_CPUS, MOST_GPUS, LEAST_BYTES = 4096, 64, 2**20
+MOST_CPUS = 4096
+MOST_GPUS = 64
+LEAST_BYTES = 2**20
 COUNT = "[1-9][0-9]{0,5}"  # of nodes
 # NVIDIA's, by flytekit's names
 ACCELERATORS = (
@@ -182,7 +184,9 @@ class Registration(Settings):
         """The numbers of nodes, each of which will do, the largest first; raises InputError for what is none."""
         is_well_formed = re.fullmatch(f"{COUNT}(:{COUNT}|(,{COUNT})*)", self.nnodes)
         numbers = [int(number) for number in re.split("[:,]", self.nnodes)] if is_well_formed else [0]
-        is_range, least, most = ":" in self.nnodes, min(numbers), max(numbers)
+        is_range = ":" in self.nnodes
+        least = min(numbers)
+        most = max(numbers)
         if most < 2 or (is_range and numbers[0] > numbers[1]):
             raise InputError(
                 "environment variable DDP_NNODES must be a number of at least 2, MIN:MAX, or several numbers such as "

@@ -34,7 +34,8 @@ def restarting(platform: Platform, start: Start) -> Start:
             on_event(event)
 
         for left in reversed(range(MOST)):
-            before, kills = newest, memory_kills()
+            before = newest
+            kills = memory_kills()
             try:
                 return start(replace(job, launched=time.time()), note)
             except RankError as error:

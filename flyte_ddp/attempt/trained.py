@@ -69,7 +69,8 @@ class Trained:
 
     def image_summary(self) -> TrainingSummary:
         """The figures of an image classifier."""
-        tested, predictions = self.results[0].tested, self.predictions
+        tested = self.results[0].tested
+        predictions = self.predictions
         assert predictions is not None  # a classifier has them
         by_class = zip(predictions.classes, predictions.class_accuracies(), strict=True)
         return TrainingSummary(
@@ -96,13 +97,16 @@ def train_by(
     started = time.time()
     subject = fetch()
     with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from, stored) as run:
-        model, report, logs = run.folder / "model.pt", run.folder / "report.html", run.logs.folder
+        model = run.folder / "model.pt"
+        report = run.folder / "report.html"
+        logs = run.logs.folder
         if not run.store.is_given:
             options = replace(options, resume_from="")
         job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         info = info_of(platform, subject, options, run)
         share_events(platform, run, info)
-        publish, is_local = platform.publisher("Training"), platform.is_local()
+        publish = platform.publisher("Training")
+        is_local = platform.is_local()
         goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run, options.resume))
         with Observers(
             info, goodput, run.store, run.logs, own=own_observers, page=report, publish=publish, is_local=is_local

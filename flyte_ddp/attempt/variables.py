@@ -58,7 +58,8 @@ def check_secrets(variables: Mapping[str, str]) -> None:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """The known name that it is a part of, or that is spelt like it; empty if there is none."""
-    short, others = name.removeprefix(PREFIX), {one.removeprefix(PREFIX): one for one in sorted(known)}
+    short = name.removeprefix(PREFIX)
+    others = {one.removeprefix(PREFIX): one for one in sorted(known)}
     parts = [one for one in others if f"_{short}_" in f"_{one}_"]
     near = parts or difflib.get_close_matches(short, others, n=1)
     return others[near[0]] if near else ""

@@ -76,7 +76,8 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
     own = {name.partition(".")[0] for name in modules}
     sources: dict[str, Source] = {}
     others: set[str] = set()
-    seen, todo = set(modules), list(modules)
+    seen = set(modules)
+    todo = list(modules)
     while todo:
         name = todo.pop()
         name = FACE.get(name, name)
@@ -88,7 +89,8 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
             others.add(parts[0])
             continue
         for count, spec in enumerate(specs, start=1):  # parents first: importing a.b runs a/__init__.py
-            one, file = ".".join(parts[:count]), source_file(spec)
+            one = ".".join(parts[:count])
+            file = source_file(spec)
             counts = one in modules or not (one == LIBRARY or one.startswith(AROUND_RANKS))
             if counts and file and one not in sources and is_first_party(one, file, root, own):
                 package = one if spec.submodule_search_locations is not None else ".".join(parts[: count - 1])
@@ -218,7 +220,8 @@ def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:
                 if origin == LIBRARY and node.names[0].name == "*":
                     yield from FACE
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called, literal = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0].value
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            literal = node.args[0].value
             if called in ("import_module", "__import__") and isinstance(literal, str):
                 with suppress(ImportError):
                     yield resolve_name(literal, package)

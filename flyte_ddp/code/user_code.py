@@ -137,7 +137,8 @@ def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
 
 def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
     parts = name.partition(":")[0].split(".")
-    parent, missing = ".".join(parts[: len(specs)]), parts[len(specs)]
+    parent = ".".join(parts[: len(specs)])
+    missing = parts[len(specs)]
     paths = (specs[-1].submodule_search_locations or ()) if specs else sys.path
     folders = [folder for folder in map(os.path.abspath, paths) if os.path.isdir(folder)]
     scripts = os.path.realpath(sysconfig.get_path("scripts"))  # pyflyte's own folder is the first on its sys.path
@@ -153,7 +154,8 @@ def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
 
 
 def _check_defined(name: str, file: str) -> None:
-    attribute, content = name.partition(":")[2], Path(file).read_bytes()
+    attribute = name.partition(":")[2]
+    content = Path(file).read_bytes()
     with faults_named(file):
         tree = ast.parse(content, file)
         table = symtable.symtable(content, file, "exec")  # type: ignore[arg-type] # bytes: its coding

@@ -33,7 +33,9 @@ class ImageFiles:
     """
 
     def __init__(self, names: np.ndarray, shape: tuple[int, int, int], folder: Path):
-        self.names, self.shape, self.folder = names, shape, folder
+        self.names = names
+        self.shape = shape
+        self.folder = folder
 
     def __len__(self) -> int:
         return len(self.names)

@@ -191,7 +191,10 @@ class StoredFile(io.RawIOBase):
     """A file for libraries that read here and there, such as pyarrow."""
 
     def __init__(self, stored: Stored, file: str, size: int):
-        self.stored, self.file, self.size, self.position = stored, file, size, 0
+        self.stored = stored
+        self.file = file
+        self.size = size
+        self.position = 0
 
     def readable(self) -> bool:
         return True
@@ -220,7 +223,8 @@ class PiecesFile(io.RawIOBase):
     """Pieces as a file that is read from beginning to end, such as by tarfile."""
 
     def __init__(self, pieces: Iterator[bytes]):
-        self.pieces, self.rest = pieces, b""
+        self.pieces = pieces
+        self.rest = b""
 
     def readable(self) -> bool:
         return True

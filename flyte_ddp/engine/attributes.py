@@ -53,7 +53,8 @@ def _check_spelling(kind: type) -> None:
     """Raise InputError for a name that nothing in its module uses and that is nearly one of Recipe's: the latter's
     default would be taken in silence.
     """
-    known, source = {name for name in vars(Recipe) if not name.startswith("_")} - {*vars(kind)}, ""
+    known = {name for name in vars(Recipe) if not name.startswith("_")} - {*vars(kind)}
+    source = ""
     for name in (name for name in vars(kind) if not hasattr(Recipe, name)):
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if nearest:
@@ -69,7 +70,8 @@ def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[st
     """Return by name the layers that match the patterns (fnmatch) of an attribute, without those inside of another one;
     InputError for a pattern without a match, and for a list of layers.
     """
-    owner, layers = f"{type(recipe).__name__}.{attribute}", {name: one for name, one in model.named_modules() if name}
+    owner = f"{type(recipe).__name__}.{attribute}"
+    layers = {name: one for name, one in model.named_modules() if name}
     chosen: list[str] = []
     for pattern in getattr(recipe, attribute):
         matches = fnmatch.filter(layers, pattern)

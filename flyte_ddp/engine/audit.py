@@ -55,8 +55,14 @@ class Audit:
         """every: audit one step in this many, and the first; with 0, only the first. places: of each rank. warn is
         called on all ranks.
         """
-        self._step, self.train, self.every, self._places, self._warn = step, train, every, places, warn
-        self._rank, self._device, self._is_first = distributed.get_rank(), step.module.carrier.device, True
+        self._step = step
+        self.train = train
+        self.every = every
+        self._places = places
+        self._warn = warn
+        self._rank = distributed.get_rank()
+        self._device = step.module.carrier.device
+        self._is_first = True
 
     def added_up(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int, call: int = 0) -> Totals:
         """Return what ExactStep.added_up does, in a step that may be audited; a collective.
@@ -64,7 +70,8 @@ class Audit:
         Raises InputError for code that has other bits each time, and WrongBitsError for ranks that differ, on all ranks
         and with the weights as before the step.
         """
-        is_first, self._is_first = self._is_first, False
+        is_first = self._is_first
+        self._is_first = False
         add_up = partial(self._step.added_up, partial(backward, shares), call)
         if not is_first and (not self.every or (epoch * len(self.train) + step + 1) % self.every):
             return add_up()

@@ -12,7 +12,8 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float):
         frozen = [weight for weight in model.parameters() if not weight.requires_grad]  # is never copied
-        self.model, self.decay = torch_compat.copy_of(model, frozen).requires_grad_(False), decay
+        self.model = torch_compat.copy_of(model, frozen).requires_grad_(False)
+        self.decay = decay
 
     @torch.no_grad()
     def update(self, model: nn.Module, steps: int) -> None:

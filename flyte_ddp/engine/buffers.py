@@ -54,7 +54,8 @@ class KeptBuffers:
     """A copy of a network's buffers."""
 
     def __init__(self, places: list[tuple[str, nn.Module, str]], buffers: dict[str, Tensor], moving: Iterable[Tensor]):
-        self._places, self._buffers = places, buffers
+        self._places = places
+        self._buffers = buffers
         self._values = [(tensor, tensor.clone()) for tensor in (*buffers.values(), *moving)]
 
     @torch.no_grad()

@@ -22,7 +22,8 @@ def inductor_left_out() -> Iterator[None]:
         return
     package, config = ModuleType("torch._inductor"), ModuleType("torch._inductor.config")
     config.triton = SimpleNamespace(cudagraphs=False)  # type: ignore[attr-defined]
-    package.config, torch._inductor = config, package  # type: ignore[attr-defined]
+    package.config = config  # type: ignore[attr-defined]
+    torch._inductor = package  # type: ignore[attr-defined]
     sys.modules.update({module.__name__: module for module in (package, config)})
     try:
         yield

@@ -45,10 +45,12 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
 def _sum_of(value: Tensor | Shard) -> Tensor:
     """What this rank adds to that of all."""
     if isinstance(value, Shard):
-        rows, first = value.rows, cut().rows(value.shape[0])[0] * math.prod(value.shape[1:])
+        rows = value.rows
+        first = cut().rows(value.shape[0])[0] * math.prod(value.shape[1:])
         is_counted = cut().writes
     else:
-        rows, first = value, 0
+        rows = value
+        first = 0
         is_counted = not distributed.is_initialized() or distributed.get_rank() == 0
     return sum_of(rows, first) if is_counted else torch.zeros((), dtype=torch.int64, device=rows.device)
 
@@ -69,7 +71,8 @@ def sum_of(numbers: Tensor, first: int = 0) -> Tensor:
         chunk = words[done:stop].view(max(1, rows), -1)
         mixed = (keys[start : start + chunk.shape[1]] * factors[row : row + len(chunk)]).add_(chunk)
         total += mixed.mul_(mixed).sum()
-        done, row = stop, row + len(chunk)
+        done = stop
+        row = row + len(chunk)
     return total
 
 

@@ -24,7 +24,10 @@ class Drift:
 
     def __init__(self, places: Sequence[Place], device: torch.device, warn: Warn):
         """places: of each rank. warn is called on all ranks."""
-        self._places, self._device, self._warn, self._is_told = places, device, warn, False
+        self._places = places
+        self._device = device
+        self._warn = warn
+        self._is_told = False
 
     def compare(self, tensors: Iterable[Tensor], what: str, epoch: int, step: int) -> None:
         """Look for ranks whose tensors differ; a collective. Where processors of several kinds may round otherwise, it

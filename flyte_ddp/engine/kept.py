@@ -35,13 +35,17 @@ class KeptModels(Observer):
         Of the evaluations of another training that this one continues, and of those before keep_best was set, only the
         best is known.
         """
-        self._setup, self._job, self._emit = setup, job, emit
+        self._setup = setup
+        self._job = job
+        self._emit = emit
         self._folder = models_beside(Path(job.checkpoint_path or "another host's"))
         self._is_first = distributed.get_rank() == 0
         if self._is_first:
             with suppress(OSError):  # whoever writes into it meets that, too
                 self._folder.mkdir(exist_ok=True)
-        state, tracker, numbers = setup.state, setup.state.best_tracker, [self._on_disk() if self._is_first else []]
+        state = setup.state
+        tracker = setup.state.best_tracker
+        numbers = [self._on_disk() if self._is_first else []]
         distributed.broadcast_object_list(numbers)
         self._kept = self._best(number for number in numbers[0] if number < len(state.progress.history))
         if tracker and tracker.weights is not None and tracker.best not in self._kept:
@@ -63,7 +67,8 @@ class KeptModels(Observer):
         """Rank 0 puts those that could be written into the logs, and says what they are."""
         if not self._is_first:
             return []
-        logs, tracker = Path(self._job.logs), self._setup.state.best_tracker
+        logs = Path(self._job.logs)
+        tracker = self._setup.state.best_tracker
         models: list[KeptModel] = []
         assert tracker
         with writing_to(logs, self._job.chosen_by):
@@ -80,7 +85,8 @@ class KeptModels(Observer):
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:
             return
-        epoch, file = self._setup.state.progress.history[number], self._file(number)
+        epoch = self._setup.state.progress.history[number]
+        file = self._file(number)
         try:
             write_weights(self._setup, self._job, file, epoch.validation, weights)
         except OSError as error:  # training need not fail because a disk does
@@ -88,7 +94,8 @@ class KeptModels(Observer):
 
     def _best(self, numbers: Iterable[int]) -> list[int]:
         """The earliest of equals first, as BestTracker has it."""
-        tracker, history = self._setup.state.best_tracker, self._setup.state.progress.history
+        tracker = self._setup.state.best_tracker
+        history = self._setup.state.progress.history
         assert tracker
         sign = 1 if tracker.is_lower_better else -1
         values = {number: sign * history[number].validation.get(tracker.measure, math.nan) for number in {*numbers}}
@@ -108,7 +115,9 @@ class KeepingCheckpoints:
     """Checkpoints before which the weights of the best evaluations are written."""
 
     def __init__(self, kept: KeptModels, checkpoints: Checkpoints, progress: Progress):
-        self._kept, self._checkpoints, self._progress = kept, checkpoints, progress
+        self._kept = kept
+        self._checkpoints = checkpoints
+        self._progress = progress
         self._evaluations = len(progress.history)
 
     def due(self) -> bool:

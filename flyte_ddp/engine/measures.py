@@ -31,7 +31,8 @@ def code_location(recipe: Any, method: str) -> str:
 
 def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
     """What the recipe's method returns; InputError if that is no finite number."""
-    returned, number = getattr(recipe, method)(*arguments), math.nan
+    returned = getattr(recipe, method)(*arguments)
+    number = math.nan
     with suppress(TypeError, ValueError, RuntimeError):  # torch's, for a tensor of several elements
         number = float(1.0 * returned)  # which refuses text
     if not math.isfinite(number):
@@ -93,7 +94,8 @@ def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = 
             f"{', '.join(sorted(measured))}"
         )
     count = batch.share.count
-    pairs, ones = {}, torch.ones(count, dtype=torch.float32, device=recipe.device)
+    pairs = {}
+    ones = torch.ones(count, dtype=torch.float32, device=recipe.device)
     for name in names or sorted(measured, key=lambda name: (name != "loss", list(measured).index(name))):
         measure = measured[name]
         values, weights = measure if isinstance(measure, tuple) else (measure, None)

@@ -28,7 +28,8 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
-    settings, device = job.settings, torch.device(environment.world.device)
+    settings = job.settings
+    device = torch.device(environment.world.device)
     with BlockCache(environment, job.options.cache_bytes) as cache:
         with checked_imports(job.root, job.files):
             recipe = load_recipe(job, device)

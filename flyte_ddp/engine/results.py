@@ -40,7 +40,8 @@ def write_last(setup: SetUp, job: Job) -> None:
         if setup.validation:
             write_weights(setup, job, Path(job.logs, LAST), state.progress.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
-            path, content = Path(job.logs, FINAL), {"identity": job.checkpoint_identity, "state": state.state_dict()}
+            path = Path(job.logs, FINAL)
+            content = {"identity": job.checkpoint_identity, "state": state.state_dict()}
             if distributed.get_rank():
                 fill(None, content, state.device)
             else:
@@ -49,7 +50,8 @@ def write_last(setup: SetUp, job: Job) -> None:
 
 def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     """Rank 0 writes the results; a collective, which returns the digest of the weights. tested: on the test split."""
-    path, is_first = Path(job.model_path), distributed.get_rank() == 0
+    path = Path(job.model_path)
+    is_first = distributed.get_rank() == 0
     with writing_to(path.parent, job.chosen_by):
         digest = write_weights(setup, job, path, tested.measures)
         drawn = draw_pictures(setup.state, setup.test.split) if is_first or is_sharded(setup.state.model) else []
@@ -66,7 +68,8 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
     """Rank 0 writes the rows (N, ...) of all ranks, batch by batch, so that no rank ever has them all; a collective.
     Raises OSError, there alone, once the others have been heard.
     """
-    test, rows = setup.test, gather(predictions, setup.test, setup.state.device)
+    test = setup.test
+    rows = gather(predictions, setup.test, setup.state.device)
     try:
         if distributed.get_rank() == 0:
             shape = len(test.split), *predictions.shape[1:]
@@ -88,7 +91,8 @@ def write_weights(
     """Rank 0 writes these weights, or those that are evaluated, with their metadata; a collective, which returns their
     digest. Raises OSError, there alone.
     """
-    state, size = setup.state, distributed.get_world_size()
+    state = setup.state
+    size = distributed.get_world_size()
     weights = weights or state.evaluated_weights()
     digest = weights_digest(weights, state.base.digest, state.device)
     if distributed.get_rank():
@@ -128,7 +132,8 @@ def build_metadata(
 @torch.no_grad()
 def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tensor]]:
     """The recipe's pictures of the first test samples, if any; a collective of a sharded network."""
-    recipe, count = state.recipe, min(len(test), MOST_PICTURES)
+    recipe = state.recipe
+    count = min(len(test), MOST_PICTURES)
     if getattr(recipe.pictures, "__func__", None) is Recipe.pictures:
         return []
     (tree,) = test.fetch([torch.arange(count)])

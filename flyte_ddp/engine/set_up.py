@@ -65,7 +65,9 @@ def set_up(
 
     precision: of the checkpoint that is resumed; by default that of the settings, the same on all ranks.
     """
-    settings, rank, world_size = job.settings, environment.rank, environment.world.size
+    settings = job.settings
+    rank = environment.rank
+    world_size = environment.world.size
     check_settings(settings, job.options, world_size)
     if not precision:  # of ranks on unlike hardware, one that all of them have
         is_other = choose_precision(settings.precision, device) == "float32"
@@ -100,7 +102,8 @@ def set_up(
     remarks += uneven_parts(settings.virtual_ranks, world_size)
     base = FrozenBase(model, left_out)
     average = to_device(recipe, model, base, job.options, environment, precision)
-    constant_loss, total_steps = finite_number(recipe, "constant_loss"), settings.epochs * len(batches)
+    constant_loss = finite_number(recipe, "constant_loss")
+    total_steps = settings.epochs * len(batches)
     splits = {"train": train, "test": test}
     if validation and recipe.has_validation:
         splits["validation"] = validation
@@ -160,5 +163,6 @@ def choose_precision(precision: str, device: torch.device) -> str:
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     # ATEN_CPU_CAPABILITY may keep torch from the kernels that the processor has instructions for
-    uses_avx512, there = torch.backends.cpu.get_cpu_capability().startswith("AVX512"), torch.cpu.get_capabilities()
+    uses_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    there = torch.cpu.get_capabilities()
     return "bfloat16" if uses_avx512 and (there.get("avx512_bf16") or there.get("amx_bf16")) else "float32"

@@ -48,8 +48,11 @@ class Step(nn.Module):
         autocast: bool,
     ):
         super().__init__()
-        self.model, self.recipe, self.names = model, recipe, names
-        self.world_size, self.autocast = world_size, autocast
+        self.model = model
+        self.recipe = recipe
+        self.names = names
+        self.world_size = world_size
+        self.autocast = autocast
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.sizes = [2 * len(names), 2]  # values and weights by name; requests to stop and to save
         # Here and elsewhere of a type that is said: a user's model() may have set another default

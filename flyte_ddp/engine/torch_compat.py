@@ -159,7 +159,8 @@ def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
     can = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not (can and all(group.get("fused") for group in optimizer.param_groups)):
         return False
-    optimizer.found_inf, optimizer.grad_scale = flag, divisor  # type: ignore[attr-defined]
+    optimizer.found_inf = flag  # type: ignore[attr-defined]
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     return True
 
 
@@ -200,7 +201,8 @@ def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
 
     def gather(policies: dict[Any, Any]) -> None:
         for param, policy in policies.items():
-            param.mp_policy, param.all_gather_outputs = policy, []
+            param.mp_policy = policy
+            param.all_gather_outputs = []
             vars(param).pop("_unsharded_param", None)  # made again, in the other type
         for group in groups if policies else ():
             group._init_mp_dtypes()

@@ -23,6 +23,7 @@ def allow_compiling(times: int) -> None:
 
     It chooses kernels without measuring them, or the same step would round otherwise after another start.
     """
-    config, torch._inductor.config.deterministic = torch._dynamo.config, True
+    config = torch._dynamo.config
+    torch._inductor.config.deterministic = True
     config.recompile_limit = max(config.recompile_limit, times)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, times)

@@ -78,7 +78,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     if other is not None:
         del setup  # its memory is needed again
         setup = set_up(environment, device, job, cache, link=link)
-    state, settings = setup.state, job.settings
+    state = setup.state
+    settings = job.settings
     if state.recipe.micro_batch < 0:
         link.emit(StartUp("trying how large a micro-batch fits"))
         setup.remarks.append(choose_micro_batch(state, setup.train))

@@ -46,7 +46,8 @@ def describe(asked: ExportJob, written: Written, formats: dict[str, Measured]) -
 
 
 def model_section(subject: Subject, written: Written) -> Section:
-    metadata, description = written.metadata, subject.description
+    metadata = written.metadata
+    description = subject.description
     data = [("Data", subject.dataset)]
     if subject.data_digest:
         data.append(("Digest of the data (SHA-256)", subject.data_digest))

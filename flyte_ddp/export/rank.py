@@ -112,7 +112,8 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> d
     if not seen:
         return {}
     labels, hits = (torch.cat(parts) for parts in zip(*seen, strict=True))
-    rights, counts = labels.bincount(hits).tolist(), labels.bincount().tolist()
+    rights = labels.bincount(hits).tolist()
+    counts = labels.bincount().tolist()
     classes = recipe.facts().get("classes", range(len(counts)))
     return {str(name): right / count for name, right, count in zip(classes, rights, counts, strict=False) if count}
 

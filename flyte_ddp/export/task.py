@@ -167,8 +167,10 @@ def _exported(
 ) -> ExportOutputs:
     """known: the metadata of the weights; they fill in what was not given."""
     if known and known.recipe == subject.recipe:
-        settings, reported = known.settings, {**known.measures, **reported}
-    job, training = job_of(subject, model_path=weights), known.training if known else {}
+        settings = known.settings
+        reported = {**known.measures, **reported}
+    job = job_of(subject, model_path=weights)
+    training = known.training if known else {}
     with run_folder(platform, f"{subject.dataset}-export") as folder:
         beside = temporary_beside(folder / "model")
         written, formats, card = export(ExportJob(job, str(beside), options, settings, reported, training))

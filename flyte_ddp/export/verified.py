@@ -27,7 +27,8 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
     allows for that and for one borderline sample in 10,000, but a wrong weight or a missing operation exceeds it. For
     the training's measures it is 1e-3: on a GPU, torch computes convolutions in TF32, with 10 bits.
     """
-    folder, tolerance = Path(asked.folder), asked.options.reported_tolerance
+    folder = Path(asked.folder)
+    tolerance = asked.options.reported_tolerance
     with writing_to(folder.parent, "DDP_RUNS_DIR"):
         folder.mkdir()
     written: Written = _run(WRITE, asked, asked)
@@ -58,7 +59,8 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
 
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
     """The measures of the file; ReportedError if they differ from the model's."""
-    file, tolerance = FILES[name], asked.options.tolerance
+    file = FILES[name]
+    tolerance = asked.options.tolerance
     outcome: Measured | str = _run(MEASURE, (asked.job, name, str(Path(asked.folder, file))), asked)
     if isinstance(outcome, str):
         raise ReportedError(f"{file} was written, but cannot be used: {outcome}: leave {name} out of formats")

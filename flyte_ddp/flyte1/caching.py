@@ -21,7 +21,8 @@ class CodeVersion(CachePolicy):
     """
 
     def __init__(self, code: str, distributions: Sequence[str] = ("torch",)):
-        self.code, self.version = code, with_installed(code, distributions)
+        self.code = code
+        self.version = with_installed(code, distributions)
 
     def get_version(self, salt: str, params: VersionParameters) -> str:
         outputs = extract_return_annotation(get_type_hints(params.func, include_extras=True).get("return"))

@@ -44,7 +44,8 @@ def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path |
     """A copy that all ranks of this host share."""
     if file_or_folder is None:
         return None
-    url, is_folder = url_of(file_or_folder), isinstance(file_or_folder, FlyteDirectory)
+    url = url_of(file_or_folder)
+    is_folder = isinstance(file_or_folder, FlyteDirectory)
     download = partial(platform.storage().get_data, url, is_multipart=is_folder)
     return platform_storage.download_once(url, "" if is_folder else Path(url).name, download)
 

@@ -72,7 +72,8 @@ def find_images(
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Read every image once, and return what training needs to know about them, without the images."""
-    name, is_stored = Path(url_of(folder)).name, FileAccessProvider.is_remote(url_of(folder))
+    name = Path(url_of(folder)).name
+    is_stored = FileAccessProvider.is_remote(url_of(folder))
     path = Path(folder.download())
     index = index_folder(path, name, images, say)
     if stamp and stamp != (of_folder(folder) if is_stored else stamp_of(path)):

@@ -142,7 +142,8 @@ def _labelled(template: PodTemplate) -> PodTemplate:
             f"got {template}: put them into that template"
         )
     mine = template if isinstance(template, flyte.PodTemplate) else flyte.PodTemplate()
-    labels, annotations = {**asked.labels, **(mine.labels or {})}, {**asked.annotations, **(mine.annotations or {})}
+    labels = {**asked.labels, **(mine.labels or {})}
+    annotations = {**asked.annotations, **(mine.annotations or {})}
     return replace(mine, labels=labels, annotations=annotations)
 
 
@@ -153,7 +154,8 @@ def _gpus_of(own: flyte.Resources) -> int:
 
 def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources:
     """Of this size, but where own ones are given. Flyte has one size of disk: the limit."""
-    kind, gpu = registration().accelerator, cast(Any, size.gpus or None)
+    kind = registration().accelerator
+    gpu = cast(Any, size.gpus or None)
     if gpu and kind != "none":
         gpu = flyte.GPU(ACCELERATORS.get(kind, kind), gpu)
     registered = flyte.Resources(

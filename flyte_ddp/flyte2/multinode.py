@@ -23,7 +23,8 @@ def naming_the_cause() -> Iterator[None]:
     except Exception as error:
         if platform.is_local():
             raise
-        own, others = failure_of(platform, error), f"{platform.logs_url()}/failures"
+        own = failure_of(platform, error)
+        others = f"{platform.logs_url()}/failures"
         rank = os.environ.get("RANK", "0")  # without torchrun there are no others
         if (own.is_effect or own.kind == "hang") and rank == "0":
             own = next(iter(_causes(others)), own)

@@ -37,10 +37,13 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
     """folder: the same if this action's own pod is lost and comes again: then it asks for the same actions in the same
     order, and Flyte knows how they have ended.
     """
-    asked, failures, previous = registration(), 0, ""
+    asked = registration()
+    failures = 0
+    previous = ""
     sizes = iter(asked.node_sizes)
     while True:
-        nodes, left = next(sizes), f"{folder}/{failures}"
+        nodes = next(sizes)
+        left = f"{folder}/{failures}"
         minutes = asked.queue_minutes if nodes > asked.node_sizes[-1] else 0
         say(f"Training on {nodes} node{'s' * (nodes > 1)}")
         try:
@@ -55,7 +58,8 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
                 raise
             say(f"On {nodes} it has ended ({one_line(error)}), and goes on from its last checkpoint")
             await asyncio.sleep(PAUSES.compute_delay(failures).total_seconds())
-            failures, sizes = failures + 1, iter(asked.node_sizes)
+            failures = failures + 1
+            sizes = iter(asked.node_sizes)
         previous = handover.place_left(left) or previous
 
 

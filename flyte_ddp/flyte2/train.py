@@ -86,7 +86,8 @@ class Flyte2Training(Training[Data, Outputs]):
         environment with most_gpus=1.
         """
         with one_attempt():
-            subject, model = self.subject(settings, downloaded(data), downloaded(init)), downloaded(model_state)
+            subject = self.subject(settings, downloaded(data), downloaded(init))
+            model = downloaded(model_state)
             assert model
             return output_file(predicted(platform, subject, model, shard, shards, split))
 

@@ -58,7 +58,10 @@ class Tally(NamedTuple):
 
 def tally(path: Path) -> Tally:
     """Count a file of rows, which need not fit into memory."""
-    predicted, known, right, unreadable = Counter[str](), Counter[str](), Counter[str](), 0
+    predicted = Counter[str]()
+    known = Counter[str]()
+    right = Counter[str]()
+    unreadable = 0
     for row in read_rows(path):
         if row.error:
             unreadable += 1
@@ -103,7 +106,8 @@ def predicted_article(
 
 
 def _class_line(name: str, totals: Tally) -> tuple[str, ...]:
-    known, right = totals.known[name], totals.right[name]
+    known = totals.known[name]
+    right = totals.right[name]
     accuracy = f"{right / known:.2%}" if known else "-"
     return name, f"{totals.predicted[name]:,}", f"{known:,}", f"{right:,}", accuracy
 

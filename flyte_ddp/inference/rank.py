@@ -68,7 +68,8 @@ def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndar
     # A folder may be named after a class's number or its name; the name wins
     labelled = {str(number): name for number, name in enumerate(description.classes)}
     labelled.update((name, name) for name in description.classes)
-    images, rows = np.zeros((len(job.files), *description.image_shape), np.uint8), []
+    images = np.zeros((len(job.files), *description.image_shape), np.uint8)
+    rows = []
     for image, (name, path) in zip(images, job.files, strict=True):
         problem = ""
         try:

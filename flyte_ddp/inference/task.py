@@ -140,7 +140,8 @@ def predict_shard(
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
         planned = Listing.read(Path(listing.download())).part(shard)
-        files, beside = planned.fetch(folder, Path(copies)), temporary_beside(part)
+        files = planned.fetch(folder, Path(copies))
+        beside = temporary_beside(part)
         job = ShardJob(shard, options, model_state.download(), data.download(), files, str(beside))
         try:
             run_alone(PREDICTOR, job, options.timeout_seconds, Console(), choose_world("auto", 1, 1))

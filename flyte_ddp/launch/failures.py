@@ -115,7 +115,8 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
 
 def _traceback_of(error: BaseException) -> str:
     """From where this library has called something else: what led there says nothing to whom wrote that."""
-    own, caller = (f"{ROOT}/launch/", f"{ROOT}/engine/"), error.__traceback__
+    own = (f"{ROOT}/launch/", f"{ROOT}/engine/")
+    caller = error.__traceback__
     while caller and caller.tb_next and caller.tb_next.tb_frame.f_code.co_filename.startswith(own):
         caller = caller.tb_next
     is_own = caller is None or caller.tb_next is None
@@ -132,7 +133,8 @@ def message_of(error: BaseException) -> str:
 
 def _classify(error: BaseException) -> tuple[str, bool, str]:
     """The kind, whether trying again can help, and a remedy: by type, or by message where torch has just one type."""
-    message, types = message_of(error), {base.__name__ for base in type(error).__mro__}
+    message = message_of(error)
+    types = {base.__name__ for base in type(error).__mro__}
     is_plain = type(error) is RuntimeError
     if isinstance(error, InputError):
         return "input", False, ""

@@ -40,7 +40,8 @@ def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: T
     whose GPU is still busy with earlier work.
     """
     progress = {rank: (answer.reached, answer.is_idle) for rank, answer in answers.items()}
-    by_progress, least = sorted(progress, key=lambda rank: (progress[rank], rank)), min(progress.values())
+    by_progress = sorted(progress, key=lambda rank: (progress[rank], rank))
+    least = min(progress.values())
     first, *others = (rank for rank in by_progress if progress[rank] == least)
     waiting = {answers[rank].collective for rank in progress if progress[rank] > least} - {""}
     phases = (answers[rank].phase for rank in by_progress)  # one that does not answer is in that of the others

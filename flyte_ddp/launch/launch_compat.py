@@ -63,7 +63,8 @@ def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
                 self._remaining_restarts = 0
             return result
 
-    own, api.LocalElasticAgent = api.LocalElasticAgent, Agent  # type: ignore[attr-defined]
+    own = api.LocalElasticAgent
+    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -27,7 +27,8 @@ class Link:
     """
 
     def __init__(self, is_heard: bool = False):
-        self.stop_requested, self.is_heard = False, is_heard
+        self.stop_requested = False
+        self.is_heard = is_heard
 
     def emit(self, event: Event) -> None:
         pass
@@ -48,10 +49,12 @@ class ParentLink(Link):
 
     def __init__(self, connection: Connection, rank: int):
         super().__init__(is_heard=rank == 0)
-        self._connection, self._rank = connection, rank
+        self._connection = connection
+        self._rank = rank
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()  # the checkpoint thread emits too
-        self._phase, self._next_alive = STARTING, 0.0
+        self._phase = STARTING
+        self._next_alive = 0.0
 
     def emit(self, event: Event) -> None:
         if self.is_heard:
@@ -60,7 +63,8 @@ class ParentLink(Link):
     def heartbeat(self, phase: str = STEPPING) -> None:
         now = time.monotonic()
         if phase != self._phase or now >= self._next_alive:
-            self._phase, self._next_alive = phase, now + ALIVE_SECONDS
+            self._phase = phase
+            self._next_alive = now + ALIVE_SECONDS
             self.send("heartbeat", (phase, peak_memory()))
 
     def send(self, kind: str, content: Any) -> None:
@@ -108,11 +112,14 @@ class DirectLink(Link):
 
     def __init__(self, on_event: Callable[[Event], None] | None):
         super().__init__(is_heard=on_event is not None)
-        self._on_event, self._lock = on_event, threading.Lock()  # the checkpoint thread emits too
-        self.steps, self.phase = 0, STARTING
+        self._on_event = on_event
+        self._lock = threading.Lock()  # the checkpoint thread emits events, too
+        self.steps = 0
+        self.phase = STARTING
 
     def heartbeat(self, phase: str = STEPPING) -> None:
-        self.steps, self.phase = self.steps + 1, phase
+        self.steps = self.steps + 1
+        self.phase = phase
 
     def emit(self, event: Event) -> None:
         self.steps += 1

@@ -39,7 +39,9 @@ def process_group(
         torch.cuda.set_device(device)
     if environment.world.backend == "gloo":
         _check_interfaces()
-    limits, rank, size = Timeouts.of(timeouts), environment.rank, environment.world.size
+    limits = Timeouts.of(timeouts)
+    rank = environment.rank
+    size = environment.world.size
     with _off_network(environment.world):
         distributed.init_process_group(
             environment.world.backend,
@@ -55,7 +57,8 @@ def process_group(
 
 def _check_interfaces() -> None:
     """Raise InputError for a network interface that there is not: gloo's own error looks like the loss of a peer."""
-    asked, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), {name for _, name in socket.if_nameindex()}
+    asked = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    known = {name for _, name in socket.if_nameindex()}
     missing = [name for name in asked.split(",") if name and name not in known]
     if missing:
         raise InputError(
@@ -81,7 +84,8 @@ def _off_network(world: World) -> AbstractContextManager[None]:
 
 def meet(environment: Environment, timeouts: Timeouts) -> Store:
     """Wait for all ranks; returns a store that they share, for one process group."""
-    size, (scheme, _, path) = environment.world.size, environment.init_method.partition("://")
+    size = environment.world.size
+    (scheme, _, path) = environment.init_method.partition("://")
     timeout = timedelta(seconds=timeouts.seconds(STARTING) + BEYOND_SECONDS)
     if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end
         store: Store = FileStore(path, size)

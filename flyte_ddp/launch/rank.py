@@ -35,8 +35,11 @@ class _Lines(io.BufferedIOBase):
     """
 
     def __init__(self, hand_on: Callable[[str], None], file: TextIO):
-        self._hand_on, self._file, self._process = hand_on, file, os.getpid()
-        self._lock, self._begun = threading.RLock(), [b""]  # the pieces of an unfinished line
+        self._hand_on = hand_on
+        self._file = file
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._begun = [b""]  # the pieces of an unfinished line
 
     @property
     def name(self) -> str:
@@ -55,7 +58,8 @@ class _Lines(io.BufferedIOBase):
             self._begun.append(bytes(data))
             if b"\n" not in data and b"\r" not in data:
                 return len(data)
-            pieces, self._begun = self._begun, []
+            pieces = self._begun
+            self._begun = []
             *lines, begun = map(_without_overwritten, b"".join(pieces).split(b"\n"))
             self._begun.insert(0, begun)
         for line in lines:

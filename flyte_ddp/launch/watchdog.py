@@ -42,7 +42,8 @@ def under_watchdog(
     been silent for longer than what it does may take: with the ranks that the others wait for. A thread that is stuck
     then is left behind, and the process ends without waiting for it.
     """
-    store, value = meet(environment, timeouts), futures.Future[Value]()
+    store = meet(environment, timeouts)
+    value = futures.Future[Value]()
 
     def run() -> None:
         try:
@@ -80,11 +81,15 @@ def under_watchdog(
 
 def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts) -> None:
     """Return when the value is there; raises RankError if a rank hangs."""
-    silent_seconds, steps, now = 0.0, link.steps, time.monotonic()
+    silent_seconds = 0.0
+    steps = link.steps
+    now = time.monotonic()
     while not futures.wait([value], ALIVE_SECONDS).done:
         # Not silent while this very process was suspended
-        turn, now = min(time.monotonic() - now, 2 * ALIVE_SECONDS), time.monotonic()
-        silent_seconds, steps = (silent_seconds + turn if steps == link.steps else 0.0), link.steps
+        turn = min(time.monotonic() - now, 2 * ALIVE_SECONDS)
+        now = time.monotonic()
+        silent_seconds = silent_seconds + turn if steps == link.steps else 0.0
+        steps = link.steps
         patience = timeouts.seconds(link.phase)
         is_over = silent_seconds > patience + 2 * ANSWER_SECONDS
         if silent_seconds > patience:
@@ -120,10 +125,15 @@ class RollCall:
     def __init__(self, store: Store, environment: Environment, timeouts: Timeouts, answer: Callable[[], Answer]):
         self.found: futures.Future[Found] = futures.Future()
         self._store: Any = store
-        self._timeouts, self._answer = timeouts, answer
-        self._rank, self._size, self._host = environment.rank, environment.world.size, environment.host
+        self._timeouts = timeouts
+        self._answer = answer
+        self._rank = environment.rank
+        self._size = environment.world.size
+        self._host = environment.host
         self._keeper = UNKNOWN  # host of the first rank, which keeps the store
-        self._reason, self._woken, self._closed = "", threading.Event(), False
+        self._reason = ""
+        self._woken = threading.Event()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="roll call", daemon=True)
         self._thread.start()
 
@@ -140,7 +150,8 @@ class RollCall:
         """Return what the ranks have found; until then, and if the store does not answer, that its keeper is silent."""
         if self.found.done():
             return self.found.result()
-        answers, hosts = {0: Answer(stack=KEEPS_STORE)}, {0: self._keeper}
+        answers = {0: Answer(stack=KEEPS_STORE)}
+        hosts = {0: self._keeper}
         return self._found(self._reason, answers | {self._rank: self._answer()}, hosts | {self._rank: self._host})
 
     def _run(self) -> None:
@@ -171,7 +182,8 @@ class RollCall:
     def _gather(self, reason: str) -> Found:
         answers, hosts = dict.fromkeys(range(self._size), Answer()), dict.fromkeys(range(self._size), UNKNOWN)
         for rank, host, answer in map(json.loads, self._store.get("answers").decode().splitlines()):
-            answers[rank], hosts[rank] = Answer(**answer), host
+            answers[rank] = Answer(**answer)
+            hosts[rank] = host
         for rank in answers:
             if hosts[rank] == UNKNOWN and self._store.check([f"host {rank}"]):
                 hosts[rank] = self._store.get(f"host {rank}").decode()

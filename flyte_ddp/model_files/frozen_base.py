@@ -30,7 +30,8 @@ class FrozenBase:
     """The part of a training's network that is left out of its checkpoints and results."""
 
     def __init__(self, model: nn.Module, names: Iterable[str] = ()):
-        self._model, self.names = model, frozenset(names)
+        self._model = model
+        self.names = frozenset(names)
 
     @cached_property
     def digest(self) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 from flyte_ddp.errors import InputError
 
 CONFIGS = ("config.json", "adapter_config.json")  # of transformers and timm; of peft
-INDEX, ONE_OF_SEVERAL = "*.safetensors.index.json", re.compile(r"-\d+-of-\d+\.safetensors$")
+INDEX = "*.safetensors.index.json"
+ONE_OF_SEVERAL = re.compile(r"-\d+-of-\d+\.safetensors$")
 MOST_HEADER_BYTES = 100 << 20  # the format's own limit
 REMEDY = "write it anew with save_pretrained"
 

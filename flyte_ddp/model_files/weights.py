@@ -49,7 +49,8 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
             raise InputError(
                 f"{called} must be a whole file, but {path} is damaged, or cut short: copy it again"
             ) from None
-        content, problem = None, f"cannot be read safely ({getattr(error, 'strerror', None) or type(error).__name__})"
+        content = None
+        problem = f"cannot be read safely ({getattr(error, 'strerror', None) or type(error).__name__})"
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise InputError(f"{called} must be a state_dict of tensors, but {path} {problem}: {remedy}")
     return content
@@ -79,9 +80,12 @@ def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | No
     room: copies of an earlier call, which are overwritten, or none. They are in page-locked memory, into which a GPU
     copies at ten times the speed.
     """
-    firsts, is_kept, room = first_names(weights), room is not None, {} if room is None else room
+    firsts = first_names(weights)
+    is_kept = room is not None
+    room = {} if room is None else room
     for name in {*firsts.values()}:
-        weight, copy = weights[name].detach(), room.get(name)
+        weight = weights[name].detach()
+        copy = room.get(name)
         if copy is None or (copy.shape, copy.dtype) != (weight.shape, weight.dtype):
             copy = room[name] = torch.empty_like(weight, device="cpu", pin_memory=is_kept and weight.is_cuda)
         copy.copy_(weight, non_blocking=True)

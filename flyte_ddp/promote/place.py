@@ -137,7 +137,8 @@ class Place:
 
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copy a version's weights to a file, and return its facts; ReportedError if the weights have changed."""
-        facts, path = self.facts(version), f"{self.root}/versions/{version}/model.pt"
+        facts = self.facts(version)
+        path = f"{self.root}/versions/{version}/model.pt"
         with self._own_errors():
             if not self._files.exists(path):
                 raise self._damaged(version, "has no model.pt")

@@ -107,7 +107,8 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
             facts |= {"registered_model": options.registered_model, "metadata": metadata.digest if metadata else ""}
             place.add(version, model, {"sha256": digest, "run": run, **facts})
             if place.point(pointer, version, PROMOTED):
-                pointer, done = place.read(), True
+                pointer = place.read()
+                done = True
                 break
             say(f"{place.root} has changed in the meantime: comparing with the model that is promoted now")
         promoted = model if done else folder / "before.pt"

@@ -26,11 +26,13 @@ def register(place: Place, version: str, name: str) -> str:
     Never fails: what has been promoted stays so. If the server refuses, hangs or is not there, a warning says why, and
     how to do it later, and the entry is empty.
     """
-    entry, problem = [""], [f"no answer within {SECONDS:g} s"]
+    entry = [""]
+    problem = [f"no answer within {SECONDS:g} s"]
 
     def work() -> None:
         try:
-            entry[0], problem[0] = f"models:/{name}/{_register(place, version, name)}", ""
+            entry[0] = f"models:/{name}/{_register(place, version, name)}"
+            problem[0] = ""
         except Exception as error:  # MLflow's own, the network's, and those of the place
             problem[0] = one_line(error) or type(error).__name__
 
@@ -55,7 +57,8 @@ def _register(place: Place, version: str, name: str) -> str:
         raise RuntimeError(f"it needs {not_installed('mlflow-skinny', 'mlflow')}")
     if not (address := os.environ.get(ADDRESS)):
         raise RuntimeError(f"it needs a server: set {ADDRESS}, such as to http://mlflow.example.org:5000")
-    client, facts = new_client(address), place.facts(version)
+    client = new_client(address)
+    facts = place.facts(version)
     if not client.search_registered_models(f"name = '{name}'", max_results=1):
         _create(client, name)
     source = f"{place.root}/versions/{version}"

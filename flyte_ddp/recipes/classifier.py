@@ -39,7 +39,8 @@ class Classifier(Recipe):
 
     def _check(self, outputs: Any, labels: Any) -> None:
         """Raise InputError for what torch refuses without naming data or network."""
-        owner, count = type(self).__name__, len(labels)
+        owner = type(self).__name__
+        count = len(labels)
         self._check_logits(outputs)
         if labels.dtype not in (torch.int64, torch.uint8) or labels.ndim != 1:
             dtype = str(labels.dtype).removeprefix("torch.")

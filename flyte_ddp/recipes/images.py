@@ -75,7 +75,8 @@ class ImageClassifier(Classifier):
         return scores
 
     def augment(self, batch: tuple[Tensor, Tensor], random: Random) -> tuple[Tensor, Tensor]:
-        images, reach = batch[0], self.settings.shift_pixels
+        images = batch[0]
+        reach = self.settings.shift_pixels
         if self.settings.flip:
             images = torch.where(self.mirrored(images, random), images.flip(3), images)
         if reach:
@@ -112,7 +113,8 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> list[dict[str, An
     if hp.norm_bias_factor == 1 or not biases:
         return [{"params": list(model.parameters())}]
     others = [parameter for parameter in model.parameters() if all(parameter is not bias for bias in biases)]
-    rate, decay = hp.learning_rate * hp.norm_bias_factor, hp.weight_decay / hp.norm_bias_factor
+    rate = hp.learning_rate * hp.norm_bias_factor
+    decay = hp.weight_decay / hp.norm_bias_factor
     return [{"params": others}, {"params": biases, "lr": rate, "weight_decay": decay}]
 
 
@@ -134,7 +136,8 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
     """Image files and their classes, as a Dataset."""
 
     def __init__(self, files: ImageFiles, labels: np.ndarray):
-        self.files, self.labels = files, labels
+        self.files = files
+        self.labels = labels
 
     def __len__(self) -> int:
         return len(self.labels)

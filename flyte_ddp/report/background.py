@@ -40,11 +40,15 @@ class Background(Observer):
         """make: the thread calls it, and waits for imports and connections. close_seconds: how long close() waits for
         what is queued, before it calls abandon.
         """
-        self.name, self._close_seconds, self._capacity, self._abandon = name, close_seconds, capacity, abandon
+        self.name = name
+        self._close_seconds = close_seconds
+        self._capacity = capacity
+        self._abandon = abandon
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lost, self._reason = 0, ""
         self._observer: Observer | None = None
-        self._is_made, self._is_closing = threading.Event(), False
+        self._is_made = threading.Event()
+        self._is_closing = False
         self._done = self._start(self._work, make)
 
     def __call__(self, event: Any) -> None:
@@ -72,7 +76,8 @@ class Background(Observer):
             self._events.put(None)
         self._done.wait(max(0.0, self._close_seconds))
         if self._done.is_set() and self._observer:
-            observer, self._observer = self._observer, None
+            observer = self._observer
+            self._observer = None
             self._done = self._start(self._try, observer.close)
             self._done.wait(max(0.0, deadline - time.monotonic()))
         if not self._done.is_set():

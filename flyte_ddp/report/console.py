@@ -136,7 +136,8 @@ class Console(Remarks):
         say(f"Starting: {event.doing}")
 
     def on_run_started(self, event: events.RunStarted) -> None:
-        self._run, self._ranks = event, []
+        self._run = event
+        self._ranks = []
         hosts = len({*event.hosts})
         say(
             f"{event.dataset}: {split_sizes(event)}; {event.world_size} rank{'s' * (event.world_size > 1)} "
@@ -151,7 +152,8 @@ class Console(Remarks):
             say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
-        measured, seconds = self._measured(event.split, event.evaluated), f"{event.train_seconds:.1f} s of training"
+        measured = self._measured(event.split, event.evaluated)
+        seconds = f"{event.train_seconds:.1f} s of training"
         parts = filter(None, (measured, seconds, event.digest and f"weights {event.digest}"))
         say(f"Epoch {counted(event.position)} of {self._run.epochs}: {', '.join(parts)}")
 
@@ -179,7 +181,8 @@ class Console(Remarks):
         say(f"{early}{chosen}: epoch {counted(event.position)}, which gives {self._measured('test', event.measures)}")
 
     def on_step_logged(self, event: events.StepLogged) -> None:
-        done, left = event.step / self._run.steps_per_epoch, time_left(self._run, event.seconds_left)
+        done = event.step / self._run.steps_per_epoch
+        left = time_left(self._run, event.seconds_left)
         others = [
             f"{capitalised(in_words(name))}: {written(name, value, self._run.percent)}"
             for name, value in event.measures.items()
@@ -267,7 +270,8 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         lines.append((capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"))
     lines.append(("Seconds", spent(record.goodput.seconds)))
     if record.tested:
-        chosen, value = "Chosen" if record.tested.is_best else "Last", record.written(name, record.tested.measures)
+        chosen = "Chosen" if record.tested.is_best else "Last"
+        value = record.written(name, record.tested.measures)
         lines.insert(-1, (chosen, f"epoch {counted(record.tested.position)}; {value} on the test {record.samples}"))
     for one in record.kept[:MOST_SAID]:
         value = f"{in_words(one.measure)} {record.written(one.measure, {one.measure: one.value})}"

@@ -23,7 +23,10 @@ MOST_ATTEMPTS = 8
 
 def tiles(record: Record) -> list[tuple[str, str]]:
     """Value and label of the figures at the top, the most important first."""
-    run, description, tested, split = record.started, record.info.description, record.tested, record.split
+    run = record.started
+    description = record.info.description
+    tested = record.tested
+    split = record.split
     if not record.epochs:
         shown = [("-", f"{split} {in_words(record.headline)}, after the first epoch")]
     else:
@@ -122,7 +125,8 @@ def ranks(record: Record) -> list[Table]:
 
 def data_lines(record: Record) -> list[tuple[str, Any]]:
     """A description of the images and their digest; for other recipes, the number of samples."""
-    run, description = record.started, record.info.description
+    run = record.started
+    description = record.info.description
     if description is None:
         if run is None:
             return []

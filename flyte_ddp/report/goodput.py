@@ -129,7 +129,9 @@ class Goodput:
             any(attempt.lose(*position) for attempt in reversed(self.attempts))  # up to the one that it goes on from
             now.mark(*position)
             self._cause = "steps" if event.first_epoch < event.epochs else "finishing"
-            self._epochs, self._data, self._stragglers = event.epochs, 0.0, 0.0
+            self._epochs = event.epochs
+            self._data = 0.0
+            self._stragglers = 0.0
         elif isinstance(event, events.EpochFinished):
             now.move("steps", "evaluating", event.evaluate_seconds)
             self._cause = "finishing" if event.position >= self._epochs else "steps"
@@ -140,10 +142,12 @@ class Goodput:
             now.move(self._cause, "checkpoints", event.stall_seconds)
             now.mark(event.epoch, event.step, event.write_seconds)
         elif isinstance(event, events.RanksTimed):
-            data, stragglers = statistics.median(event.data), max(event.waited_for)
+            data = statistics.median(event.data)
+            stragglers = max(event.waited_for)
             now.move("steps", "data", data - self._data)
             now.move("steps", "stragglers", stragglers - self._stragglers)
-            self._data, self._stragglers = data, stragglers
+            self._data = data
+            self._stragglers = stragglers
         elif isinstance(event, events.RanksRestarted):
             self._cause = "recovering"
 

@@ -62,7 +62,8 @@ class MlflowRun(Tracker):
         self._lost, self._due = 0, 0.0
 
     def open(self, parameters: Mapping[str, Any]) -> None:
-        self._client, self._parameters = new_client(self._address), parameters
+        self._client = new_client(self._address)
+        self._parameters = parameters
         from mlflow import entities
 
         self._entities: Any = entities
@@ -116,7 +117,8 @@ class MlflowRun(Tracker):
         tags = {**self._tags, STEPS: json.dumps(sent)}
         run_tags = [self._entities.RunTag(name, text_of(value)) for name, value in tags.items()]
         self._log(self._run_id, metrics=batch, tags=run_tags)
-        self._sent, self._tags = sent, {}
+        self._sent = sent
+        self._tags = {}
         for _ in batch:
             self._waiting.popleft()
 
@@ -166,10 +168,13 @@ class FilesOfModel(Observer):
     """Files of a model, which closing adds to the run of its training."""
 
     def __init__(self, address: str, weights: Path, files: Sequence[Path]):
-        self._address, self._weights, self._files = address, weights, files
+        self._address = address
+        self._weights = weights
+        self._files = files
 
     def close(self) -> None:
-        metadata, client = read_metadata(self._weights), new_client(self._address)
+        metadata = read_metadata(self._weights)
+        client = new_client(self._address)
         if run := run_of(client, metadata.digest if metadata else ""):
             for file in self._files:
                 client.log_artifact(run.info.run_id, str(file))

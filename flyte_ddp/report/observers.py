@@ -56,7 +56,9 @@ class Observers:
 
         Raises InputError if the tracker is not installed, or has no address.
         """
-        self.record, self._page, self._on_event = Record(info, goodput), page, on_event
+        self.record = Record(info, goodput)
+        self._page = page
+        self._on_event = on_event
         self._tracker = open_tracker(info, page.parent, self._on_url) if page else None
         shown = page.as_uri() if page and is_local else ""
         ours: list[Observer] = [open_console(shown)] if page or not on_event else []
@@ -67,7 +69,8 @@ class Observers:
             theirs += _own_observers(own)
         if page:
             ours.append(Background("the report", partial(Report, self.record, page, publish), REPORT_SECONDS))
-        self._ours, self._theirs = ours, theirs
+        self._ours = ours
+        self._theirs = theirs
         self._receivers = [self.record, *ours, *others, *theirs]
         self._time_left = TimeLeft()
         self._last: RunFinished | RunFailed | None = None
@@ -137,7 +140,8 @@ class OwnObserver(Observer):
     """An observer of the user's, which gets events until it raises; that is said once."""
 
     def __init__(self, name: str, make: Callable[[], object]):
-        self._name, self._observer = name, make()
+        self._name = name
+        self._observer = make()
 
     def __call__(self, event: Any) -> None:
         try:
@@ -164,7 +168,8 @@ class TimeLeft:
     def added_to(self, event: Any) -> Any:
         """Return the event; a StepLogged has its seconds_left."""
         if isinstance(event, RunStarted):
-            self._run, self._began = event, self._now()
+            self._began = self._now()
+            self._run = event
             self._first = self._evaluated = event.first_epoch * event.steps_per_epoch + event.first_step
             self._evaluating = 0.0
         elif isinstance(event, EpochFinished):
@@ -176,7 +181,8 @@ class TimeLeft:
 
     def _left(self, event: StepLogged) -> float | None:
         """Return the estimate; None in the first seconds."""
-        run, seconds = self._run, self._now() - self._began
+        run = self._run
+        seconds = self._now() - self._began
         done = event.epoch * run.steps_per_epoch + event.step
         steps = max(done, run.epochs * run.steps_per_epoch)  # an own loop's epochs may be longer than its first one
         if seconds < FIRST_SECONDS:

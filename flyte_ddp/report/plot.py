@@ -59,9 +59,11 @@ def axis_of(
     shown = [value for value in values if math.isfinite(value)]
     logarithmic = logarithmic and any(value > 0 for value in shown)
     shown = [math.log10(value) for value in shown if value > 0] if logarithmic else shown or [0.0, 1.0]
-    low, high = min(shown), max(shown)
+    low = min(shown)
+    high = max(shown)
     margin = (high / 2 - low / 2) * 0.1 or abs(high) * 0.1 or 0.5
-    low, high = 0.0 if from_zero else low - margin, high + margin
+    low = 0.0 if from_zero else low - margin
+    high = high + margin
     ticks = ticks or (round_powers(low, high) if logarithmic else round_numbers(low, high, integer))
     return Axis(low, high, begin, end, {tick: write(tick) for tick in ticks}, logarithmic)
 
@@ -94,16 +96,20 @@ class Plot:
     def __init__(self, legend: Sequence[tuple[str, str]] = ()):
         """legend: names with their symbols, which are SVG elements around (0, 0), 20 wide."""
         self._parts: list[str] = []
-        x, y = 0.0, 0.6 * LINE
+        x = 0.0
+        y = 0.6 * LINE
         for name, symbol in legend:
             shown = name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}"
             width = 40 + LETTER * len(shown)
             if x and x + width > WIDTH:
-                x, y = 0.0, y + LINE
+                x = 0.0
+                y = y + LINE
             self._put(x + 12, y, symbol)
             self._write(x + 26, y, shown)
             x += width
-        self.top, self.bottom, self.right = y + 0.6 * LINE if legend else 8.0, HEIGHT - 2.4 * LINE, WIDTH - 12.0
+        self.top = y + 0.6 * LINE if legend else 8.0
+        self.bottom = HEIGHT - 2.4 * LINE
+        self.right = WIDTH - 12.0
 
     def vertical(self, values: Sequence[float], **how: Any) -> Axis:
         """See axis_of."""
@@ -116,7 +122,8 @@ class Plot:
 
     def axes(self, x: Axis, y: Axis, name: str) -> None:
         """Grid and labels. name: what the horizontal axis shows."""
-        self._x, self._y = x, y
+        self._x = x
+        self._y = y
         for value, label in y.labels.items():
             self._rule(x.begin, y(value), x.end, y(value))
             self._write(x.begin - 6, y(value), label, "end")

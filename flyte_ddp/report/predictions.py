@@ -76,7 +76,8 @@ def verdict(record: Record) -> dict[str, Any]:
     predictions = predictions_of(record.info, record.finished) if record.finished else None
     if predictions is None:
         return {"classes": [], "mistakes": [], "cells": []}
-    names, confusion = predictions.classes, predictions.confusion()
+    names = predictions.classes
+    confusion = predictions.confusion()
     classes = [
         (
             names[label],

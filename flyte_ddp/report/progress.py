@@ -45,7 +45,9 @@ class ProgressFile(events.Observer):
         """logs: the folder. name: of the run. attempt: the number of earlier ones. goodput: which others tell of each
         event before this.
         """
-        self._path, self._run, self._goodput = logs / FILE, {"run": name, "attempt": attempt}, goodput
+        self._path = logs / FILE
+        self._run = {"run": name, "attempt": attempt}
+        self._goodput = goodput
         # In place of an earlier attempt's, which is neither lost to a call that is refused nor to a kill at this moment
         with suppress(OSError):  # as on a full disk: then each event is told of by itself, or none
             try:
@@ -62,12 +64,14 @@ class ProgressFile(events.Observer):
 
     def on_run_started(self, event: events.RunStarted) -> None:
         self._tell_beginning()  # since now it is known what earlier attempts have lost
-        self._started, self._since = event, time.monotonic()
+        self._started = event
+        self._since = time.monotonic()
         self._write("started", {"format": FORMAT, **self._run, **fields_of(event)})
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         assert self._started is not None  # it comes first
-        run, now = self._started, time.monotonic()
+        run = self._started
+        now = time.monotonic()
         elapsed = now - self._since
         if (
             self._steps >= WRITTEN_STEPS
@@ -75,7 +79,8 @@ class ProgressFile(events.Observer):
             and event.step < run.steps_per_epoch
         ):
             return
-        self._steps, self._last = self._steps + 1, now
+        self._steps = self._steps + 1
+        self._last = now
         self._write_whole(event)
 
     def on_run_finished(self, event: RunFinished) -> None:

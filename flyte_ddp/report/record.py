@@ -42,7 +42,8 @@ class RunFinished:
 
     @classmethod
     def of(cls, results: list[TrainingResult], logs: Path, goodput: Goodput) -> "RunFinished":
-        predictions, seconds = logs / PREDICTIONS, time.time() - goodput.attempts[-1].began
+        predictions = logs / PREDICTIONS
+        seconds = time.time() - goodput.attempts[-1].began
         return cls(results, predictions if predictions.exists() else None, seconds, goodput.seconds)
 
 
@@ -135,7 +136,9 @@ class Record(events.Observer):
         self.doing = event.doing
 
     def on_run_started(self, event: events.RunStarted) -> None:
-        self.started, first, self.seconds_left = event, (event.first_epoch, event.first_step), None
+        self.started = event
+        first = (event.first_epoch, event.first_step)
+        self.seconds_left = None
         self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]  # else they come twice
         known = {position for position, _ in event.earlier}
         self.epochs = [epoch for epoch in self.epochs if epoch.position in known]
@@ -153,7 +156,8 @@ class Record(events.Observer):
         if self._seen % self._every == 0:
             self.steps.append(event)
         if len(self.steps) > MOST_STEPS:
-            self.steps, self._every = self.steps[1::2], self._every * 2
+            self.steps = self.steps[1::2]
+            self._every = self._every * 2
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
         self.epochs.append(event)
@@ -188,7 +192,8 @@ class Record(events.Observer):
 
     def on_run_finished(self, event: RunFinished) -> None:
         # with those before a resume
-        self.finished, self.epochs = event, list(event.results[0].epochs)
+        self.finished = event
+        self.epochs = list(event.results[0].epochs)
         self.warnings = list(event.results[0].warnings)
 
     def on_run_failed(self, event: RunFailed) -> None:

@@ -27,7 +27,9 @@ class Report(Observer):
     """A page at path, kept up to date with the record; publish gets the content of its <body>."""
 
     def __init__(self, record: Record, path: Path, publish: Callable[[str], None]):
-        self._record, self._path, self._publish = record, path, publish
+        self._record = record
+        self._path = path
+        self._publish = publish
         self._last_page = self._next_page = 0.0
 
     def on_start_up(self, event: StartUp) -> None:
@@ -57,7 +59,8 @@ class Report(Observer):
             self._write(live=True)
 
     def _write(self, live: bool) -> None:
-        started, record = time.monotonic(), self._record.so_far()  # which the parent's main thread keeps
+        started = time.monotonic()
+        record = self._record.so_far()  # the parent's main thread keeps the record
         body = fragment(record)
         write_whole(self._path, document(record.title, body, live).encode())
         self._publish(body)
@@ -97,7 +100,8 @@ def progress_curves(record: Record) -> list[Curves]:
     """Return the curves of the loss, the other measures, and the other numbers of steps, such as the learning rate."""
     loss = _measure_curves(record, "loss")
     losses = [value for points in loss.series.values() for _, value in points if math.isfinite(value)]
-    least, most = min(losses, default=1.0), max(losses, default=1.0)
+    least = min(losses, default=1.0)
+    most = max(losses, default=1.0)
     others = [name for name in record.measures if name != "loss"][:MOST_CURVES]
     figures = [(record.position(step), step_figures(step)) for step in record.steps]
     names = dict.fromkeys(name for _, values in figures for name in values if name not in ELSEWHERE)

@@ -51,7 +51,8 @@ def _gpus() -> str:
 
 def _commit() -> str:
     """The commit of this code, and whether it has been changed since; in an image it can come only from GIT_COMMIT."""
-    root, commit = Path(flyte_ddp.__path__[0]).parent, ""
+    root = Path(flyte_ddp.__path__[0]).parent
+    commit = ""
     with suppress(OSError, subprocess.TimeoutExpired):
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         commit = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()

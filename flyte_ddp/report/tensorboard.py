@@ -75,7 +75,8 @@ class TensorBoard(Tracker):
     def predictions(self, step: int, predictions: Predictions) -> None:
         """Show the most confident mistakes."""
         self._step = step
-        classes, values = predictions.classes, []
+        classes = predictions.classes
+        values = []
         for number, index in enumerate(predictions.confident_mistakes(MISTAKES)):
             pixels = predictions.images[index]
             truth, guess = classes[predictions.labels[index]], classes[predictions.guesses[index]]

@@ -33,7 +33,8 @@ class Tracker:
         """
         if self.module and find_spec(self.module) is None:
             raise InputError(self.remedy)
-        self.info, self.on_url = info, on_url
+        self.info = info
+        self.on_url = on_url
 
     def open(self, parameters: Mapping[str, Any]) -> None:
         """Find the run that an earlier attempt has begun, or begin one. parameters: see run_parameters."""

@@ -33,7 +33,9 @@ class Tracking(Observer):
 
     def __init__(self, info: RunInfo, tracker: Tracker, folder: Path):
         """folder: has report.html and model.pt when the run ends."""
-        self._info, self._tracker, self._folder = info, tracker, folder
+        self._info = info
+        self._tracker = tracker
+        self._folder = folder
         self._steps_per_epoch, self._step = 1, 0
         self._logged: dict[str, int] = {}  # the last step of each group
         self._has_succeeded = False
@@ -72,7 +74,8 @@ class Tracking(Observer):
         predictions = predictions_of(self._info, event)
         if predictions and self._is_new("predictions"):
             self._tracker.predictions(self._step, predictions)
-        result, metadata = event.results[0], read_metadata(self._folder / "model.pt")
+        result = event.results[0]
+        metadata = read_metadata(self._folder / "model.pt")
         self._tracker.summary(
             {
                 "total_seconds": event.total_seconds,

@@ -61,7 +61,8 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
     A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
     them, such as a full disk or GPU memory, follow from the settings.
     """
-    started, hp = time.time(), Hyperparameters.from_json(entrant.settings)
+    started = time.time()
+    hp = Hyperparameters.from_json(entrant.settings)
     there = entrant.checkpoint and storage.exists_sync(entrant.checkpoint)
     try:
         outputs = image_training.run(hp, options, data, File(path=entrant.checkpoint) if there else None)
@@ -71,13 +72,15 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
             raise
         return failed(failure, time.time() - started)
     checkpoint = f"{outputs.logs.path}/final-checkpoint" if hp.stop_after else ""
-    measures, loss = {"accuracy": outputs.epoch_accuracies[-1]}, outputs.summary.test_loss
+    measures = {"accuracy": outputs.epoch_accuracies[-1]}
+    loss = outputs.summary.test_loss
     return result_of(outputs.summary, measures, loss, outputs.report.path, checkpoint)
 
 
 async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -> Rungs:
     """Run the trials of a rung side by side, sweep.concurrency at a time."""
-    settings, slots = [dataclasses.asdict(one) for one in trials], asyncio.Semaphore(sweep.concurrency)
+    settings = [dataclasses.asdict(one) for one in trials]
+    slots = asyncio.Semaphore(sweep.concurrency)
     rungs: Rungs = []
 
     async def attempt(entrant: Entrant) -> TrialResult:

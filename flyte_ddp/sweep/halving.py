@@ -90,7 +90,9 @@ def value_text(value: Any) -> str:
 
 def rungs_of(sweep: Sweep, trials: AllTrials) -> list[Rung]:
     """As many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
-    factor, epochs, last = sweep.reduction_factor, trials[0]["epochs"], 0
+    factor = sweep.reduction_factor
+    epochs = trials[0]["epochs"]
+    last = 0
     while factor > 1 and factor ** (last + 1) <= min(epochs, len(trials)):
         last += 1
     cut = [Rung(len(trials) // factor**rung, epochs // factor ** (last - rung)) for rung in range(last)]
@@ -99,7 +101,8 @@ def rungs_of(sweep: Sweep, trials: AllTrials) -> list[Rung]:
 
 def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
     """Raise InputError if trials cannot be compared after a rung, or if none would be cut."""
-    factor, epochs = sweep.reduction_factor, trials[0]["epochs"]
+    factor = sweep.reduction_factor
+    epochs = trials[0]["epochs"]
     if factor == 1:
         return
     if "stop_after" not in trials[0]:

@@ -41,7 +41,8 @@ def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, 
     """Rank the trials by the sweep's measure, and says which is the best; ReportedError if all have failed."""
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = standings(sweep, trials, rungs)
-        ranking, table = ranked(sweep, latest), folder / "trials.csv"
+        ranking = ranked(sweep, latest)
+        table = folder / "trials.csv"
         if ranking[0].result.failure:
             raise all_failed(sweep, latest)
         write_table(sweep, ranking, table)
@@ -75,8 +76,11 @@ def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
 
 def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     """The content of <body>; the first trial is the best and has not failed."""
-    best, measure = trials[0], in_words(sweep.measure)
-    result, split, spared = best.result, best.result.split, saving(sweep, sorted(trials))
+    best = trials[0]
+    measure = in_words(sweep.measure)
+    result = best.result
+    split = best.result.split
+    spared = saving(sweep, sorted(trials))
     order = "largest" if sweep.largest else "smallest"
     paragraphs = [f"By {measure} on {result.samples:,} {split} samples after the last epoch, {order} first."]
     if sweep.measure == "accuracy" and result.samples:

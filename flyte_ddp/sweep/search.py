@@ -122,7 +122,8 @@ def _drawn(position: float, space: Any, whole: bool) -> Any:
         return space[int(position * len(space))]
     drawn = Range.from_dict(space)
     margin = 0.5 if whole else 0.0  # gives the end values a full share
-    least, most = drawn.minimum - margin, drawn.maximum + margin
+    least = drawn.minimum - margin
+    most = drawn.maximum + margin
     value = least * (most / least) ** position if drawn.scale == "log" else least + (most - least) * position
     value = round(value) if whole else float(f"{value:.4g}")  # short enough to read and retype
     return min(max(value, drawn.minimum), drawn.maximum)

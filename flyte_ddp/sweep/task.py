@@ -87,8 +87,10 @@ def try_out(
     A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
     them, such as a full disk or GPU memory, follow from the settings.
     """
-    started, storage = time.time(), FlyteContextManager.current_context().file_access
-    settings, checkpoint = kind.from_json(entrant.settings), entrant.checkpoint
+    started = time.time()
+    storage = FlyteContextManager.current_context().file_access
+    settings = kind.from_json(entrant.settings)
+    checkpoint = entrant.checkpoint
     init = {"init": FlyteFile(checkpoint)} if checkpoint and storage.exists(checkpoint) else {}
     try:
         outputs = run(settings, **init, **inputs)
@@ -96,7 +98,8 @@ def try_out(
         if error.failure.cause != NonFiniteError.__name__:
             raise
         return failed(error.failure, time.time() - started)
-    figures, report = outputs.summary, outputs.report.path
+    figures = outputs.summary
+    report = outputs.report.path
     final = str(Path(outputs.logs.path, "final-checkpoint")) if settings.stop_after else ""
     if not is_local():  # a map task shows no Deck
         report, final = (path and storage.put_raw_data(path) for path in (report, final))
@@ -104,7 +107,8 @@ def try_out(
         measures = outputs.epoch_measures[-1] or outputs.summary.measures  # without validation, under Lightning
         loss = measures.get("loss", 0.0)  # which a LightningModule need not log
     else:
-        measures, loss = {"accuracy": outputs.epoch_accuracies[-1]}, outputs.summary.test_loss
+        measures = {"accuracy": outputs.epoch_accuracies[-1]}
+        loss = outputs.summary.test_loss
     return result_of(figures, measures, loss, report, final)
 
 

@@ -27,7 +27,8 @@ class File:
         """place: the file, the folder of a training's logs, or that which has them."""
         folder = place.rstrip("/")
         paths = [place] if place.endswith(".jsonl") else [f"{folder}/{FILE}", f"{folder}/logs/{FILE}"]
-        self.path, self._seen = paths[0], False
+        self.path = paths[0]
+        self._seen = False
         self._number: int | None = None  # the file system's; an object storage has none
         if "://" in place:
             from flytekit import FlyteContextManager  # takes seconds, and a local file does not need it
@@ -47,7 +48,8 @@ class File:
         try:
             self._storage.invalidate_cache()
             info = self._storage.info(self.path)
-            size, number = int(info["size"]), info.get("ino")
+            size = int(info["size"])
+            number = info.get("ino")
             content: bytes = self._storage.cat_file(self.path, start=start, end=size) if size > start else b""
         except Exception as error:  # each storage has its own errors
             if self._seen:
@@ -58,7 +60,8 @@ class File:
             raise unreadable(self.path, error) from None
         if size < start or (self._seen and number != self._number):
             raise ReportedError(f"{self.path} has been restarted by another run: watch it again")
-        self._seen, self._number = True, number
+        self._seen = True
+        self._number = number
         return content
 
 
@@ -78,7 +81,8 @@ def watch(place: str, timeout: float | None) -> None:
     PLACE is what a run prints after "Logs:", its output `logs`, the folder that this is in, or the progress.jsonl in
     it. The exit status is 0 if the training has succeeded, and 1 if it has failed or nothing new has come.
     """
-    file, times = File(place), TimesRead()
+    file = File(place)
+    times = TimesRead()
     console = open_console()
     try:
         last = show(file, console, timeout, times.read)
@@ -139,11 +143,14 @@ def printable(value: Any) -> Any:
 
 def lines_of(file: File, timeout: float | None) -> Iterator[bytes]:
     """Each line as it comes, until nothing has come for `timeout` seconds."""
-    read, begun, heard = 0, b"", time.monotonic()
+    read = 0
+    begun = b""
+    heard = time.monotonic()
     while True:
         if news := file.read_on(read):
             *whole, begun = (begun + news).split(b"\n")
-            read, heard = read + len(news), time.monotonic()
+            read = read + len(news)
+            heard = time.monotonic()
             yield from whole
         if timeout is not None and time.monotonic() - heard >= timeout:
             return

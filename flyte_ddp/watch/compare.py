@@ -35,7 +35,8 @@ class Recorded:
         if isinstance(event, RunStarted):
             begin = event.first_epoch + event.first_step / event.steps_per_epoch
             before = {position: digest for position, digest in self.digests.items() if position <= begin}
-            self.facts, self.digests = facts_of(event), {**before, **{float(at): one for at, one in event.earlier}}
+            self.facts = facts_of(event)
+            self.digests = {**before, **{float(at): one for at, one in event.earlier}}
         elif isinstance(event, EpochFinished):
             self.digests[event.position] = event.digest
 
@@ -53,7 +54,8 @@ def facts_of(event: RunStarted) -> dict[str, str]:
 
 def read(place: str) -> Recorded:
     """InputError for what is no run, or one without digests."""
-    file, recorded = File(place), Recorded()
+    file = File(place)
+    recorded = Recorded()
     for text in file.read_on(0).split(b"\n")[:-1]:
         try:
             line = printable(json.loads(text, parse_constant=finite, parse_float=finite))

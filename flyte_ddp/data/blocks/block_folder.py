@@ -34,7 +34,8 @@ class Indexed(Blocks):
 
     def pieces(self, number: int) -> Iterator[bytes]:
         """The file's content, piece by piece; DataError at the end if it is not what was written."""
-        file, digest = self.files[number], hashlib.sha256()
+        file = self.files[number]
+        digest = hashlib.sha256()
         yield from self.stored.pieces(file["name"], file["bytes"], digest)
         if digest.hexdigest() != file["sha256"]:
             raise DataError(f"{self.name(number)} has changed since it was written (SHA-256 differs)", "write it again")
@@ -67,7 +68,8 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
     for number, block in enumerate(_in_blocks(data if isinstance(data, Iterator) else _slices(data, rows), rows)):
         buffer = io.BytesIO()
         np.lib.format.write_array(buffer, block, allow_pickle=False)
-        content, name = buffer.getvalue(), f"block-{number:06}.npy"
+        content = buffer.getvalue()
+        name = f"block-{number:06}.npy"
         stored.write(name, content)
         written.append(entry(name, len(block), len(content), hashlib.sha256(content)))
     write_index(stored, written)
@@ -130,8 +132,10 @@ def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
                 f"all trees must have the same types and shapes, got {waiting[-1].dtype} after {waiting[0].dtype}"
             )
         if (count := count + len(found)) >= rows:
-            joined, whole = np.concatenate(waiting), count - count % rows
+            joined = np.concatenate(waiting)
+            whole = count - count % rows
             yield from (joined[start : start + rows] for start in range(0, whole, rows))
-            waiting, count = [joined[whole:]], count - whole
+            waiting = [joined[whole:]]
+            count = count - whole
     if count:
         yield np.concatenate(waiting)

@@ -71,7 +71,8 @@ def check_count(name: str, value: Any) -> None:
 
 def rows_of(tree: Any, name: str) -> np.ndarray:
     """(n,) structured, or (n, ...) for a single array: the rows of a tree of arrays; DataError names the block."""
-    length, kind = length_of(tree, name), _row_kind(tree, name)
+    length = length_of(tree, name)
+    kind = _row_kind(tree, name)
     if kind.names is None:
         return np.ascontiguousarray(tree)
     rows = np.empty(length, kind)

@@ -33,7 +33,8 @@ class Parquet(Blocks):
         """
         if pa is None:
             raise InputError(not_installed("Parquet needs pyarrow", "parquet"))
-        self.stored, self.columns = Stored(url), list(columns)
+        self.stored = Stored(url)
+        self.columns = list(columns)
         if not self.columns or len(set(self.columns)) < len(self.columns):
             raise InputError(f"columns must be names, each once, got {self.columns}")
         sizes = self.stored.sizes()

@@ -38,12 +38,16 @@ class TarImages(Indexed):
         extensions that may hold a sample's image. labels: that of its label, a whole number as text.
         """
         super().__init__(url)
-        self.shape, self.images, self.labels = shape, tuple(images), labels
+        self.shape = shape
+        self.images = tuple(images)
+        self.labels = labels
 
     def fetch(self, number: int, path: Path) -> None:
-        name, length = self.name(number), int(self.lengths[number])
+        name = self.name(number)
+        length = int(self.lengths[number])
         kind = rows_of((np.zeros((1, *self.shape), np.uint8), np.zeros(1, np.int64)), name).dtype
-        pieces, samples = self.pieces(number), 0
+        pieces = self.pieces(number)
+        samples = 0
         with open(path, "xb") as file:
             header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (length,)}
             np.lib.format.write_array_header_1_0(file, header)
@@ -84,7 +88,8 @@ def index_tars(url: str | Path) -> None:
 
 def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Each sample's key and its files' contents by extension; DataError if the tar file is damaged, or hides some."""
-    key, files = "", dict[str, bytes]()
+    key = ""
+    files = dict[str, bytes]()
     try:
         with tarfile.open(fileobj=PiecesFile(iter(pieces)), mode="r|") as opened:
             for member in opened:

@@ -91,7 +91,8 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
 def _open_array(path: Path) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="c", allow_pickle=False)
-        size, length = array.offset + array.nbytes, path.stat().st_size
+        size = array.offset + array.nbytes
+        length = path.stat().st_size
     except OSError as error:
         raise _damaged(path, _os_reason(error)) from None
     except Exception:  # numpy raises half a dozen types for a header that makes no sense

@@ -138,7 +138,8 @@ def _cifar10(ask: Ask) -> Originals:
     """CIFAR-10: from unpacked files, if they are here or the user's own mirror has them, else from the archive."""
     from torchvision.datasets import CIFAR10
 
-    mirror, root = mirror_from_environment(), data_dir() / "CIFAR10"
+    mirror = mirror_from_environment()
+    root = data_dir() / "CIFAR10"
     own = [f"{mirror.rstrip('/')}/CIFAR10", mirror.rstrip("/")] if mirror else []
     public, archive = CIFAR10.url.rsplit("/", 1)
     try:

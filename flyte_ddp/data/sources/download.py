@@ -49,7 +49,8 @@ class Mirrors:
             return target
         reasons: dict[str, str] = {}
         for folder in self.urls:
-            url, host = f"{folder.rstrip('/')}/{filename}", _host(folder)
+            url = f"{folder.rstrip('/')}/{filename}"
+            host = _host(folder)
             if host in self.unreachable:
                 reasons[host] = self.unreachable[host]
                 continue
@@ -65,7 +66,9 @@ class Mirrors:
 
     def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
         pieces, total = self.opener.open(url)
-        digest, done, start = hashlib.md5(usedforsecurity=False), 0, b""
+        digest = hashlib.md5(usedforsecurity=False)
+        done = 0
+        start = b""
         with closing(pieces), writing_to(target.parent, "DDP_DATA_DIR"):
             target.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(target) as file:

@@ -174,7 +174,8 @@ def _sound_images(
     """
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
-    content, counts = hashlib.sha256(), np.zeros((images.shape[0], 256), np.int64)
+    content = hashlib.sha256()
+    counts = np.zeros((images.shape[0], 256), np.int64)
     for split, rows in splits.items():
         for (label, file), read in zip(rows, _read_all(folder, rows, images.shape), strict=True):
             if isinstance(read, str):

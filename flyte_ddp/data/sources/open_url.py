@@ -118,7 +118,8 @@ class Opener:
 
     def _pieces(self, response: requests.Response) -> Pieces:
         """The body as it is sent, without decoding; raises UnreachableError if a window brings too few bytes."""
-        window_start, window_bytes = time.monotonic(), 0
+        window_start = time.monotonic()
+        window_bytes = 0
         try:
             while piece := response.raw.read1(2**16, decode_content=False):
                 yield piece
@@ -128,7 +129,8 @@ class Opener:
                     if window_bytes < self.limits.window_bytes:
                         self.waited_seconds += seconds
                         raise UnreachableError(f"too slow: {window_bytes} bytes in {seconds:.0f} s")
-                    window_start, window_bytes = time.monotonic(), 0
+                    window_start = time.monotonic()
+                    window_bytes = 0
         except urllib3.exceptions.ReadTimeoutError:
             self.waited_seconds += self.limits.window_seconds
             raise UnreachableError(f"fell silent midway for {self.limits.window_seconds:g} s") from None

@@ -78,7 +78,9 @@ class Shuffled:
     """
 
     def __init__(self, split: Split, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None):
-        self.split, self.keys, self.origin = split, keys, origin
+        self.split = split
+        self.keys = keys
+        self.origin = origin
 
     def at(self, positions: Tensor) -> Tensor:
         size = len(self.split)
@@ -126,9 +128,13 @@ class _Batches:
         world_size: int,
         virtual_ranks: int = 0,
     ):
-        self.split, self.samples, self.batch_size = split, samples, batch_size
-        self.rank, self.world_size = rank, world_size
-        self.virtual_ranks, self.parts = virtual_ranks, parts_of_rank(virtual_ranks, rank, world_size)
+        self.split = split
+        self.samples = samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.virtual_ranks = virtual_ranks
+        self.parts = parts_of_rank(virtual_ranks, rank, world_size)
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
@@ -181,8 +187,10 @@ class _Batches:
         trees = order.fetch(self._parts(order, steps), steps)
         for step, tree in zip(steps, trees, strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
-            own, part = self.own(step), self._computed(step)
-            count, is_borrowed = part.stop - part.start, own != part
+            own = self.own(step)
+            part = self._computed(step)
+            count = part.stop - part.start
+            is_borrowed = own != part
             if lengths:  # of the whole global batch, which all ranks pad alike
                 global_indices = order.at(torch.arange(start, stop))
                 tree = lengths.padded(tree, global_indices[part.start - start : part.stop - start], global_indices)
@@ -197,7 +205,8 @@ class _Batches:
         first = self.samples_until(step) + share.first
         for number in self.parts:
             cut = self._cut(step, number)
-            rows, count = slice(cut.start - first, cut.stop - first), cut.stop - cut.start
+            rows = slice(cut.start - first, cut.stop - first)
+            count = cut.stop - cut.start
             if count:
                 # In memory of their own, since kernels may go by where a tensor begins
                 of_part = replace(share, first=share.first + rows.start, count=count, part=number)
@@ -240,7 +249,10 @@ class TrainBatches(_Batches):
     ):
         samples = max(1, round(len(split) * passes * fraction))
         super().__init__(split, samples, batch_size, rank, world_size, virtual_ranks)
-        self.seed, self.passes, self.augment, self.length_window = seed, passes, augment, length_window
+        self.seed = seed
+        self.passes = passes
+        self.augment = augment
+        self.length_window = length_window
         self._order(self._keys(0)).check_room()
 
     def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
@@ -257,7 +269,8 @@ class TrainBatches(_Batches):
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
     def _order_of(self, epoch: int) -> Order:
-        keys, lengths = self._keys(epoch), lengths_of(self.split)
+        keys = self._keys(epoch)
+        lengths = lengths_of(self.split)
         order = self._order(keys, lambda step: (keys[0], self._computed(step).start))
         if lengths and self.length_window:
             key = key_of(Use.LENGTHS, self.seed, epoch)

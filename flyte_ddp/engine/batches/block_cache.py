@@ -34,7 +34,8 @@ class BlockCache:
 
     def __init__(self, environment: Environment, cache_bytes: int = 0):
         """cache_bytes: for all ranks of the node; 0 is half of what is free."""
-        self.environment, self.cache_bytes = environment, cache_bytes
+        self.environment = environment
+        self.cache_bytes = cache_bytes
         # A folder of its own: open removes what others have left there, and the user may name all of a disk
         self.root = absolute(os.environ.get(VARIABLE) or tempfile.gettempdir(), VARIABLE) / "ddp-blocks"
         self.budget = 0  # in bytes, for this rank's blocks
@@ -44,7 +45,8 @@ class BlockCache:
         """Make the folder; a collective, unless there is no process group, or it was called before."""
         if self._alive:
             return
-        run, local_size = [secrets.token_hex(4)], self.environment.world.local_size
+        run = [secrets.token_hex(4)]
+        local_size = self.environment.world.local_size
         if distributed.is_initialized():
             distributed.broadcast_object_list(run)
         self.node = self.root / f"{run[0]}-{self.environment.rank // local_size}"
@@ -131,7 +133,10 @@ class Ahead:
 
     def __init__(self, uses: Uses, sizes: np.ndarray, budget: int, threads: int):
         """sizes: (n,) of the uses' blocks, in bytes."""
-        self.blocks, self.first, self.budget, self.threads = uses.blocks.tolist(), uses.first, budget, threads
+        self.blocks = uses.blocks.tolist()
+        self.first = uses.first
+        self.budget = budget
+        self.threads = threads
         self.last = dict(zip(self.blocks, uses.last.tolist(), strict=True))
         self.sizes = dict(zip(self.blocks, sizes.tolist(), strict=True))
         self._changed = threading.Condition()
@@ -142,7 +147,8 @@ class Ahead:
         self._is_closed = False
 
     def start(self, fetch: Callable[[int], None], delete: Callable[[int], None]) -> None:
-        self._fetch, self._delete = fetch, delete
+        self._fetch = fetch
+        self._delete = delete
         for _ in range(min(self.threads, len(self.blocks))):
             threading.Thread(target=self._work, daemon=True).start()
 

@@ -82,7 +82,8 @@ class BlockOrder:
         for stream in streams:
             start, stop = self._cuts[stream], self._cuts[stream + 1]
             cut = slice(np.searchsorted(self._ends, start, "right"), np.searchsorted(self._starts, stop, "left"))
-            begin, end = np.maximum(self._starts[cut], start) - start, np.minimum(self._ends[cut], stop) - start
+            begin = np.maximum(self._starts[cut], start) - start
+            end = np.minimum(self._ends[cut], stop) - start
             if stream % 2:
                 begin, end = stop - start - end, stop - start - begin
             # a window needs all of its blocks, from its first sample to its last
@@ -90,7 +91,8 @@ class BlockOrder:
             end = np.minimum(-(-end // self._window) * self._window, stop - start)
             first[cut] = np.minimum(first[cut], begin * self.used_streams + stream)
             last[cut] = np.maximum(last[cut], (end - 1) * self.used_streams + stream)
-        first, last = first // self.batch_size, np.minimum(last, self.samples - 1) // self.batch_size
+        first = first // self.batch_size
+        last = np.minimum(last, self.samples - 1) // self.batch_size
         order = np.argsort(first, kind="stable")
         order = order[((first <= last) & (last >= steps.start) & (first < steps.stop))[order]]
         return Uses(self._blocks[order], first[order], last[order])

@@ -46,7 +46,10 @@ class BlockSplit:
         for attribute in ("window", "streams", "threads"):
             check_count(f"{attribute} of Blocks", getattr(blocks, attribute))
         reading.cache.open()
-        self.blocks, self.name, self.reading, self.device = blocks, name, reading, reading.device
+        self.blocks = blocks
+        self.name = name
+        self.reading = reading
+        self.device = reading.device
         self.chosen = np.arange(len(blocks.lengths)) if chosen is None else chosen
         self.block_lengths = blocks.lengths[self.chosen]
         self.ends = np.cumsum(self.block_lengths)
@@ -136,7 +139,10 @@ class BlocksInOrder:
     """See batches.Order. The blocks of the steps are fetched ahead, and deleted after their last use."""
 
     def __init__(self, split: BlockSplit, order: BlockOrder, computed: Computed):
-        self.split, self.order, self.computed, self.at = split, order, computed, order.at
+        self.split = split
+        self.order = order
+        self.computed = computed
+        self.at = order.at
 
     def uses(self, steps: range) -> Uses:
         """What the streams need in these steps that this rank's shares are of."""
@@ -158,7 +164,9 @@ class BlocksInOrder:
         self.split.reading.cache.check(needed_bytes(uses, self.split.sizes[uses.blocks]))
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
-        split, uses, rows = self.split, self.uses(steps), BlockRows(self.split)
+        split = self.split
+        uses = self.uses(steps)
+        rows = BlockRows(self.split)
         ahead = Ahead(uses, split.sizes[uses.blocks], split.reading.cache.budget, split.blocks.threads)
         pins = split.reading.pin_memory and split.device.type == "cuda"
         gpu = torch.cuda.current_device() if pins else 0
@@ -190,10 +198,12 @@ class BlockRows:
 
     def read_batch(self, samples: np.ndarray) -> Any:
         """A tree of arrays (n, ...); their blocks must be in the cache. Raises DataError for a block of other rows."""
-        split, row = self.split, self.split.row
+        split = self.split
+        row = self.split.row
         blocks = split.blocks_of(samples)
         order = np.argsort(blocks, kind="stable")
-        sorted_blocks, places = blocks[order], (samples - (split.ends - split.block_lengths)[blocks])[order]
+        sorted_blocks = blocks[order]
+        places = (samples - (split.ends - split.block_lengths)[blocks])[order]
         starts = [0, *(np.flatnonzero(np.diff(sorted_blocks)) + 1).tolist()]
         buffer = np.empty((len(samples), kind_of(row).itemsize), np.uint8)
         for start, stop in zip(starts, [*starts[1:], len(samples)], strict=True):
@@ -208,7 +218,8 @@ class BlockRows:
 
     def _open(self, block: int) -> np.ndarray:
         if block not in self._opened:
-            name, kind = self.split.name_of(block), kind_of(self.split.row)
+            name = self.split.name_of(block)
+            kind = kind_of(self.split.row)
             rows = open_rows(self.split.path(block), int(self.split.block_lengths[block]), name)
             if kind_of(rows) != kind:
                 raise DataError(f"{name} has samples of {kind_of(rows)}, where others have {kind}")

@@ -85,7 +85,11 @@ class SimilarLengths:
 
     def __init__(self, order: Any, each: Tensor, samples: int, batch_size: int, window: int, key: int):
         """order: at random, see batches.Order. samples: in the epoch. key: of this epoch."""
-        self._order, self._each, self._samples, self._batch_size, self._key = order, each, samples, batch_size, key
+        self._order = order
+        self._each = each
+        self._samples = samples
+        self._batch_size = batch_size
+        self._key = key
         self._width = window * batch_size
         self._sorted = lru_cache(2)(self._sort)
 
@@ -97,7 +101,8 @@ class SimilarLengths:
         self._order.check_room()
 
     def at(self, positions: Tensor) -> Tensor:
-        samples, windows = torch.empty_like(positions), positions // self._width
+        samples = torch.empty_like(positions)
+        windows = positions // self._width
         for number in windows.unique().tolist():
             here = windows == number
             samples[here] = self._sorted(number)[positions[here] - number * self._width]
@@ -108,7 +113,8 @@ class SimilarLengths:
         some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))
         *batches, last = some[self._each[some].argsort(stable=True)].split(self._batch_size)
         if len(last) == self._batch_size:  # else it has to be the epoch's last
-            batches, last = [*batches, last], last[:0]
+            batches = [*batches, last]
+            last = last[:0]
         key = key_of(Use.LENGTH_WINDOW, self._key, number)
         order = shuffled(torch.arange(len(batches)), len(batches), key) if batches else ()
         return torch.cat([*(batches[index] for index in order), last])

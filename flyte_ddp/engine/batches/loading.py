@@ -51,7 +51,10 @@ class Streamed:
     remedy = "look at what its host reads from, or raise loader_workers"
 
     def __init__(self, dataset: Any, device: torch.device, workers: int = 0, pin_memory: bool = False):
-        self.dataset, self.device, self.workers, self.pin_memory = dataset, device, workers, pin_memory
+        self.dataset = dataset
+        self.device = device
+        self.workers = workers
+        self.pin_memory = pin_memory
         self.lengths: Lengths | None = None
         self.is_padded = False
 
@@ -121,7 +124,8 @@ class _Read:
     """
 
     def __init__(self, tree: Any, problem: str = ""):
-        self.tree, self.problem = tree, problem
+        self.tree = tree
+        self.problem = problem
 
     def pin_memory(self) -> "_Read":
         """DataLoader calls this in a thread of the rank, if page-locked memory was requested."""
@@ -135,7 +139,8 @@ class _Reader(Dataset[Any]):
     """A Dataset for DataLoader that returns the samples of a whole batch at once."""
 
     def __init__(self, dataset: Any, is_padded: bool):
-        self.dataset, self.is_padded = dataset, is_padded
+        self.dataset = dataset
+        self.is_padded = is_padded
 
     def __getitems__(self, asked: tuple[np.ndarray, Origin]) -> _Read:
         try:

@@ -28,9 +28,12 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
 def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """A permutation of the numbers of as many bits as size has, whose halves change one another in turn."""
     bits = np.maximum(2, np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]).astype(np.uint64)
-    low_bits, one = bits // np.uint64(2), np.uint64(1)
-    low_mask, high_mask = (one << low_bits) - one, (one << bits - low_bits) - one
-    low, high = numbers & low_mask, numbers >> low_bits
+    low_bits = bits // np.uint64(2)
+    one = np.uint64(1)
+    low_mask = (one << low_bits) - one
+    high_mask = (one << bits - low_bits) - one
+    low = numbers & low_mask
+    high = numbers >> low_bits
     for number in range(0, ROUNDS, 2):
         low ^= _mixed(high, keys, number) & low_mask
         high ^= _mixed(low, keys, number + 1) & high_mask

@@ -41,7 +41,8 @@ class SeededIndices:
     """Indices on their way to a DataLoader's worker, which seeds its generators as it takes them from its queue."""
 
     def __init__(self, indices: Any, key: int):
-        self._indices, self._key = indices, key
+        self._indices = indices
+        self._key = key
 
     def __reduce__(self) -> Any:
         return _taken, (self._indices, self._key)

@@ -100,7 +100,11 @@ class Subset:
     """Some samples of a split: `count` of them, at(positions (n,) int64) being their indices in it."""
 
     def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
-        self.split, self.count, self.at, self.device, self.remedy = split, count, at, split.device, split.remedy
+        self.split = split
+        self.count = count
+        self.at = at
+        self.device = split.device
+        self.remedy = split.remedy
         lengths = lengths_of(split)
         self.lengths = lengths.of(at(torch.arange(count))) if lengths else None
 

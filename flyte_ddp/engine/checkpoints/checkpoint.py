@@ -42,7 +42,8 @@ def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU)
     Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. Raises OSError. A
     collective if any are sharded; device: of these.
     """
-    draft, content = temporary_beside(path), {"format": FORMAT, **content}
+    draft = temporary_beside(path)
+    content = {"format": FORMAT, **content}
     written = None
     try:
         with open(draft, "xb") as file:
@@ -77,7 +78,8 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str,
     """
     try:
         with open(path, "rb") as file:
-            digest, expected = _digest(file, path.stat().st_size - DIGEST_BYTES), file.read()
+            digest = _digest(file, path.stat().st_size - DIGEST_BYTES)
+            expected = file.read()
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}") from None
     if digest != expected:

@@ -36,7 +36,8 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     first node sends its rows to those that have the same. The files of a manifest with a URL are in the platform's
     storage, from which each host gets those that it needs.
     """
-    path, content = Path(job.checkpoint_path), None
+    path = Path(job.checkpoint_path)
+    content = None
     messages: list[Any] = [None]
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:

@@ -22,7 +22,8 @@ def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.de
     Its tensors are mapped from the file, on the CPU; where some rank lacks the file they are sent, one by one.
     device: from which this rank can send.
     """
-    path, objects = Path(job.checkpoint_path), [None]
+    path = Path(job.checkpoint_path)
+    objects = [None]
     if distributed.get_rank() == 0 and os.path.exists(job.checkpoint_path):
         try:
             state = read_checkpoint(path, job.checkpoint_identity, job.hashes)["state"]

@@ -95,8 +95,10 @@ class Stored:
     """
 
     def __init__(self, storage: RankStorage):
-        self._path, self._storage = storage.path, storage
-        self._start, self._taken = uuid.uuid4().hex[:8], set[str]()
+        self._path = storage.path
+        self._storage = storage
+        self._start = uuid.uuid4().hex[:8]
+        self._taken = set[str]()
 
     def begin(self, position: str) -> Path:
         names = [next(name for name in (f"{self._start}-{n}" for n in itertools.count()) if name not in self._taken)]
@@ -124,7 +126,8 @@ class ShardWriter:
 
     def __init__(self, destination: Destination, environment: Environment):
         """A collective."""
-        self._destination, self._cut = destination, cut()
+        self._destination = destination
+        self._cut = cut()
         self._group = gloo_group(environment.world, range(self._cut.parts))
 
     def begin(self, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
@@ -150,7 +153,8 @@ class ShardWriter:
     def _entry(self, tensor: Tensor | Shard) -> dict[str, Any]:
         """Return what the manifest says of a tensor; of what is not sharded the first file has all."""
         count = tensor.shape[0] if tensor.shape else 1
-        each, dtype = count, (tensor.rows if isinstance(tensor, Shard) else tensor).dtype
+        each = count
+        dtype = (tensor.rows if isinstance(tensor, Shard) else tensor).dtype
         if isinstance(tensor, Shard):
             _, each = rows_of(count, 0, self._cut.parts)
         return {"dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape), "each": max(1, each)}

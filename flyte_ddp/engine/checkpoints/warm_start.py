@@ -52,7 +52,8 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
     Raises InputError if the other weights do not fit the network.
     """
     inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
-    own, patterns = model.state_dict(), patterns_of(leave_out)
+    own = model.state_dict()
+    patterns = patterns_of(leave_out)
     weights = with_base(with_tied(inside, own), model, path, "init")
     named = [pattern for pattern in patterns if pattern != MISMATCHING]
     left_out = matching("init_leave_out", named, sorted({*own, *weights}))
@@ -89,7 +90,8 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
     content = read_checkpoint(path, {"recipe": job.recipe})
     saved, other_identity = content["state"], content["identity"]
-    progress, fresh = saved["progress"], state.state_dict()
+    progress = saved["progress"]
+    fresh = state.state_dict()
     epoch, step = progress["epoch"], progress["step"]
     _check_settings(epoch, step, other_identity, job)
     if step and progress["names"] != [*state.names]:

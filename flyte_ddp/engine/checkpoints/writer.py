@@ -87,9 +87,11 @@ class CheckpointWriter:
 
     def __init__(self, begin: Begin, job: Job, seconds: float, emit: Callable[[Event], None]):
         """begin: copies a state. seconds: between two checkpoints that this rank asks for."""
-        self._begin, self._path = begin, job.checkpoint_path
+        self._begin = begin
+        self._path = job.checkpoint_path
         self._belongs_to = {"identity": job.checkpoint_identity, "files": job.hashes}
-        self._seconds, self._emit = seconds, emit
+        self._seconds = seconds
+        self._emit = emit
         self._thread: threading.Thread | None = None
         self._last = time.monotonic()
 

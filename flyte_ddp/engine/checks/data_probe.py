@@ -61,7 +61,9 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     A collective, which returns the same on all ranks. owner: the code that the samples are from.
     """
     device = next(iter(splits.values())).device
-    digests, faults, remedies = {}, dict[str, set[Fault | None]](), {}
+    digests = {}
+    faults = dict[str, set[Fault | None]]()
+    remedies = {}
     for name, split in splits.items():
         chosen = spread(split, min(COMPARED, len(split)))
         fault, remedies[name] = _find_fault(split, chosen[:SAMPLES])
@@ -170,7 +172,8 @@ class _ReadBy:
     """A Dataset whose batches are what `read` returns for some samples of another one."""
 
     def __init__(self, read: Callable[[Any, np.ndarray], Any], dataset: Any):
-        self.read, self.dataset = read, dataset
+        self.read = read
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -198,7 +201,8 @@ def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.nd
     """
     worker = get_worker_info()
     assert worker
-    end, turns = ends[worker.id], count(1)
+    end = ends[worker.id]
+    turns = count(1)
 
     def called(_frame: object, event: str, _function: object) -> None:
         if event != "c_return":

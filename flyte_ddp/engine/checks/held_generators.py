@@ -21,7 +21,8 @@ MOST_ITEMS = 50  # of a container: a list of a million paths has no generators b
 def generator_states(dataset: Any) -> dict[str, bytes]:
     """Return the state of each generator by the call that seeds it; the outermost come first."""
     states: dict[str, bytes] = {}
-    ahead, seen = deque([("self", dataset, "")]), set[int]()
+    ahead = deque([("self", dataset, "")])
+    seen = set[int]()
     while ahead and len(seen) < MOST:
         name, value, owner = ahead.popleft()
         if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, np.ndarray, str)):

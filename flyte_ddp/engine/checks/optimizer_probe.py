@@ -23,7 +23,8 @@ from flyte_ddp.text import listed, reason_of
 SAVE_IT = "keep it in its state or param_groups, or add it to state_dict() and load_state_dict()"
 # How many numbers are stepped on twice, and how many of a state are copied: megabytes and milliseconds, however large
 # the network is
-MOST_NUMBERS, MOST_STATE = 1 << 18, 1 << 24
+MOST_NUMBERS = 1 << 18
+MOST_STATE = 1 << 24
 # Before the state is saved, and after: an optimizer that looks ahead does so every few steps, and has no more than its
 # weights then, so seven is a multiple of no usual interval
 STEPS = 7, 10
@@ -37,7 +38,8 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     _some_rates(recipe, steps)
     if recipe.settings.virtual_ranks:
         _refuse_scaled_rates(recipe, model, steps)
-    optimizer, is_whole = _optimizer_of(recipe, model), not is_sharded(model)
+    optimizer = _optimizer_of(recipe, model)
+    is_whole = not is_sharded(model)
     what = f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__}"
     for weight in model.parameters():
         if is_whole and weight.grad is not None:  # any will do: the weights themselves take no memory besides
@@ -138,7 +140,9 @@ class _Group:
     """The ranks' process group, but of another rank and size; whatever is exchanged goes through the real one."""
 
     def __init__(self, group: Any, rank: int, size: int):
-        self._group, self.rank, self.size = group, lambda: rank, lambda: size
+        self._group = group
+        self.rank = lambda: rank
+        self.size = lambda: size
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

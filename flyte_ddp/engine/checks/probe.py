@@ -85,8 +85,10 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         training = Trials(recipe, network, splits["train"], _choose(recipe, splits["train"]))
         with count_in_total(FlopCounterMode(display=False)) as counter:
             whole = training()
-        names, totals = tuple(whole.pairs), sums_of(whole.pairs).tolist()
-        changing, sample_flops = network.changed_buffers(), counter.get_total_flops() / training.size
+        names = tuple(whole.pairs)
+        totals = sums_of(whole.pairs).tolist()
+        changing = network.changed_buffers()
+        sample_flops = counter.get_total_flops() / training.size
         _refuse_gathering(training)
         _refuse_lost_buffers(recipe, network)
         _refuse_changed_weights(recipe, network)
@@ -213,7 +215,8 @@ def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) ->
 def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
     """Refuse reentrant checkpoints: parameters would get gradients twice in a step, an error to DDP."""
     _, values, _ = whole.trained
-    seen, ahead = set(), [] if network.is_sharded else [values.grad_fn]
+    seen = set()
+    ahead = [] if network.is_sharded else [values.grad_fn]
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
@@ -274,7 +277,8 @@ def _refuse_unsteady(training: Trials, whole: Trial) -> None:
     A training that is resumed would go on with other bits: no checkpoint has what such a method goes by. Numbers that
     stand alone, and what has another shape, are not compared.
     """
-    again, tolerance = training(), tolerance_of(training.network.model)
+    again = training()
+    tolerance = tolerance_of(training.network.model)
     for stage, returned in whole.stages.items():
         leaves, others = (pytree.tree_leaves(tree) for tree in (returned, again.stages[stage]))
         for leaf, other in zip(leaves, others, strict=False):
@@ -323,7 +327,9 @@ def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
 @torch.no_grad()
 def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
     """Refuse what would fail after an epoch, or after the last one: facts, guesses, predictions and pictures."""
-    recipe, tree, outputs = evaluation.recipe, evaluation.tree, tested.stages["forward"]
+    recipe = evaluation.recipe
+    tree = evaluation.tree
+    outputs = tested.stages["forward"]
     facts: Any = recipe.facts()
     if not isinstance(facts, dict):  # which the metadata of the weights could not be read with
         raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
@@ -331,7 +337,8 @@ def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
         what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
         with fault_named(what, "define constant_loss(), the loss of guessing"):
             pairs_of(recipe, mismatched(outputs), Batch(tree, recipe.share))
-    predictions, count = tested.stages["predictions"], evaluation.size
+    predictions = tested.stages["predictions"]
+    count = evaluation.size
     if predictions is not None:
         where = code_location(recipe, "predictions")
         if not isinstance(predictions, Tensor) or predictions.shape[:1] != (count,):
@@ -355,7 +362,9 @@ def _shape(value: Any) -> str:
 
 def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixed: bool) -> None:
     """Refuse predictions whose rows have another shape in the shortest padded batch than in the longest."""
-    recipe, lengths, size = evaluation.recipe, lengths_of(split), evaluation.recipe.settings.test_batch_size
+    recipe = evaluation.recipe
+    lengths = lengths_of(split)
+    size = evaluation.recipe.settings.test_batch_size
     if not lengths or tested.stages["predictions"] is None:
         return
     samples = EvaluationBatches(split, size, rank=0, world_size=1, mixed=is_mixed).order.at(torch.arange(len(split)))
@@ -373,7 +382,8 @@ def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
     Nothing is refused where evaluation draws random numbers, which are others for other samples, nor where parts have
     rows of another shape, as those that are padded to the longest of their part.
     """
-    predictions, size = tested.stages["predictions"], evaluation.size
+    predictions = tested.stages["predictions"]
+    size = evaluation.size
     if predictions is None or tested.has_drawn or size == 1:
         return
     # Of two halves, both might have the mean of the whole

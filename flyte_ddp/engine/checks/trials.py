@@ -125,7 +125,10 @@ class Trials:
 
     def __init__(self, recipe: Recipe, network: Network, split: Split, chosen: Tensor, is_training: bool = True):
         """chosen: (size,) int64, their indices. is_training: with augmentation and gradients, without predictions."""
-        self.recipe, self.network, self.size, self.is_training = recipe, network, len(chosen), is_training
+        self.recipe = recipe
+        self.network = network
+        self.size = len(chosen)
+        self.is_training = is_training
         self.gathered: list[tuple[str, Tensor]] = []
         (self.tree,) = split.fetch([chosen])
 
@@ -135,9 +138,13 @@ class Trials:
         seed: of what is drawn. is_moved: see Network.start_afresh.
         """
         last = self.size if last is None else last
-        recipe, share, model, trial = self.recipe, self.recipe.share, self.network.model, Trial()
+        recipe = self.recipe
+        share = self.recipe.share
+        model = self.network.model
+        trial = Trial()
         vars(share).update(first=first, count=last - first, size=self.size, part=0, borrowed=False, alone=True)
-        is_whole, of_whole = last - first == self.size, iter(self.gathered)
+        is_whole = last - first == self.size
+        of_whole = iter(self.gathered)
         self.gathered = [] if is_whole else self.gathered
 
         def run(method: str, function: Any, *arguments: Any) -> Any:
@@ -234,9 +241,12 @@ class _Draws(TorchDispatchMode):
 
 def _calling_transform() -> list[tuple[str, str]]:
     """Return 'file, line n' of the user's code and the innermost transform of torchvision that it called, if any."""
-    frame, place, name = sys._getframe(1), "", ""
+    frame = sys._getframe(1)
+    place = ""
+    name = ""
     while frame:
-        file, kind = frame.f_code.co_filename, type(frame.f_locals.get("self"))
+        file = frame.f_code.co_filename
+        kind = type(frame.f_locals.get("self"))
         if not name and kind.__module__.startswith(TRANSFORMS):
             name = kind.__name__
         if not place and not file.startswith((OURS, "<")) and not is_installed(file):

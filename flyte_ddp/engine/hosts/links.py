@@ -56,7 +56,8 @@ def _speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> f
     if all(len(ring) < 2 for ring in rings):
         return 0.0
     ring = next(ring for ring in rings if rank in ring)
-    size, at = len(ring), ring.index(rank)
+    size = len(ring)
+    at = ring.index(rank)
     sent = torch.zeros(BYTES[device.type], dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     seconds = [float("inf")] * 3

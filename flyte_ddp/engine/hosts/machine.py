@@ -31,7 +31,8 @@ def moved(
     """
     if not ran_on or ran_on[-1] == now:
         return [*ran_on[:-1], now], []
-    before, remarks = ran_on[-1], []
+    before = ran_on[-1]
+    remarks = []
     if before["hardware"] != now["hardware"]:
         remarks.append(
             f"The checkpoint is from other hardware ({before['hardware']}) than this ({now['hardware']}): from here "

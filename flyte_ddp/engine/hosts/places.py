@@ -62,7 +62,8 @@ def places_of_ranks(environment: Environment, device: torch.device, job: Job, mo
     within, between = link_speeds(hosts, environment.rank, device)
     teraflops, product = tried(device)
     figures = {**room(device), "TFLOPS": teraflops, GPU_LINK: within}
-    kind, number = hardware(device), serial(device)
+    kind = hardware(device)
+    number = serial(device)
     own = Place(
         host=environment.host,
         device=f"{kind}, {number}" if number else kind,

@@ -56,11 +56,13 @@ class BestTracker:
         value = measures.get(self.measure, math.nan)
         score = -math.inf if not math.isfinite(value) else -value if self.is_lower_better else value
         if score > self.score:
-            self.best, self.score = number, score
+            self.best = number
+            self.score = score
             self.weights = copied_to_host(weights)
         self.waited += 1
         if score > self.improved + self.minimum_delta:
-            self.improved, self.waited = score, 0
+            self.improved = score
+            self.waited = 0
 
     def chosen(self, last: int) -> int:
         """The evaluation whose weights are returned; the last one if the measure has never been finite."""

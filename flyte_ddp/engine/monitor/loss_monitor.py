@@ -52,10 +52,12 @@ class LossMonitor:
         """Record the mean loss of the latest samples, NaN if there is none; returns a warning if it has leapt."""
         if math.isnan(loss):
             return []
-        self.loss_sum, self.samples = self.loss_sum + loss * samples, self.samples + samples
+        self.loss_sum = self.loss_sum + loss * samples
+        self.samples = self.samples + samples
         if self.samples < WINDOW:
             return []
-        mean, before = self.loss_sum / self.samples, self.lowest
+        mean = self.loss_sum / self.samples
+        before = self.lowest
         self.loss_sum, self.samples = 0.0, 0
         self.scale = self.scale or self.constant_loss or abs(mean)
         if mean > before + LEAP * self.scale:
@@ -76,8 +78,10 @@ class LossMonitor:
         """
         if finished.position < min(EARLY * self.epochs, MOST_EARLY):
             return []
-        loss, bound = finished.evaluated["loss"], self.constant_loss or mismatched
-        was_guessing, self.guessing = self.guessing, bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
+        loss = finished.evaluated["loss"]
+        bound = self.constant_loss or mismatched
+        was_guessing = self.guessing
+        self.guessing = bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
         if was_guessing or not self.guessing:
             return []
         return self._warn(

@@ -31,10 +31,13 @@ class Stragglers:
         other while they compute, as those of a sharded network do: all seem to compute equally long, so only their data
         tell them apart. has_gpus: whether each rank computes on a GPU of its own.
         """
-        self._hosts, self._meet_within, self._has_gpus = hosts, meet_within, has_gpus
+        self._hosts = hosts
+        self._meet_within = meet_within
+        self._has_gpus = has_gpus
         self._remedies = {"data": remedy, "compute": ON_GPUS if has_gpus else ON_CPUS}
         self._totals = np.zeros((len(hosts), 4))  # the last column: for how long the others have waited for it
-        self._window, self._steps = np.zeros((len(hosts), 4)), 0
+        self._window = np.zeros((len(hosts), 4))
+        self._steps = 0
         self._last: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=IN_A_ROW)  # times, who was late, steps
         self._warned: set[tuple[int | str, str]] = set()
 
@@ -50,11 +53,13 @@ class Stragglers:
         needed = needed_by(times)
         waited_for = (needed - fast(needed)).clip(0)
         self._totals += np.column_stack([times[:, :SAMPLES], waited_for])
-        self._window, self._steps = self._window + times, self._steps + steps
+        self._window = self._window + times
+        self._steps = self._steps + steps
         if self._window[0, :SAMPLES].sum() < WINDOW_SECONDS:
             return []
         self._last.append((self._window, late(self._window, self._steps), self._steps))
-        self._window, self._steps = np.zeros_like(times), 0
+        self._window = np.zeros_like(times)
+        self._steps = 0
         new = []
         for slow in self._judge(epoch, step):
             # What slows data, or a rank on CPUs, slows all ranks of the host: another warning would tell nothing new
@@ -69,9 +74,12 @@ class Stragglers:
         if len(self._last) < IN_A_ROW:
             return []
         each, were_late, steps = zip(*self._last, strict=True)
-        times, count = np.sum(each, 0), sum(steps)
-        usual, slow_ranks = fast(times), []
-        in_data, in_step = ("data", StepPart.DATA), ("compute", StepPart.COMPUTING)
+        times = np.sum(each, 0)
+        count = sum(steps)
+        usual = fast(times)
+        slow_ranks = []
+        in_data = ("data", StepPart.DATA)
+        in_step = ("compute", StepPart.COMPUTING)
         for rank in np.flatnonzero(np.all(were_late, 0)).tolist():
             beyond = times[rank] - usual
             cause, part = in_data if beyond[StepPart.DATA] > beyond[StepPart.COMPUTING] else in_step
@@ -90,7 +98,8 @@ class Stragglers:
 
 def late(times: np.ndarray, steps: int) -> np.ndarray:
     """(ranks,) bool: who took much longer in so many steps than a fast rank, and than its share of the samples."""
-    needed, samples = needed_by(times), times[:, SAMPLES]
+    needed = needed_by(times)
+    samples = times[:, SAMPLES]
     fair = fast(needed) * (samples / max(1, fast(samples))).clip(1)  # shares of a small batch are uneven
     return (needed > FACTOR * fair) & (needed - fair >= LEAST_STEP_SECONDS * steps)
 

@@ -29,7 +29,8 @@ def first_model(recipe: Recipe, job: Job) -> First:
     To be sharded, the network is without values on all ranks but the first, unless its model() needs them; a
     collective.
     """
-    rank, size = distributed.get_rank(), distributed.get_world_size()
+    rank = distributed.get_rank()
+    size = distributed.get_world_size()
     if job.options.sharding == "off" or size == 1:
         return _with_values(recipe, job)
     built, problem = None, ""
@@ -67,7 +68,8 @@ def _with_values(recipe: Recipe, job: Job) -> First:
     settings, init = job.settings, job.init
     if settings.init_leave_out and not init:
         raise InputError(f"init_leave_out must be empty without init, got {settings.init_leave_out!r}")
-    model, remarks = _built(recipe, settings.seed), []
+    model = _built(recipe, settings.seed)
+    remarks = []
     if init and init.is_dir():
         _check_folder(recipe, init)
         remarks.append(f"Starts from the folder {init.name}")

@@ -19,7 +19,8 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
     """Raise InputError for what a recipe, or an option, asks for that sharding lacks."""
     from torch.distributed.fsdp import FSDPModule  # a slow import, which others do without
 
-    owner, world = type(recipe).__name__, environment.world
+    owner = type(recipe).__name__
+    world = environment.world
     reduces_unused = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
     has_safetensors = importlib.util.find_spec("safetensors") is not None
     on_gpus_by_gloo = world.device == "cuda" and world.backend != "nccl"
@@ -40,7 +41,8 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 
 def check_weights(recipe: Recipe, model: nn.Module) -> None:
     """Raise InputError for weights that cannot be cut into rows, or that two units share."""
-    where, units = code_location(recipe, "model"), matching_layers(recipe, "fsdp_units", model)
+    where = code_location(recipe, "model")
+    units = matching_layers(recipe, "fsdp_units", model)
     firsts: dict[int, tuple[str, str | None]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)

@@ -37,7 +37,8 @@ class Cut:
 
 def cut() -> Cut:
     """Over all ranks, or those of each node."""
-    rank, parts = distributed.get_rank(), distributed.get_world_size() // copies()
+    rank = distributed.get_rank()
+    parts = distributed.get_world_size() // copies()
     return Cut(parts, rank % parts, writes=rank < parts)
 
 
@@ -50,7 +51,8 @@ class Shard:
 
     def gather(self, room: Tensor | None, device: torch.device) -> None:
         """Copy the rows of all ranks into the room that rank 0 has for them, by way of the device; a collective."""
-        rank, parts = distributed.get_rank(), cut().parts
+        rank = distributed.get_rank()
+        parts = cut().parts
         for owner in range(parts):
             first, last = rows_of(self.shape[0], owner, parts)
             if rank == owner and first < last and room is None:

@@ -61,7 +61,9 @@ class ExactStep(SingleStep):
         self._used: list[set[int]] = [set() for _ in self._buckets]  # which gradients any part of this rank has had
         self._is_looking = False
         self._exponents: list[Tensor] = []  # of the units of each call of backward in a step
-        self.repeated, self._part, self._watched = 0, -1, -1
+        self.repeated = 0
+        self._part = -1
+        self._watched = -1
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
         if distributed.get_world_size() > 1:
             # They may have other bits on another host's processor
@@ -74,7 +76,9 @@ class ExactStep(SingleStep):
             if not batch.share.borrowed:
                 self._measured[batch.share.part] += measured.sum(1)
         if is_last and not self._is_looking:
-            self._requests, self._is_sending, self._next = requests, True, 0
+            self._requests = requests
+            self._is_sending = True
+            self._next = 0
         self._forget_arrivals()
         return trained
 
@@ -170,7 +174,8 @@ class ExactStep(SingleStep):
         """Add and send the buckets before this one, in the same order on all ranks."""
         for number in range(self._next, end):
             self._add(number)
-            bucket, used = self._buckets[number], self._used[number]
+            bucket = self._buckets[number]
+            used = self._used[number]
             uses = tuple(float(place in used) for place in range(len(bucket.uses)))
             bucket.uses.copy_(constants(uses, bucket.device))
             if number == len(self._buckets) - 1:

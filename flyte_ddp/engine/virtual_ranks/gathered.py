@@ -45,7 +45,8 @@ class Gathered(NamedTuple):
 
     def given_to(self, part: Batch) -> Batch:
         """Return the part, in which all_gather() returns the rows."""
-        own, left = slice(part.share.first, part.share.first + part.share.count), [self]
+        own = slice(part.share.first, part.share.first + part.share.count)
+        left = [self]
 
         def stand_in(local: Tensor) -> Tensor:
             if not left:
@@ -106,7 +107,8 @@ def first_pass(
         parts: this rank's.
         begin: called before each forward pass.
     """
-    seen, own = list[Seen](), list[Tensor]()
+    seen = list[Seen]()
+    own = list[Tensor]()
     for part in parts:
         begin()
         stopping = replace(part, share=replace(part.share, stand_in=_stop))
@@ -195,11 +197,13 @@ def _added_up(own: Tensor, virtual_ranks: int) -> Tensor:
 
     Each rank adds up its own rows, so that what it sends and receives is as large among however many ranks.
     """
-    world_size, (_, size, *shape) = distributed.get_world_size(), own.shape
+    world_size = distributed.get_world_size()
+    (_, size, *shape) = own.shape
     parts = [parts_of_rank(virtual_ranks, rank, world_size) for rank in range(world_size)]
     begins = [rank_slice(0, size, some.start, virtual_ranks)[0] for some in parts]
     rows = [slice(*ends) for ends in zip(begins, [*begins[1:], size], strict=True)]
-    sent, ours = [own[:, some].flatten() for some in rows], rows[distributed.get_rank()]
+    sent = [own[:, some].flatten() for some in rows]
+    ours = rows[distributed.get_rank()]
     each = own[0, ours].numel()
     received = own.new_empty(virtual_ranks * each)
     lengths = [len(some) * each for some in parts]

@@ -26,7 +26,8 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise InputError where a machine's memory would decide the result."""
-    virtual_ranks, owner = recipe.settings.virtual_ranks, type(recipe).__name__
+    virtual_ranks = recipe.settings.virtual_ranks
+    owner = type(recipe).__name__
     if virtual_ranks and recipe.micro_batch == -1:
         raise InputError(
             f"virtual_ranks must be 0 for {owner}, whose micro_batch of -1 goes by what fits into memory, got "
@@ -38,9 +39,11 @@ def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:
     """A remark where some ranks compute more parts than others, which wait for them."""
     if virtual_ranks % world_size == 0:
         return []
-    most, even = len(parts_of_rank(virtual_ranks, world_size - 1, world_size)), virtual_ranks / world_size
+    most = len(parts_of_rank(virtual_ranks, world_size - 1, world_size))
+    even = virtual_ranks / world_size
     divisors = [count for count in range(1, virtual_ranks + 1) if virtual_ranks % count == 0]
-    fewer, more = max(one for one in divisors if one < world_size), min(one for one in divisors if one > world_size)
+    fewer = max(one for one in divisors if one < world_size)
+    more = min(one for one in divisors if one > world_size)
     remark = (
         f"virtual_ranks: {world_size} ranks compute {virtual_ranks} parts of a batch, so that a step takes as long as "
         f"{most} of them, {most / even:.2f} times as long as if they went evenly: train on {more} or {fewer} ranks, by "

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 BLOCK = 64  # numbers of a block in a tensor of one dimension
-FIRST_BYTES, BYTES = 1 << 20, 25 << 20  # of buckets, as DistributedDataParallel has them
+# The sizes of DistributedDataParallel's buckets: the first one, and the others
+FIRST_BYTES = 1 << 20
+BYTES = 25 << 20
 FINE = 11  # a tensor's largest addend is at least 2^FINE units, so half a unit is at most 2^-12 of it
 STEPS = 8  # exponents are kept in steps of 1/8 bit, and fall by 1/8 of what they are too large by
 ROOM = 4  # bits that a block smaller than the largest of its tensor is expected to grow by
@@ -92,7 +94,8 @@ class Bucket:
         self.scales, self.largest, self._high, self._low = torch.zeros(4, count, 1, dtype=torch.float32, device=device)
         by_group = [one.split(counts) for one in (self.scales, self._high, self._low)]
         self._groups = [*zip(rows, *by_group, strict=True)]
-        self._more, self._is_first = more, True
+        self._more = more
+        self._is_first = True
         self.allocate(0)
 
     def allocate(self, words: int) -> None:
@@ -152,7 +155,9 @@ class Units:
     """
 
     def __init__(self, buckets: Sequence[Bucket], digits: Digits):
-        self._buckets, self._digits, device = buckets, digits, buckets[0].gradients.device
+        self._buckets = buckets
+        self._digits = digits
+        device = buckets[0].gradients.device
         blocks = [count for bucket in buckets for count in bucket.blocks]
         self._blocks = torch.tensor(blocks, dtype=torch.int64, device=device)  # of each tensor
         self._tensor = torch.arange(len(blocks), device=device).repeat_interleave(self._blocks)  # of each block
@@ -241,11 +246,13 @@ class Units:
 def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
     """Put the tensors into buckets in reverse, as their gradients come; with the last go so many more numbers."""
     groups: list[list[Tensor]] = [[]]
-    size, limit = 0, FIRST_BYTES
+    size = 0
+    limit = FIRST_BYTES
     for tensor in reversed(tensors):
         if groups[-1] and size + 4 * tensor.numel() > limit:
             groups.append([])
-            size, limit = 0, BYTES
+            size = 0
+            limit = BYTES
         groups[-1].append(tensor)
         size += 4 * tensor.numel()
     buckets = [Bucket(group, more if group is groups[-1] else 0) for group in groups]
