@@ -1,7 +1,7 @@
-"""What users import: `from flyte_ddp import Recipe`.
+"""The library's face: every name that users import, as in `from flyte_ddp import Recipe`.
 
-Each name is looked up in its module only when it is asked for, so that a workflow file gets no torch and a rank no
-flytekit. __init__.pyi tells type checkers the same.
+A name's module is imported when somebody asks for the name. So a workflow file imports no torch, and a rank no
+flytekit. __init__.pyi gives type checkers the same names.
 """
 
 import sys
@@ -11,7 +11,8 @@ from typing import Any
 if sys.platform == "win32":
     raise ImportError("flyte_ddp needs Linux or macOS, got Windows: install it in WSL, which is Linux")
 
-__version__ = "0.1.0"  # pyproject.toml takes it from here; pods and checkouts have the code, but no installed package
+# pyproject.toml reads the version from this line, because pods and checkouts have the code but no installed package
+__version__ = "0.1.0"
 
 MODULES = {
     "BlockFolder": "flyte_ddp.data.blocks.block_folder",

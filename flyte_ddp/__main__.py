@@ -1,4 +1,4 @@
-"""The library's own commands, besides those of pyflyte: python -m flyte_ddp COMMAND."""
+"""The command `python -m flyte_ddp`, with the commands that pyflyte lacks."""
 
 import pkgutil
 
@@ -7,7 +7,7 @@ import click
 import flyte_ddp
 from flyte_ddp.report.console import show_output
 
-# By name, so that each command imports only what it needs
+# Names of functions, so that a command imports only what it needs
 COMMANDS = {
     "compare": "flyte_ddp.watch.compare:compare",
     "new": "flyte_ddp.new.command:new",
@@ -28,7 +28,7 @@ class Commands(click.Group):
 @click.group(cls=Commands)
 @click.version_option(flyte_ddp.__version__)
 def main() -> None:
-    """Commands of flyte_ddp, besides those of pyflyte."""
+    """Run one of flyte_ddp's own commands; `pyflyte` has the others."""
     show_output()
 
 

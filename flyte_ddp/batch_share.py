@@ -1,4 +1,4 @@
-"""A rank's share of the global batch, and how it gets the other ranks' rows."""
+"""A rank's share of the global batch, and the exchange of rows between ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from torch import Tensor, distributed
 
 @dataclass
 class BatchShare:
-    """The samples of the global batch that this rank is working on. All layers of a network share one of these.
+    """The samples of the global batch that this rank is working on. All layers of a network share one BatchShare.
 
-    Where a short batch leaves nothing for this rank, it computes a sample of another rank's like that rank, so that no
-    code ever sees an empty batch; what is borrowed counts for nothing.
+    A batch can be so short that a rank gets no samples. The rank then computes samples that belong to another rank,
+    because no code must ever see an empty batch. Borrowed samples count for nothing.
 
     Attributes:
-        first: position of the rank's first sample.
+        first: position of the rank's first sample in the global batch.
         count: the number of samples that the rank computes, at least 1.
         size: the number of samples in the whole global batch.
         borrowed: whether the samples that the rank computes are another rank's.
-        part: which of the global batch's parts it is: with virtual ranks one of theirs, otherwise the rank's.
-        alone: whether this is a trial without the other ranks, which must leave no trace; gather_rows returns the
-            rank's own rows then.
-        stand_in: what gather_rows calls in place of the other ranks: in trials, and with virtual ranks.
+        part: the part of the global batch: with virtual ranks the virtual rank's number, otherwise the rank's.
+        alone: whether this is a trial without the other ranks, which must leave no trace. gather_rows then returns the
+            rank's own rows.
+        stand_in: the function that gather_rows calls in place of the exchange, in trials and with virtual ranks.
     """
 
     first: int = 0
@@ -35,15 +35,23 @@ class BatchShare:
     stand_in: Callable[[Tensor], Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> "BatchShare":
-        return self  # copies of a layer share it, too
+        return self  # copies of a layer share the BatchShare, too
 
     def own(self, rows: Tensor) -> Tensor:
-        """The rows of the rank's own samples: all, or (0, ...) of borrowed ones."""
+        """Return the rows of the rank's own samples: all rows, or (0, ...) if the samples are borrowed."""
         return rows[:0] if self.borrowed else rows
 
 
 def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
-    """(N, ...) of the global batch from each rank's (n, ...); a collective, which carries gradients back."""
+    """Gather the rows of the global batch from all ranks. All ranks must call it; gradients flow back.
+
+    Args:
+        local: (n, ...), this rank's rows.
+        share: the rank's share of the global batch.
+
+    Returns:
+        (N, ...), the rows of the whole global batch.
+    """
     if share.stand_in:
         return share.stand_in(local)
     if share.alone:
@@ -52,7 +60,10 @@ def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Ranks exchange equally many rows, the last of which is padding where the batch does not divide evenly."""
+    """An all-gather with gradients.
+
+    Each rank sends equally many rows; padding fills up ranks that have one row less.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, size: int) -> Tensor:
@@ -68,7 +79,10 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _AddRows(torch.autograd.Function):
-    """The sum of all ranks' rows, of which each gets its own: the gradient of _GatherRows, as that is of this."""
+    """A reduce-scatter that adds up all ranks' rows and gives each rank its own rows of the sum.
+
+    _AddRows is the gradient of _GatherRows, and _GatherRows is the gradient of _AddRows.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, count: int, size: int) -> Tensor:
@@ -84,7 +98,7 @@ class _AddRows(torch.autograd.Function):
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """Backends cannot send numbers of all types."""
+    """View the rows as bytes, because some backends cannot send numbers of all types."""
     return rows.view(-1).view(torch.uint8)
 
 
@@ -95,9 +109,13 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 
 
 def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """Return how many rows each rank sends, and (size,) int64: where each row of the global batch is among them."""
+    """Return how many rows each rank sends, and each row's place among all rows sent.
+
+    Returns:
+        The number of rows of each rank, and (size,) int64: the place of each row of the global batch.
+    """
     world_size = distributed.get_world_size()
     rows = torch.arange(size, device=device)
-    ranks = rows * world_size // size  # see batches.rank_slice
+    ranks = rows * world_size // size  # batches.rank_slice divides the batch like this
     most = -(-size // world_size)
     return most, ranks * most + rows - -(-size * ranks // world_size)

@@ -1,10 +1,10 @@
-"""Errors by what should happen next: fix the input, try again, or give up."""
+"""Errors, by what should happen next: fix the input, try again, or give up."""
 
 from flyte_ddp.text import counted, masked
 
 try:
     from click import ClickException
-except ModuleNotFoundError:  # a rank, or a model that is loaded, may have nothing but torch and this library
+except ModuleNotFoundError:  # a rank, or a program that loads a model, may have only torch and this library
 
     class ClickException(Exception):  # type: ignore[no-redef]
         def __init__(self, message: str):
@@ -13,15 +13,15 @@ except ModuleNotFoundError:  # a rank, or a model that is loaded, may have nothi
 
 
 def not_installed(packages: str, extra: str) -> str:
-    """How a message ends that says what is missing: with the command that installs an extra of this library."""
+    """Return the end of a message about missing packages: the command that installs this library's extra."""
     return f'{packages}, which is not installed: pip install "flyte-ddp-training[{extra}]"'
 
 
 class InputError(ClickException, ValueError):
-    """The user can fix this: the message names the value, the rule and the remedy.
+    """An error that the user can fix. The message names the value, the rule and the remedy.
 
-    A ValueError to Python callers; as a ClickException it ends `pyflyte run` with a short message and exit status 2,
-    without a word on usage. Like that of a ReportedError, the message never shows the passwords of URLs.
+    Python callers can catch it as a ValueError. As a ClickException it ends `pyflyte run` with a short message and exit
+    status 2, without usage instructions. The message never shows passwords in URLs.
     """
 
     exit_code = 2
@@ -31,22 +31,30 @@ class InputError(ClickException, ValueError):
 
 
 class ReportedError(ClickException, RuntimeError):
-    """A failure whose message says everything: `pyflyte run` prints it without the parent's traceback."""
+    """A failure whose message says everything: `pyflyte run` prints the message without the parent's traceback.
+
+    The message never shows passwords in URLs.
+    """
 
     def __init__(self, message: str):
         super().__init__(masked(message))
 
 
 class RecoverableError(ReportedError):
-    """Trying again can succeed: a lost peer, a killed rank, an unreachable mirror."""
+    """A failure that another attempt may not have: a lost peer, a killed rank, an unreachable mirror."""
 
 
 class DownloadError(RecoverableError):
-    """A file was not delivered, or damaged; where there are mirrors, the message lists each with its reason."""
+    """A file that was damaged or not delivered. With several mirrors, the message gives each mirror's reason."""
 
 
 class DataError(ReportedError):
-    """A prepared dataset is damaged, incomplete or of another format; the remedy is that of a local run."""
+    """A prepared dataset that is damaged, incomplete or of another format.
+
+    Args:
+        problem: what is wrong.
+        remedy: what a user can do about the problem in a local run.
+    """
 
     def __init__(self, problem: str, remedy: str = ""):
         super().__init__(f"{problem}: {remedy}" if remedy else problem)
@@ -54,7 +62,12 @@ class DataError(ReportedError):
 
 
 class StopRequested(Exception):
-    """Raised on all ranks at the same step, after a checkpoint, because one of them was asked to stop."""
+    """A request to stop, raised on all ranks at the same step, after a checkpoint.
+
+    Args:
+        epoch: the epoch of the next step, from 0.
+        step: the next step within that epoch, from 0.
+    """
 
     def __init__(self, epoch: int, step: int):
         super().__init__(f"stopped on request before epoch {epoch + 1}, step {step + 1}")
@@ -63,11 +76,18 @@ class StopRequested(Exception):
 
 
 class NonFiniteError(ArithmeticError):
-    """Something became NaN or infinite, with which there is nothing to go on with, and nothing to compare."""
+    """A loss, gradient or weight that became NaN or infinite, so that training cannot continue."""
 
     @classmethod
     def in_step(cls, what: str, ranks: "list[int]", epoch: int, step: int) -> "NonFiniteError":
-        """What: loss, gradient (both with the weights as before that step) or a weight."""
+        """Build the error for a training step.
+
+        Args:
+            what: "loss", "gradient" or "a weight". After the first two, the weights are still those before the step.
+            ranks: the ranks that found it.
+            epoch: from 0.
+            step: within the epoch, from 0.
+        """
         causes = {
             "loss": "broken values in the data",
             "gradient": "an operation whose derivative is not finite everywhere, such as a square root at 0",
@@ -80,7 +100,13 @@ class NonFiniteError(ArithmeticError):
 
     @classmethod
     def in_evaluation(cls, value: float, split: str, epochs: float) -> "NonFiniteError":
-        """The loss of a whole split, after so many epochs."""
+        """Build the error for an evaluation.
+
+        Args:
+            value: the loss of the whole split.
+            split: "train", "validation" or "test".
+            epochs: how many epochs had been trained.
+        """
         return cls(
             f"the loss on the {split} split is {value:g} after epoch {counted(epochs)}, although training had finite "
             f"losses: lower learning_rate, or look for broken values in the {split} split, or for what a network does "
@@ -90,8 +116,9 @@ class NonFiniteError(ArithmeticError):
 
 
 class WrongBitsError(RecoverableError):
-    """Ranks have computed other bits than others, or than before; an attempt elsewhere goes on from the last
-    checkpoint.
+    """Bits of a rank that differ from another rank's, or from the same rank's before.
+
+    Another attempt, on other hosts, continues from the last checkpoint.
     """
 
     def __init__(self, epoch: int, step: int, reason: str):
@@ -99,8 +126,8 @@ class WrongBitsError(RecoverableError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message completes the sentence 'the checkpoint …'."""
+    """A checkpoint that cannot be used. The message completes the sentence "the checkpoint …"."""
 
 
 class OtherTrainingError(CheckpointError):
-    """It is another training's, or another version's, for which it may be of use."""
+    """A checkpoint of another training, or another version, for which the checkpoint may still be of use."""

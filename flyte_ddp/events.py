@@ -1,4 +1,4 @@
-"""Events that the ranks, nearly always rank 0, send to the parent: small, plain values; large data stays in files."""
+"""Events that ranks, nearly always rank 0, send to the parent: small, plain values. Large data stays in files."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -7,32 +7,33 @@ from typing import Any
 
 
 class Event:
-    """Base of the events below."""
+    """The base of all events."""
 
 
 @dataclass(frozen=True)
 class StartUp(Event):
-    """The ranks are not ready yet: what they are doing from now on, as in "reading the data"."""
+    """An occupation of ranks that are not ready yet, such as "reading the data"."""
 
     doing: str
 
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """The ranks have met and the first step is next (first_epoch and first_step are above 0 after a resume).
+    """The ranks have met, and the first step is next. After a resume, first_epoch or first_step is above 0.
 
     Attributes:
-        samples: what the samples are called, in the plural: images.
+        samples: what the samples are called, in the plural, such as "images".
         headline: the name of the run's main measure besides its loss.
         percent: names of the measures from 0 to 1 that are shown in per cent.
         layers: name, type and number of parameters of each module that has parameters of its own.
-        validation_samples: 0 where each epoch is evaluated on the test split.
-        remarks: which weights training starts with, which of them are frozen, and the micro_batch that fits.
-        hosts: of each rank.
-        identity: by name, what determines the result: settings, recipe, and digests of data, code and init.
-        ran_on: the hardware, torch, precision, ranks, threads and the like now, and before it those before a resume.
-        earlier: position and digest of each evaluation before a resume, as EpochFinished had them.
-        may_end_early: whether training may end before its last epoch, by early stopping.
+        validation_samples: the size of the validation split; 0 if each epoch is evaluated on the test split.
+        remarks: sentences on the initial weights, on frozen weights, and on the micro_batch that fits.
+        hosts: the host of each rank.
+        identity: everything that determines the result, by name: settings, recipe, and digests of data, code and init.
+        ran_on: hardware, torch version, precision, ranks, threads and so on: of the runs before a resume, then of this
+            run.
+        earlier: position and digest of each evaluation before a resume, as in EpochFinished.
+        may_end_early: whether early stopping may end training before its last epoch.
     """
 
     dataset: str
@@ -63,10 +64,13 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class StepLogged(Event):
-    """State after a step: the measures, including "loss", cover all training samples since the last such event.
+    """The state after a step. The measures, among them "loss", cover all training samples since the last StepLogged.
 
-    seconds_left: until the end of the last evaluation, at the pace of this attempt, see report/observers.py; None in
-    its first seconds, and before the event has left the ranks.
+    Attributes:
+        gradient_norms: Euclidean norms of this step's gradients by parameter: the ten largest, or all on request.
+        gradient_norm: the Euclidean norm of all gradients together.
+        seconds_left: the time until the end of the last evaluation, at the pace of this attempt, which
+            report/observers.py estimates. None in the attempt's first seconds, and before the event has left the ranks.
     """
 
     epoch: int
@@ -75,19 +79,23 @@ class StepLogged(Event):
     measures: dict[str, float]
     learning_rate: float
     samples_per_second: float
-    gradient_norms: dict[str, float]  # Euclidean, of this step: the ten largest by parameter, or all on request
-    gradient_norm: float = 0.0  # of all parameters together
+    gradient_norms: dict[str, float]
+    gradient_norm: float = 0.0
     seconds_left: float | None = None
 
 
 @dataclass(frozen=True)
 class EpochFinished(Event):
-    """An epoch's training and evaluation: measures by name, of the training samples, and of the validation samples or,
-    where there are none, of the test samples. With several evaluations per epoch, one of them and the training before.
+    """The measures of an epoch's training and evaluation, by name.
+
+    With several evaluations per epoch, there is one event for each evaluation and the training before it.
 
     Attributes:
+        train: measures of the training samples.
+        test: measures of the test samples; empty if there is a validation split.
+        validation: measures of the validation samples; empty if there is no validation split.
         fraction: how much of the epoch had been trained.
-        digest: of the weights that were evaluated, 16 hex digits: equal bits have equal digests.
+        digest: the digest of the evaluated weights, 16 hex digits: equal bits have equal digests.
     """
 
     epoch: int
@@ -102,12 +110,12 @@ class EpochFinished(Event):
 
     @property
     def position(self) -> float:
-        """Return the position in epochs: 1.25 after a quarter of the second."""
+        """Return the position in epochs: 1.25 after a quarter of the second epoch."""
         return self.epoch + self.fraction
 
     @property
     def split(self) -> str:
-        """Return what the epoch was evaluated on."""
+        """Return the name of the split that was evaluated."""
         return "validation" if self.validation else "test"
 
     @property
@@ -116,20 +124,20 @@ class EpochFinished(Event):
 
 
 def digests_of(epochs: Iterable[EpochFinished]) -> list[tuple[float, str]]:
-    """Position and digest of each evaluation."""
+    """Return the position in epochs and the digest of each evaluation."""
     return [(epoch.position, epoch.digest) for epoch in epochs]
 
 
 @dataclass(frozen=True)
 class EpochChosen(Event):
-    """The single evaluation on the test split, with the weights of the best epoch on the validation split.
+    """The only evaluation on the test split, with the weights of the best epoch on the validation split.
 
     Attributes:
-        epoch: the best one, from 0.
-        epochs: how many were trained.
+        epoch: the best epoch, from 0.
+        epochs: how many epochs were trained.
         stopped_early: whether training ended before settings.epochs because patience ran out.
-        is_best: False where there was no choice: the epoch is the last one.
-        fraction: how much of the best epoch had been trained, see EpochFinished.
+        is_best: False if there was no choice and the epoch is the last one.
+        fraction: how much of the best epoch had been trained.
     """
 
     epoch: int
@@ -142,13 +150,13 @@ class EpochChosen(Event):
 
     @property
     def position(self) -> float:
-        """Return the position in epochs, as that of EpochFinished."""
+        """Return the position of the best evaluation in epochs: 1.25 after a quarter of the second epoch."""
         return self.epoch + self.fraction
 
 
 @dataclass(frozen=True)
 class NotLearning(Event):
-    """At this step training does not learn as it should, but continues. The reason ends with remedies."""
+    """A warning that training does not learn as it should. Training continues; the reason ends with remedies."""
 
     epoch: int
     step: int
@@ -157,9 +165,13 @@ class NotLearning(Event):
 
 @dataclass(frozen=True)
 class RanksTimed(Event):
-    """Seconds of each rank since this attempt began, by rank: waiting for its data (reading and augmenting them),
-    computing, waiting for the others and exchanging gradients with them, and what it needed beyond a fast rank, for
-    which the others have waited.
+    """Seconds of each rank since this attempt began; the lists are in the order of the ranks.
+
+    Attributes:
+        data: waiting for the rank's data, which are read and augmented meanwhile.
+        computing: computing.
+        waiting: waiting for the other ranks, and exchanging gradients with them.
+        waited_for: time beyond that of a fast rank, in which the others waited for this rank.
     """
 
     data: list[float]
@@ -170,10 +182,10 @@ class RanksTimed(Event):
 
 @dataclass(frozen=True)
 class SlowRank(Event):
-    """By this step the others have been waiting for a rank. The reason ends with what to look at.
+    """A warning that the other ranks keep waiting for one rank. The reason ends with what to look at.
 
     Attributes:
-        cause: data or compute.
+        cause: "data" or "compute".
     """
 
     epoch: int
@@ -184,12 +196,12 @@ class SlowRank(Event):
     cause: str
 
 
-Warned = NotLearning | SlowRank  # what ends up among a run's warnings
+Warned = NotLearning | SlowRank  # the events that become a run's warnings
 
 
 @dataclass(frozen=True)
 class GradientsSeen(Event):
-    """Distribution of each parameter's gradient in an epoch's last step: counts of n bins between n + 1 edges."""
+    """Histograms of each parameter's gradient in an epoch's last step: counts of n bins, and their n + 1 edges."""
 
     epoch: int
     histograms: dict[str, tuple[list[float], list[float]]]
@@ -197,9 +209,11 @@ class GradientsSeen(Event):
 
 @dataclass(frozen=True)
 class CheckpointWritten(Event):
-    """There is a complete checkpoint of the state before this step at path.
+    """A complete checkpoint at path, of the state before this step.
 
-    Training stood still for stall_seconds; the write itself, in the background, took write_seconds.
+    Attributes:
+        stall_seconds: how long training stood still.
+        write_seconds: how long the write itself took, in the background.
     """
 
     epoch: int
@@ -211,22 +225,25 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be written; training continues without it."""
+    """A checkpoint that could not be written. Training continues without it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class CheckpointRefused(Event):
-    """There was a checkpoint, but training started afresh, for this reason."""
+    """The reason why training started afresh although there was a checkpoint."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class RanksRestarted(Event):
-    """The ranks of this pod have ended, for this reason, and start again from the newest checkpoint; left: how often
-    that may happen again.
+    """The ranks of this pod have ended, and start again from the newest checkpoint.
+
+    Attributes:
+        reason: why the ranks ended.
+        left: how often the ranks may still be restarted.
     """
 
     reason: str
@@ -250,7 +267,7 @@ def tell(observer: object, event: Any) -> None:
 
 
 def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Pass each event to all listeners."""
+    """Return a function that passes each event to all listeners."""
 
     def tell_all(event: Any) -> None:
         for listener in listeners:
@@ -260,10 +277,10 @@ def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class Observer:
-    """Is called with each event, and has a method for each kind that concerns it: see tell."""
+    """A listener with a method for each kind of event that concerns it, such as on_epoch_finished."""
 
     def __call__(self, event: Any) -> None:
         tell(self, event)
 
     def close(self) -> None:
-        """Nothing more will happen."""
+        """Release what the observer holds. No events follow."""

@@ -1,6 +1,6 @@
 """Dataclasses whose values are always checked, whether they come from the CLI, the UI, a file or Python.
 
-A field's rules are in its declaration: `epochs: int = setting(2, minimum=1)`; without setting(), only its type is
+A field declares its rules, as in `epochs: int = setting(2, minimum=1)`. Without setting(), only the field's type is
 checked. A broken rule raises InputError.
 """
 
@@ -20,7 +20,7 @@ from flyte_ddp.text import did_you_mean
 
 try:
     from dataclasses_json import DataClassJsonMixin
-except ModuleNotFoundError:  # Flyte needs it, training does not
+except ModuleNotFoundError:  # Flyte needs dataclasses_json, training does not
 
     class DataClassJsonMixin:  # type: ignore[no-redef]
         pass
@@ -41,17 +41,31 @@ def setting(
     below: float = math.inf,
     choices: Sequence[str] = (),
 ) -> Any:
-    """Declare a field: its default, and its range (minimum and maximum inclusive, above and below not) or choices."""
+    """Declare a field of a settings class, with its default and its rules.
+
+    Args:
+        default: the value of a field that is left out.
+        minimum: the smallest number allowed.
+        above: a limit that a number must exceed.
+        maximum: the largest number allowed.
+        below: a limit that a number must stay under.
+        choices: the strings that are allowed; empty allows all.
+    """
     rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
-    # A factory, because for each plain default Flyte's JSON schema generates and compiles a class: a quarter second in
-    # total, for a run that may have nothing else to do
+    # Flyte's JSON schema generates and compiles a class for each plain default, which takes a quarter of a second in
+    # total; a factory avoids that
     return dataclasses.field(default_factory=lambda: default, metadata=rules)
 
 
 def read_json(text: str) -> Any:
-    """Parse the text; raises InputError for a name that an object has twice, ValueError if it is not JSON."""
+    """Parse JSON text.
+
+    Raises:
+        InputError: an object has a name twice.
+        ValueError: the text is not JSON.
+    """
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         refuse_repeated([name for name, _ in pairs])
@@ -64,7 +78,7 @@ def read_json(text: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value as strict JSON: NaN and infinity become null."""
+    """Return the value as strict JSON: NaN and infinity become null."""
     if isinstance(value, dict):
         return {name: plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -73,20 +87,23 @@ def plain(value: Any) -> Any:
 
 
 def refuse_repeated(names: Sequence[str]) -> None:
-    """Raise InputError for a name that appears twice: all its values but the last would be lost."""
+    """Raise InputError for a name that appears twice: JSON and YAML would silently keep its last value alone."""
     for number, name in enumerate(names):
         if name in names[:number]:
             raise InputError(f"{_shown(name)} is given twice: leave one of them out")
 
 
 class Settings(DataClassJsonMixin):
-    """Base of all settings: strict, possibly partial JSON in, InputError for whatever breaks a field's rule."""
+    """The base of all settings.
+
+    Reads strict JSON, whose missing fields take defaults; a broken rule raises InputError.
+    """
 
     refused: ClassVar[Collection[str]] = ()  # fields that have no effect here, and are not listed as known
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """Return what to write for a name that is no field; empty if nothing is near."""
+        """Return a suggestion for a name that is no field; empty if no field's name is near."""
         return did_you_mean(name, {field.name for field in dataclasses.fields(cls)} - {*cls.refused})  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
@@ -96,7 +113,7 @@ class Settings(DataClassJsonMixin):
 
     @classmethod
     def from_json(cls: type[S], s: Any, **_: Any) -> S:
-        """Read a JSON object; missing fields take their defaults."""
+        """Read a JSON object; missing fields take their defaults. Raises InputError for anything else."""
         try:
             values = read_json(s)
         except InputError as error:
@@ -107,15 +124,17 @@ class Settings(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls: type[S], kvs: Any, **_: Any) -> S:
-        """Build from a mapping; missing fields take their defaults, unknown ones raise InputError."""
+        """Build settings from a mapping. Missing fields take their defaults; unknown ones raise InputError."""
         if not isinstance(kvs, dict):
             raise InputError(f"{cls.__name__} must be an object with named fields, got {_shown(kvs)}")
         return cls(**cls.__pre_deserialize__(kvs))
 
     @classmethod
     def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Check before anything is converted. Flyte's decoder (mashumaro) calls it by this name for inputs from the
-        UI, which it would otherwise convert silently: 2.7 to 2, "false" to True, unknown fields to nothing.
+        """Check the values before Flyte converts them.
+
+        Flyte's decoder (mashumaro) calls this method by its name for inputs from the UI. It would otherwise convert
+        them silently: 2.7 to 2, "false" to True, and unknown fields to nothing.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name, value in values.items():
@@ -133,15 +152,16 @@ def is_field(kind: type[Settings], name: str) -> bool:
 
 @functools.cache
 def _rules_of(kind: type, name: str) -> Mapping[str, Any]:
-    """Those of the nearest class that gives some by setting(), since a new default alone, as in `epochs: int = 30`,
-    leaves them as they are.
+    """Return a field's rules, from the nearest class that declares the field by setting().
+
+    A new default alone, as in `epochs: int = 30`, leaves the rules as they are.
     """
     declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in kind.__mro__)
     return next((field.metadata for field in declared if field and "minimum" in field.metadata), {})
 
 
 def described(kind: type[Settings]) -> dict[str, str]:
-    """By name of each field, what the docstrings of the class and its bases say of it, and its default."""
+    """Return each field's description from the docstrings of the class and its bases, with the field's default."""
     texts: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         _, _, attributes = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")
@@ -153,8 +173,9 @@ def described(kind: type[Settings]) -> dict[str, str]:
 
 
 def _check_declared(kind: type[Settings]) -> None:
-    """Raise InputError for what dataclasses leave aside in silence: fields of a class without the decorator, and new
-    defaults without a type.
+    """Raise InputError for declarations that dataclasses silently ignore.
+
+    These are the fields of a class without the decorator, and new defaults without a type.
     """
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for one in kind.__mro__[: kind.__mro__.index(Settings)]:
@@ -174,13 +195,20 @@ def _checked(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any) 
 
 
 def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any] | None = None) -> Any:
-    """Return the value in the field's own type (1 becomes 1.0 for a float), or raises InputError.
+    """Return the value in the field's own type: 1 becomes 1.0 for a float.
 
-    rules: of setting(); by default the field's own.
+    Args:
+        owner: the name of the settings class, for messages.
+        field: the field that the value is for.
+        value: the value to check.
+        rules: the rules that setting() declares; by default the field's own.
+
+    Raises:
+        InputError: the value breaks a rule.
     """
     name = f"{owner}.{field.name}"
     rules = {**setting(None).metadata, **(field.metadata if rules is None else rules)}
-    # with `from __future__ import annotations` it is the type's name
+    # With `from __future__ import annotations`, a field's type is the name of the type
     expected: Any = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
     if expected not in TYPE_NAMES:
         raise InputError(f"{name} must be declared as one of {', '.join(BY_NAME)}, got {_shown(field.type)}")
@@ -205,7 +233,7 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapp
 
 
 def _as_yaml(expected: Any, value: Any) -> str:
-    """The remedy for a number such as 1e-3, which YAML takes for a text; empty for others."""
+    """Return the remedy for a number such as 1e-3, which YAML reads as text; empty for all other values."""
     found = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.strip().lower()) if type(value) is str else None
     if not found or expected not in (int, float):
         return ""
@@ -214,7 +242,10 @@ def _as_yaml(expected: Any, value: Any) -> str:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raise InputError for what is not the same once it has been JSON, as in inputs of tasks and files of weights."""
+    """Raise InputError for a value that JSON would change.
+
+    Inputs of tasks and metadata of weights are stored as JSON.
+    """
     if type(value) is dict:
         for key, inner in value.items():
             if type(key) is not str:
@@ -234,13 +265,13 @@ def _check_json(name: str, value: Any) -> None:
 def _range(rules: Mapping[str, Any]) -> str:
     words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
     values = {name: rules[name] for name in words if math.isfinite(rules[name])}
-    # rounded, as in 4.29497e+09, a limit would be another one
+    # A limit that is a whole number must not be rounded, as in 4.29497e+09
     texts = {name: str(value) if type(value) is int else f"{value:g}" for name, value in values.items()}
     return " and ".join(f"{words[name]} {text}" for name, text in texts.items())
 
 
 def _shown(value: Any) -> str:
-    """The value as JSON, on one line and cut to 80 characters."""
+    """Return the value as JSON, on one line and cut to 80 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):

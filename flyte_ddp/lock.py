@@ -1,4 +1,4 @@
-"""A folder that is one holder's at a time. Standard library only."""
+"""A lock that gives a folder to one process at a time. Standard library only."""
 
 import fcntl
 import os
@@ -10,23 +10,28 @@ from pathlib import Path
 from typing import IO
 
 LOCK = ".lock"
-_held: dict[Path, object] = {}  # by this process, whose own locks do not keep each other out
+_held: dict[Path, object] = {}  # this process's locks: file locks of one process do not exclude each other
 
 
 class HeldError(Exception):
-    """Another has it; the message names that one."""
+    """The folder belongs to another holder, which the message names."""
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[bool]:
-    """Nobody else holds the folder while the block runs; false where the file system has no locks.
+    """Hold the folder's lock while the block runs. Yields False if the file system has no locks.
 
-    The system releases it when this process ends, in whatever way, though children of it live on. Raises HeldError, and
-    OSError if the folder cannot be written to, or has been removed.
+    The operating system releases the lock when this process ends in whatever way, even if children of the process live
+    on.
+
+    Raises:
+        HeldError: somebody else holds the folder.
+        OSError: the folder cannot be written to, or has been removed.
     """
     path = folder.resolve() / LOCK
     token = object()
-    if _held.setdefault(path, token) is not token:  # opening the file, and closing it, would release it
+    # Opening and closing the file again would release this process's lock, so the dict is asked first
+    if _held.setdefault(path, token) is not token:
         raise HeldError(f"process {os.getpid()}, this one")
     try:
         with _locked(path) as (file, is_locked):
@@ -37,7 +42,7 @@ def held(folder: Path) -> Iterator[bool]:
                 file.flush()
                 yield is_locked
             finally:
-                with suppress(OSError):  # who comes next takes the file as it is
+                with suppress(OSError):  # the next holder can use a file that is still there
                     path.unlink()
     finally:
         del _held[path]
@@ -45,9 +50,12 @@ def held(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
-    """The file, which is at the path, not one that its holder has just removed, and whether it is locked."""
+    """Open and lock the file at the path. Yields the file, and whether it is locked.
+
+    A file that its holder has just removed doesn't count: the loop then opens the path again.
+    """
     while True:
-        # not what a link leads to
+        # O_NOFOLLOW: never lock the target of a symlink
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with open(handle, "r+", encoding="utf-8", errors="replace") as file:
             try:

@@ -1,7 +1,8 @@
-"""A sharded checkpoint's manifest, which names the files that each rank has written. Standard library only.
+"""The manifest of a sharded checkpoint, which names the files that each rank has written. Standard library only.
 
-The manifest is where other trainings have their checkpoint, ends with a checksum like that, and is replaced as a whole,
-too: so whichever of them was written last is the checkpoint. Its shards are in a folder of their own beside it.
+The manifest has the path at which other trainings have their checkpoint file. Like that file, it ends with a checksum
+and is replaced as a whole. So the checkpoint is whichever of the two was written last. The shards are in a folder
+beside the manifest.
 """
 
 import hashlib
@@ -16,17 +17,27 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def shards_beside(path: Path) -> Path:
-    """The folder with a folder of shards for each manifest that was, or is about to be, at this path."""
+    """Return the folder of shards of the checkpoint at this path.
+
+    It has a subfolder for each manifest written there.
+    """
     return path.with_name(f"{path.name}-shards")
 
 
 def models_beside(path: Path) -> Path:
-    """The folder with the weights of the best evaluations so far, of a training with its checkpoint at this path."""
+    """Return the folder with the weights of the best evaluations of the training whose checkpoint is at this path."""
     return path.with_name(f"{path.name}-best")
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest at this path; None if the checkpoint is a single file, or damaged. Raises OSError."""
+    """Read the manifest at this path.
+
+    Returns:
+        The manifest, or None if the checkpoint is a single file, or damaged.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with open(path, "rb") as file:
         whole = b"{" + file.read() if file.read(1) == b"{" else b""
     content, digest = whole[:-DIGEST_BYTES], whole[-DIGEST_BYTES:]
@@ -37,11 +48,12 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         names = [manifest["folder"], *manifest["files"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return manifest if all(Path(name).name == name != ".." for name in names) else None  # it may be another's
+    # Somebody else may have written the manifest, so its names must not lead out of the folder
+    return manifest if all(Path(name).name == name != ".." for name in names) else None
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Replace the checkpoint at this path, whole or not at all; raises OSError."""
+    """Replace the checkpoint at this path by a manifest, whole or not at all. Raises OSError."""
     content = json.dumps(manifest).encode()
     write_whole(path, content + hashlib.sha256(content).digest())
     sync_folder(path.parent)

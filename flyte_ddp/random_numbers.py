@@ -1,8 +1,8 @@
-"""Random numbers by position: elements first, first + 1, … of the stream of a key, without drawing those before them.
+"""Random numbers by position: any range of a key's stream, without drawing the numbers before it.
 
-A rank draws for its own samples alone, and they get the same numbers on any number of ranks. On a CPU the streams are
-PCG64DXSM's, which numpy can advance to any position in microseconds and whose bits it guarantees; elsewhere they are
-SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), a function of the position by itself.
+A rank draws for its own samples alone, and a sample gets the same numbers on any number of ranks. On a CPU the streams
+are PCG64DXSM's, which numpy can advance to any position in microseconds and whose bits numpy guarantees. Elsewhere they
+are SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), which computes each number from its position.
 """
 
 import hashlib
@@ -13,13 +13,14 @@ import torch
 from numpy.random import PCG64DXSM
 from torch import Tensor
 
-INCREMENT = 0x9E3779B97F4A7C15  # of SplitMix64; then what the bits are shifted and multiplied by
+# The constants of SplitMix64: its increment, the shift and factor of each round, and the last shift
+INCREMENT = 0x9E3779B97F4A7C15
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 
 
 class Use(Enum):
-    """What a key is for: no two uses have the same keys, whatever their positions. A value has up to 16 bytes."""
+    """The purpose of a key. Two purposes never share a key, whatever their positions. A value has at most 16 bytes."""
 
     HELD_OUT = b"held out"
     PASS = b"pass"
@@ -43,20 +44,25 @@ class Use(Enum):
 
 
 def key_of(use: Use, *position: int) -> int:
-    """Return 64 bits for one position of a training, such as seed, epoch and step, each from 0 to 2^64 - 1; 2 µs."""
+    """Return the 64-bit key for one position of a training.
+
+    Args:
+        use: the purpose of the random numbers.
+        position: numbers such as seed, epoch and step, each from 0 to 2^64 - 1.
+    """
     content = b"".join(number.to_bytes(8, "little") for number in position)
     return int.from_bytes(hashlib.blake2b(content, digest_size=8, person=use.value).digest(), "little")
 
 
 def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return (count,) int64: 64 random bits each."""
+    """Return the words first, first + 1, … of the key's stream: (count,) int64, 64 random bits each."""
     if device.type == "cpu" and count:  # torch cannot see an empty buffer
         return torch.frombuffer(PCG64DXSM(key).advance(first).random_raw(count), dtype=torch.int64)
     return split_mix(key, first, count, device)
 
 
 def split_mix(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return (count,) int64: SplitMix64's words, by torch's operations, which wrap around and shift in the sign."""
+    """Return SplitMix64's words as (count,) int64. Torch's operations wrap around, and shift in the sign."""
     values = torch.arange(first + 1, first + count + 1, device=device).mul_(signed(INCREMENT)).add_(signed(key))
     for shift, factor in ROUNDS:
         values = values.bitwise_xor_(values >> shift & (1 << 64 - shift) - 1).mul_(signed(factor))
@@ -64,7 +70,7 @@ def split_mix(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """Return the int64 with the bits of an unsigned word."""
+    """Return the int64 that has the bits of an unsigned 64-bit word."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

@@ -1,4 +1,4 @@
-"""Settings as a user writes them: JSON text, or a .json or .yaml file."""
+"""The reader of settings as users write them: JSON text, or a .json or .yaml file."""
 
 import json
 from pathlib import Path
@@ -11,14 +11,14 @@ from flyte_ddp.fields import read_json, refuse_repeated
 
 
 def read_settings(text: str) -> Any:
-    """Parse JSON text, or the .json or .yaml file at a path; raises InputError with the place and the reason."""
+    """Parse JSON text, or the .json or .yaml file at a path. Raises InputError with the place and the reason."""
     try:
         is_file = text.lstrip()[:1] not in ("{", "[")
-        # with or without the mark that editors on Windows begin a file with
+        # utf-8-sig: editors on Windows begin a file with a byte order mark
         content = Path(text).read_text("utf-8-sig") if is_file else text
         if is_file and not text.endswith(".json"):
-            return yaml.load(content, _Loader)  # a safe one
-        return read_json(content)  # not by yaml, for which 1e-3 is a text
+            return yaml.load(content, _Loader)  # _Loader is a SafeLoader
+        return read_json(content)  # yaml would read 1e-3 as text
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno} of {text}") from None
     except yaml.YAMLError as error:
@@ -33,7 +33,7 @@ def read_settings(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses repeated keys, of which yaml's own loader silently takes the last."""
+    """A YAML loader that refuses repeated keys. Yaml's own loader silently takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -1,6 +1,8 @@
-"""What a user provides: data, a network and measures; optionally augmentation, an optimizer, a schedule and more.
+"""The base class of recipes.
 
-A workflow file names a recipe, "package.module:Name"; only the ranks load it, since it imports torch.
+A recipe provides data, a network and measures; optimizer, augmentation and more have defaults.
+
+A workflow file names a recipe, "package.module:Name". Only the ranks load it, since a recipe imports torch.
 docs/your-own-model.md goes from an empty folder to a model, dataset and loss of your own.
 """
 
@@ -20,17 +22,17 @@ from flyte_ddp.model_files.model_metadata import needs_metadata
 from flyte_ddp.model_files.weights import REMEDY, load_weights
 
 CPU = torch.device("cpu")
-# A tensor, or a tuple, list or dict of Trees; the first dimension of each tensor is the samples
+# A tensor, or a tuple, list or dict of Trees. The first dimension of each tensor counts the samples.
 Tree = Any
-# By name, for each sample: values (n,), or values (n,) and weights (n,)
+# Measures by name, with a value for each sample: values (n,), or values (n,) and weights (n,)
 Measures = dict[str, Tensor | tuple[Tensor, Tensor]]
 
 
 class Random:
-    """Random numbers for a step: a sample's depend on its position in the global batch, not on who draws them.
+    """Random numbers for a step. A sample's numbers depend on its position in the global batch, not on the rank.
 
     Attributes:
-        epoch: of the step, from 0, for what alternates or changes gradually.
+        epoch: the epoch of the step, from 0, for what alternates or changes gradually.
     """
 
     def __init__(self, seed: int, share: BatchShare, device: torch.device = CPU, epoch: int = 0):
@@ -41,15 +43,15 @@ class Random:
         self._calls = 0
 
     def uniform(self, *shape: int) -> Tensor:
-        """(n, *shape) float32, from 0 to below 1."""
+        """Return (n, *shape) float32, from 0 to below 1."""
         return self._drawn(random_numbers.uniform, shape)
 
     def normal(self, *shape: int) -> Tensor:
-        """(n, *shape) float32, of mean 0 and standard deviation 1."""
+        """Return (n, *shape) float32, of mean 0 and standard deviation 1."""
         return self._drawn(random_numbers.normal, shape)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """(n, *shape) int64, from low to high - 1."""
+        """Return (n, *shape) int64, from low to high - 1."""
         return self._drawn(partial(random_numbers.integers, low=low, high=high), shape)
 
     def _drawn(self, numbers: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
@@ -67,34 +69,34 @@ def _undefined(recipe: "Recipe", method: str) -> InputError:
 class Recipe:
     """The parts of a training. A subclass must define data, model and measure; the rest has defaults.
 
-    Each method sees this rank's n samples of a global batch, at least one, or n samples of one of its parts with
-    virtual ranks.
+    Each method sees this rank's n samples of a global batch, at least one. With virtual ranks it sees the n samples of
+    one part.
 
     Attributes:
         settings: the dataclass that the workflow was given. The code of its class counts for the cache if the recipe's
-            module imports it, even just as a type.
-        data_path: the file or folder that the task was given; None without one. Of data that stay in a storage, their
-            URL.
+            module imports the class, even just as a type.
+        data_path: the file or folder that the task was given, or None. For data that stay in a storage, their URL.
         device: where batches, and the recipe's own tensors, belong.
-        samples: what to call the samples, in the plural.
+        samples: what the samples are called, in the plural.
         headline: the name of the main measure; empty is the first one besides the loss.
         percent: the measures from 0 to 1 that are shown in per cent.
-        lower_is_better, higher_is_better: measures other than the loss (lower is better) and those in percent (higher
-            is better), for choosing an epoch, or promoting a model, by one of them.
+        lower_is_better, higher_is_better: measures to choose an epoch, or promote a model, by. The loss (lower is
+            better) and measures in percent (higher is better) need not be named.
         has_validation: whether data("validation") returns samples to choose the best epoch by.
         clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
-        micro_batch: how many of a rank's samples are computed at a time, to save memory (gradient accumulation); 0 is
-            all, -1 as many as fit, which is all of them, halved until a step fits.
+        micro_batch: how many of a rank's samples are computed at a time, to save memory (gradient accumulation). 0 is
+            all of them; -1 halves that number until a step fits into the memory.
         activation_checkpointing: patterns (fnmatch) of the names of layers that are computed again for the backward
-            pass instead of kept for it; saves memory, with the same bits.
-        fsdp_units: patterns like these of the layers that options.sharding makes whole one after the other; the blocks
-            of a transformer, for example.
-        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; at
-            step n it is at most (1 + n) / (10 + n), so that a short training is averaged over its end; 0 is off.
+            pass, which saves memory. The bits stay the same.
+        fsdp_units: patterns (fnmatch) of the names of layers, such as a transformer's blocks, that options.sharding
+            makes whole one after the other.
+        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; 0
+            is off. At step n the decay is at most (1 + n) / (10 + n), so that a short training is averaged over its
+            end.
         passes_per_epoch: how often an epoch goes over the training samples.
         train_fraction: share of the training samples that each epoch uses, different ones in each epoch.
-        length_window: batches among which samples are sorted by length, so that those of a batch are alike and need
-            little padding; 0 is off.
+        length_window: number of batches among which samples are sorted by length, so that the samples of a batch are
+            alike and need little padding; 0 is off.
     """
 
     device = CPU
@@ -121,13 +123,20 @@ class Recipe:
         self.share = BatchShare()
 
     def __deepcopy__(self, memo: Any) -> "Recipe":
-        """Itself: a layer that has been given all_gather() needs it in copies of the network, too."""
+        """Return the recipe itself.
+
+        A layer that was given all_gather() needs the same recipe in copies of the network.
+        """
         return self
 
     @property
     def init_path(self) -> Path:
-        """The folder that the task was given as init, for from_pretrained in model(); InputError without one. It is
-        not known yet in __init__.
+        """Return the folder that the task was given as init, for from_pretrained in model().
+
+        The folder is not known yet in __init__.
+
+        Raises:
+            InputError: the task was given no init.
         """
         if self._init_path is None:
             raise InputError(f"{type(self).__name__} starts from given weights: give the folder that has them as init")
@@ -147,11 +156,16 @@ class Recipe:
         data_path: Path | None = None,
         init_path: Path | None = None,
     ) -> nn.Module:
-        """The trained network from a model_state or safetensors file, in evaluation mode on the CPU; nothing in the
-        file is executed, but the module of the settings' class, which it names, is imported.
+        """Load the trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-        settings: those of the training; by default those in the file's metadata.
-        data_path, init_path: those of the training, where model() needs them.
+        Nothing in the file is executed, but the file names the module of the settings' class, and that module is
+        imported.
+
+        Args:
+            path: the file.
+            settings: the settings of the training; by default those in the file's metadata.
+            data_path: the training's data, if model() needs them.
+            init_path: the training's init, if model() needs it.
         """
         if settings is None:
             settings = needs_metadata(path, "give the settings of the training").load_settings(path)
@@ -160,98 +174,117 @@ class Recipe:
         return recipe.trained_model(path)
 
     def trained_model(self, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> nn.Module:
-        """model() with the weights of a file, in evaluation mode on the CPU. called, remedy: see load_weights."""
+        """Return model() with the weights of a file, in evaluation mode on the CPU.
+
+        Args:
+            path: the file.
+            called: what messages call the file.
+            remedy: what messages tell the user to do.
+        """
         return load_weights(self.initial_model(), path, called, remedy).eval()
 
     def initial_model(self) -> nn.Module:
-        """model() with the random numbers of a training: what it draws and freezes is in no file."""
+        """Return model() as a training first has it. No file stores what model() draws and freezes."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.settings.seed)
             return self.model()
 
     def data(self, split: str) -> Any:
-        """The samples of "train" or "test", and of "validation" if has_validation is set.
+        """Return the samples of a split: "train", "test", or "validation" if has_validation is set.
 
-        Tensors and arrays, single or in tuples, lists and dicts, are kept on the device; memory maps (numpy.memmap)
-        stay on disk and are read batch by batch; a torch.utils.data.Dataset with a length is read sample by sample, by
-        options.loader_workers processes per rank; Blocks are fetched from a storage as they are needed.
+        Tensors and arrays, single or in tuples, lists and dicts, are kept on the device. Memory maps (numpy.memmap)
+        stay on disk and are read batch by batch. A torch.utils.data.Dataset with a length is read sample by sample, by
+        options.loader_workers processes per rank. Blocks are fetched from a storage as they are needed.
         """
         raise _undefined(self, "data(split)")
 
     def lengths(self, split: str) -> Any:
-        """(N,) whole numbers, for samples of different lengths; None where all have the same shape.
+        """Return the length of each sample of a split, (N,) whole numbers, or None if all samples have the same shape.
 
-        Tensors whose samples have this length in their first dimension are padded with zeros, those that come padded
-        are cut, to the longest of the global batch, so that what augment() draws is the same on any number of ranks.
+        Tensors whose samples have this length in their first dimension are padded with zeros, or cut if they come
+        padded, to the longest sample of the global batch. So augment() draws the same numbers on any number of ranks.
         """
         return None
 
     def model(self) -> nn.Module:
-        """The network, its weights drawn from torch's random numbers, seeded by settings.seed; it returns no softmax.
+        """Build the network, with weights drawn from torch's random numbers, which settings.seed has seeded.
 
-        As with DistributedDataParallel, each rank has its own dropout, batch norm sees the rank's own samples, and
-        buffers are rank 0's.
+        The network returns no softmax. As with DistributedDataParallel, each rank has its own dropout, batch norm sees
+        the rank's own samples, and buffers are rank 0's.
         """
         raise _undefined(self, "model()")
 
     def measure(self, outputs: Any, batch: Tree) -> Measures:
-        """The measures of each sample, including "loss", which is minimized, unless there is an "objective".
+        """Return the measures of each sample. "loss" is one of them, and is minimized unless there is an "objective".
 
-        Each is reported as the sum of its values over the sum of its weights (1 by default), over the whole split; what
-        is minimized is the same ratio over the global batch, by its values: its weights must not need a gradient.
+        Each measure is reported for the whole split, as the sum of its values over the sum of its weights (1 by
+        default). The same ratio over the global batch is minimized, by its values: its weights must not need a
+        gradient.
         """
         raise _undefined(self, "measure(outputs, batch)")
 
     def forward(self, model: nn.Module, batch: Tree) -> Any:
-        """The network's outputs for a batch: a Tree."""
+        """Return the network's outputs for a batch, a Tree."""
         return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def facts(self) -> dict[str, Any]:
-        """What the metadata and the model card should say of the network besides its settings; values that fit JSON.
+        """Return what the metadata and the model card should say of the network besides its settings, as JSON values.
 
         "classes", a list of names, names a classifier's measures by class.
         """
         return {}
 
     def augment(self, batch: Tree, random: Random) -> Tree:
-        """A training batch, changed at random."""
+        """Return a training batch, changed at random."""
         return batch
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Any optimizer of torch.optim whose step needs no closure and takes dense gradients: all but LBFGS and
-        SparseAdam. The engine normalises, clips and checks the gradients, and restores the optimizer on resume.
+        """Return an optimizer of torch.optim whose step needs no closure and takes dense gradients.
+
+        All but LBFGS and SparseAdam are such. The engine normalises, clips and checks the gradients, and restores the
+        optimizer on resume.
         """
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
     def lr_lambda(self, step: int, steps: int) -> float:
-        """What the learning rate is multiplied by at this step of `steps`; see flyte_ddp.schedules."""
+        """Return the factor of the learning rate at this step of `steps`; flyte_ddp.schedules has some."""
         return 1.0
 
     def derive(self, measures: dict[str, float]) -> dict[str, float]:
-        """The measures to report: add here what is computed from others, such as a perplexity."""
+        """Return the measures to report. Add measures here that follow from others, such as a perplexity."""
         return measures
 
     def constant_loss(self) -> float:
-        """The mean loss, on the split that epochs are evaluated on, of the best constant prediction; 0 if unknown.
+        """Return the mean loss of the best constant prediction on the split that epochs are evaluated on; 0 if unknown.
 
-        A training that is no better gets a warning. If it is unknown, the loss of outputs paired with other samples
-        stands in for it.
+        A training that is no better gets a warning. If the loss is unknown, the loss of outputs paired with other
+        samples stands in for it.
         """
         return 0.0
 
     def predictions(self, outputs: Any, batch: Tree) -> Tensor | None:
-        """(n, ...) what to save for each test sample in predictions.npy, in a type of NumPy's; None saves nothing."""
+        """Return what to save in predictions.npy, (n, ...) in a NumPy type. None saves nothing."""
         return None
 
     def pictures(self, outputs: Any, batch: Tree) -> Sequence[tuple[str, Tensor]]:
-        """(caption, image (C, H, W) from 0 to 1, C being 1 or 3) of some test samples, for the report."""
+        """Return captions and images, (C, H, W) from 0 to 1 with C 1 or 3, of some test samples, for the report."""
         return ()
 
     def all_gather(self, local: Tensor) -> Tensor:
-        """(N, ...) of the whole global batch, with gradients, from this rank's (n, ...); all ranks must call it.
+        """Gather rows of the whole global batch, with gradients, for losses that compare samples with one another.
 
-        For losses that compare samples with one another. self.share.first is the position of the rank's first sample.
-        With virtual ranks it must be called once, in measure().
+        All ranks must call it. self.share.first is the position of the rank's first sample in the result. With virtual
+        ranks it must be called once, in measure().
+
+        Args:
+            local: (n, ...), a row for each of this rank's samples.
+
+        Returns:
+            (N, ...), the rows of all ranks.
+
+        Raises:
+            InputError: local does not have a row for each sample, or, with virtual ranks, earlier steps made no such
+                call.
         """
         share = self.share
         if not local.ndim or len(local) != share.count:

@@ -4,7 +4,15 @@ import math
 
 
 def one_cycle(step: int, steps: int, warmup_fraction: float = 0.25, start: float = 0.1, end: float = 0.001) -> float:
-    """Linear from start up to 1 over the share warmup_fraction of all steps, then linear down to end."""
+    """Return the rate's factor at a step: linear from start up to 1, then linear down to end.
+
+    Args:
+        step: from 0.
+        steps: the number of all steps.
+        warmup_fraction: the share of all steps in which the factor rises.
+        start: the factor at the first step.
+        end: the factor at the last step.
+    """
     warmup = warmup_fraction * steps
     if step < warmup:
         return start + (1 - start) * step / warmup
@@ -12,7 +20,14 @@ def one_cycle(step: int, steps: int, warmup_fraction: float = 0.25, start: float
 
 
 def cosine(step: int, steps: int, warmup_fraction: float = 0.05, end: float = 0.0) -> float:
-    """Linear up to 1 over the share warmup_fraction of all steps, then half a cosine down to end."""
+    """Return the rate's factor at a step: linear up to 1, then half a cosine down to end.
+
+    Args:
+        step: from 0.
+        steps: the number of all steps.
+        warmup_fraction: the share of all steps in which the factor rises.
+        end: the factor at the last step.
+    """
     warmup = warmup_fraction * steps
     if step < warmup:
         return (step + 1) / (warmup + 1)

@@ -1,4 +1,4 @@
-"""The inputs of a training: what determines its result, and how to run it. The base of a recipe's own settings."""
+"""The inputs of a training: settings, which determine its result, and options, which say how to run it."""
 
 from dataclasses import dataclass
 
@@ -13,34 +13,37 @@ SHARDING = ("off", "full", "hybrid")
 
 @dataclass(frozen=True)
 class TrainingSettings(Settings):
-    """What determines the result of any training, and so the cache key; a recipe's own settings derive from it.
+    """The settings that determine the result of any training, and so the cache key.
+
+    A recipe's own settings derive from it.
 
     Attributes:
-        backend: process group backend; auto is nccl where a GPU is visible, else gloo.
-        seed: of the initial weights, the shuffling and the augmentation.
+        backend: process group backend; auto is nccl if a GPU is visible, else gloo.
+        seed: seeds the initial weights, the shuffling and the augmentation.
         log_interval: steps between two log lines.
         batch_size: samples of one optimizer step, all ranks together.
         test_batch_size: samples of one evaluation batch, all ranks together.
         epochs: passes over the training samples.
-        virtual_ranks: the number of parts that a global batch is computed in, as by so many ranks of
-            DistributedDataParallel, on any number of ranks up to it: the result has the same bits on each. 0 is plain
-            DistributedDataParallel: each rank draws for itself, and batch norm sees its own samples.
-        threads: torch's threads in each rank; 0 is one with virtual_ranks, since on more of them kernels add in another
-            order, and otherwise the machine's cores, divided by its ranks.
+        virtual_ranks: the number of parts that a global batch is computed in, as if DistributedDataParallel had so many
+            ranks. On any number of ranks up to it, the result has the same bits. 0 is plain DistributedDataParallel, in
+            which each rank draws for itself, and batch norm sees the rank's own samples.
+        threads: torch's threads in each rank. 0 is the machine's cores divided by its ranks; with virtual_ranks it is
+            one, because kernels add in another order on more threads.
         stop_after: training stops after this many epochs, although its schedule goes on to epochs; 0 is off. It leaves
             final-checkpoint in its logs, from which the same settings with a later stop, or none, continue.
         evaluations_per_epoch: how often an epoch is evaluated, at equal distances, the last time at its end. All that
-            happens after an epoch happens after each of them: best weights are chosen, and patience counts them.
-        precision: of the forward and backward pass; auto is bfloat16 where all ranks' hardware supports it; a resume
-            keeps that of its checkpoint.
-        validation_fraction: share of the training samples that are held out, the same ones for any seed, to choose the
-            best epoch by; with 0 there is no validation split, and each epoch is evaluated on the test split.
-        choose_by: what the best epoch is chosen by: the headline measure or the loss.
+            happens after an epoch happens after each evaluation: best weights are chosen, and patience counts
+            evaluations.
+        precision: of the forward and backward pass; auto is bfloat16 if all ranks' hardware supports it. A resume keeps
+            the checkpoint's precision.
+        validation_fraction: share of the training samples that are held out to choose the best epoch by, the same ones
+            for any seed. With 0 there is no validation split, and each epoch is evaluated on the test split.
+        choose_by: the measure that the best epoch is chosen by: the headline measure or the loss.
         patience: training ends after this many evaluations without an improvement on the validation split; 0 is off.
         minimum_delta: an improvement counts only if it is greater than this.
         freeze: patterns (fnmatch) of the names of layers or parameters that are not trained, separated by commas.
-        init_leave_out: patterns like these of the tensors that are not taken from init but initialised anew;
-            "mismatching" stands for all that init lacks or has in another shape.
+        init_leave_out: patterns (fnmatch) of the names of tensors that are not taken from init but initialised anew,
+            separated by commas; "mismatching" stands for all tensors that init lacks or has in another shape.
     """
 
     backend: str = setting("auto", choices=BACKENDS)
@@ -80,7 +83,7 @@ class TrainingSettings(Settings):
 
     @property
     def last_epoch(self) -> int:
-        """The epoch, from 1, that training ends with, unless early stopping ends it before."""
+        """Return the epoch, from 1, that training ends with unless early stopping ends it before."""
         return self.stop_after or self.epochs
 
     def check_validation(self, keep_best: int = 0) -> None:
@@ -96,20 +99,23 @@ class TrainingSettings(Settings):
 
 @dataclass(frozen=True)
 class RunOptions(Settings):
-    """How to run it; the cache ignores these. Outputs say on how many ranks a result was computed.
+    """The options that say how to run a training.
+
+    The cache ignores them; outputs say on how many ranks a result was computed.
 
     Attributes:
-        nproc: ranks to spawn; 0 is one per visible GPU, or two where there is none.
+        nproc: ranks to spawn; 0 is one per visible GPU, or two if there is none.
         timeout_seconds: how long the ranks may go without a step before the run counts as hung.
-        start_timeout_seconds: the same until their first step, for which they load data and network, resume from a
-            checkpoint, and try what could fail later; at least timeout_seconds.
-        write_timeout_seconds: the same while they write, or upload, a checkpoint or their results.
-        checkpoint_seconds: time between two checkpoints within an epoch (there is always one at its end).
+        start_timeout_seconds: how long the ranks may take until their first step, for which they load data and network,
+            resume from a checkpoint, and try what could fail later; at least timeout_seconds.
+        write_timeout_seconds: how long the ranks may take to write, or upload, a checkpoint or their results.
+        checkpoint_seconds: time between two checkpoints within an epoch; there is always one at the epoch's end.
         resume: whether to resume from the checkpoint of an unfinished run of the same training.
-        resume_from: the folder of an unfinished run's checkpoint, which its log and its report name, in Flyte's storage
-            or on this machine: what was aborted, or ran elsewhere, goes on from there. Refused for another training.
-        tracking: online and offline are Weights & Biases; auto is online where it has a key, else off; tensorboard
-            writes event files; mlflow sends to the server that MLFLOW_TRACKING_URI names.
+        resume_from: the folder of an unfinished run's checkpoint, in Flyte's storage or on this machine; the run's log
+            and report name it. A run that was aborted, or ran elsewhere, continues from there. Refused for another
+            training.
+        tracking: online and offline are Weights & Biases; auto is online if W&B has a key, else off; tensorboard writes
+            event files; mlflow sends to the server that MLFLOW_TRACKING_URI names.
         wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
         wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
         mlflow_experiment: the MLflow experiment; empty is MLFLOW_EXPERIMENT_NAME, else flyte-ddp.
@@ -117,19 +123,20 @@ class RunOptions(Settings):
         log_gradients: whether trackers get each parameter's gradient norm and, after each epoch, its histogram.
         keep_checkpoint: whether to keep the last checkpoint, as final-checkpoint, so that a later training can continue
             from it.
-        keep_best: how many of the best evaluations on the validation split leave their weights in the logs, the best
-            as best-1-epoch-N.pt; 0 is none.
-        loader_workers: processes per rank that read ahead samples of a Dataset that are not in memory; with 0 the rank
-            reads them itself. Blocks need none: a thread of the rank reads them ahead.
-        pin_memory: whether such batches are copied to a GPU from page-locked memory; without a GPU it has no effect.
-        cache_bytes: of each node's disk that Blocks of data may take; 0 is half of what is free.
-        sharding: with full, each rank keeps a part of the weights, gradients and optimizer state, and the layers that
-            Recipe.fsdp_units names are made whole one after the other; for models that are too large for one GPU. With
-            hybrid, it shares them with the ranks of its node alone, and each node has a copy.
-        audit_every: each time after so many steps, another rank computes a part of the batch, too; if their bits
-            differ, the attempt ends and names who was wrong. Needs virtual_ranks; 0 is off.
-        odd_hosts: what happens before the first step if a host, GPU or link is unlike the others, such as a slower one:
-            warn, or refuse, which ends the attempt, so that another one may get other hosts.
+        keep_best: how many of the best evaluations on the validation split leave their weights in the logs, the best as
+            best-1-epoch-N.pt; 0 is none.
+        loader_workers: processes per rank that read ahead the samples of a Dataset that are not in memory; with 0 the
+            rank reads them itself. Blocks need none: a thread of the rank reads them ahead.
+        pin_memory: whether the loader workers' batches are copied to a GPU from page-locked memory; without a GPU it
+            has no effect.
+        cache_bytes: how much of each node's disk Blocks of data may take; 0 is half of what is free.
+        sharding: for models that are too large for one GPU. With full, each rank keeps a part of the weights, gradients
+            and optimizer state, and the layers that Recipe.fsdp_units names are made whole one after the other. With
+            hybrid, the ranks of a node share one copy, and each node has its own.
+        audit_every: after so many steps each time, another rank computes a part of the batch again. If their bits
+            differ, the attempt ends and names the rank that was wrong. Needs virtual_ranks; 0 is off.
+        odd_hosts: what happens before the first step if a host, GPU or link differs from the others, such as a slower
+            one: warn, or refuse, which ends the attempt, so that another one may get other hosts.
         compile: whether torch.compile compiles, one by one, the layers that Recipe.fsdp_units names, or else the
             network; for GPUs. Compiled code draws other random numbers, so a resume needs the same choice.
     """

@@ -1,6 +1,6 @@
-"""Training without Flyte: in a plain Python call, in a notebook, or as one of the ranks that torchrun starts.
+"""Training without Flyte: in a Python call, in a notebook, or as one of the ranks that torchrun starts.
 
-result = train("my_project.model:CharLM", Settings(epochs=3), output="trained")
+    result = train("my_project.model:CharLM", Settings(epochs=3), output="trained")
 
 In a script that `torchrun --nproc-per-node 2 script.py` runs, the same call trains as one of its ranks.
 """
@@ -54,16 +54,16 @@ class Result:
     """The outputs of a training without Flyte.
 
     Attributes:
-        epochs: of each evaluation, the measures of the training samples since the last one, and of the validation or
+        epochs: for each evaluation, the measures of the training samples since the last one, and of the validation or
             test samples as `evaluated`.
         warnings: when and why training did not go as it should; empty if all went well.
-        model_path: the trained weights, a CPU state_dict; on the first node. With a validation split they are those of
+        model_path: the trained weights, a CPU state_dict, on the first node. With a validation split they are those of
             the best epoch, and last.pt beside it has those of the last.
-        output: the folder of all that was written; on the first node.
+        output: the folder of all files that were written, on the first node.
         tested: measures of the test samples, with the weights at model_path.
-        best_epoch: which of the epochs these weights are of, from 1; 0 without a validation split.
-        kept: what options.keep_best has left in output, the best first.
-        digest: of the weights at model_path, 16 hex digits: equal bits have equal digests.
+        best_epoch: the epoch of the weights at model_path, from 1; 0 without a validation split.
+        kept: the models that options.keep_best has left in output, the best first.
+        digest: the digest of the weights at model_path, 16 hex digits: equal bits have equal digests.
     """
 
     epochs: list[EpochFinished]
@@ -88,24 +88,30 @@ def train(
     observers: Sequence[str] = (),
     report: bool = False,
 ) -> Result:
-    """Train a recipe with options.nproc ranks that it starts, or as one rank if a launcher has set WORLD_SIZE.
+    """Train a recipe with options.nproc ranks, or as one rank if a launcher has set WORLD_SIZE.
 
     Args:
-        recipe: "package.module:Name", or the class itself; or those of a function, a loop of your own: see Loop.
+        recipe: a class, or its name "package.module:Name"; or a function, a loop of your own, as Loop describes it.
+        settings: what determines the result.
+        options: how to run the training.
         data: file or folder, passed to the recipe as data_path; or its URL (s3://, gs://, abfs://, file://), for a
             recipe that returns Blocks.
         output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint that the same call
-            resumes from; one training's at a time, and refused where an unfinished one has left its checkpoint.
+            resumes from. One training uses it at a time. It is refused if an unfinished training has left its
+            checkpoint there.
         data_files: files that the recipe reads, relative to its module's file; a checkpoint is only valid for the same.
         on_event: receives every event; without it, or with a report, lines go to standard error.
-        init: what to start with: the model_state of an earlier training, or a checkpoint (final-checkpoint in its
+        init: what to start with: the model_state of an earlier training; or a checkpoint (final-checkpoint in its
             output, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total;
             or a folder in save_pretrained's layout, the recipe's init_path.
         observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event
-            they cannot hurt the run: an exception is said once, and their time is their own.
+            they cannot hurt the run: an exception is reported once, and observers run in a thread of their own.
         report: whether output also gets report.html, live while it trains, and options.tracking chooses a tracker.
 
-    Raises InputError for what the caller can fix, RankError if a rank fails, PreemptedError after a SIGTERM.
+    Raises:
+        InputError: the caller can fix it.
+        RankError: a rank has failed.
+        PreemptedError: the process has received a SIGTERM.
     """
     show_output()
     code = _checked(recipe, settings, options, data_files)
@@ -133,7 +139,7 @@ def train(
 
 
 def _checked(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
-    """The recipe's code; InputError if one of them is something else."""
+    """Return the recipe's code. Raises InputError if recipe, settings or options are something else."""
     if not isinstance(settings, TrainingSettings):
         raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
     if not isinstance(options, RunOptions):
@@ -153,7 +159,11 @@ def _subject(code: UserCode, settings: TrainingSettings, data: str | Path | None
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """No other process trains into the folder while the block runs; InputError if one does, or if nobody can."""
+    """Keep other processes from training into the folder while the block runs.
+
+    Raises:
+        InputError: another process trains into the folder, or the folder cannot be written to.
+    """
     with ExitStack() as stack:
         with writing_to(folder, OUTPUT):
             try:
@@ -178,7 +188,7 @@ def run_in(
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
     goodput = Goodput(started, earlier=earlier)
     is_first = is_first_rank()
-    if is_first:  # a checkpoint's draft is as large as that
+    if is_first:  # a killed process may have left drafts, each as large as a checkpoint
         for file in (job.checkpoint_path, job.model_path, FILE, PREDICTIONS, PICTURES, LAST, FINAL):
             remove_leftovers(folder, Path(file).name)
     page = folder / "report.html" if report and is_first else None
@@ -190,7 +200,7 @@ def run_in(
         observers.end(RunFinished.of(results, folder, goodput))
         if page:
             say_summary(observers.record, Path(job.model_path), page, show_paths=True)
-        if is_first:  # until then the same command would only tell again what has been trained
+        if is_first:  # with the checkpoint, the same command would only report the finished training again
             remove_checkpoint(Path(job.checkpoint_path))
     result = results[0]
     warnings = [one.reason for one in result.warnings]
@@ -217,9 +227,9 @@ def info_of(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
 
 
 def existing(data: str | Path | None) -> Path | StoredData | None:
-    """Return where the data are; InputError if there are none."""
+    """Return the path or URL of the data, or None. Raises InputError if there are no data at the place."""
     if isinstance(data, str) and "://" in data:
-        from flyte_ddp.data.remote_files import stored_data  # it imports fsspec, which other trainings do without
+        from flyte_ddp.data.remote_files import stored_data  # remote_files imports fsspec, which local data don't need
 
         return stored_data(data)
     source = absolute(data, "data") if data else None
@@ -229,7 +239,7 @@ def existing(data: str | Path | None) -> Path | StoredData | None:
 
 
 def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-    """Train with ranks of its own, or as one of its launcher's."""
+    """Train with ranks that this process starts, or as one of the ranks that a launcher has started."""
     checkpoint = Path(job.checkpoint_path)
     options = job.options
     if is_first_rank() and not options.resume:
@@ -249,7 +259,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
             world = choose_world(settings.backend, options.nproc, settings.batch_size, settings.virtual_ranks)
             results = launcher.launch(WORKER, world, job, options, on_event, root=job.root)
     except PreemptedError as stopped:
-        if not checkpoint.exists():  # it was stopped before its first step
+        if not checkpoint.exists():  # the training was stopped before its first step
             raise
         raise PreemptedError(f"{stopped}; the same command resumes from {checkpoint}") from None
     except KeyboardInterrupt:
@@ -259,7 +269,11 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
 
 
 def name_of(kind: Any, what: str = "recipe") -> str:
-    """The name by which ranks find the class, or function; InputError for one that only this process has."""
+    """Return the name by which ranks can import the class or function.
+
+    Raises:
+        InputError: only this process has it.
+    """
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise InputError(
             f"{what} must be defined at the top level of a module that can be imported, got {kind.__qualname__} of "

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one. Standard library only."""
+"""Functions that write files so that a reader never sees half of one. Standard library only."""
 
 import glob
 import hashlib
@@ -21,7 +21,9 @@ LEFTOVER_SECONDS = 3600.0
 def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
     """Turn the errors of a full, read-only or forbidden disk into one InputError that names the folder.
 
-    variable is the environment variable, or argument, with which the user can choose another folder.
+    Args:
+        directory: the folder that the block writes to.
+        variable: the environment variable, or argument, with which the user can choose another folder.
     """
     try:
         yield
@@ -42,9 +44,14 @@ def reading() -> Iterator[None]:
 
 
 def absolute(place: str | Path, variable: str) -> Path:
-    """The absolute path of a place here; InputError if it is below a home or current folder that is not there.
+    """Return the absolute path of a place on this machine.
 
-    variable: as in writing_to.
+    Args:
+        place: a path, which may begin with "~".
+        variable: the environment variable, or argument, with which the user can choose another place.
+
+    Raises:
+        InputError: there is no home folder, or the current folder has been removed.
     """
     try:
         return Path(place).expanduser().absolute()
@@ -55,13 +62,17 @@ def absolute(place: str | Path, variable: str) -> Path:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in the same folder that no other process uses (for os.replace) and that remove_leftovers recognises."""
+    """Return a path in the same folder that no other process uses, for os.replace. remove_leftovers recognises it."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
 
 
 def remove_leftovers(directory: str | Path, name: str = "") -> None:
-    """Remove what killed processes left half-written here: of any file, what is untouched for an hour; by the name of
-    one that nobody else writes, all that is of it.
+    """Remove files that killed processes left half-written in the folder.
+
+    Args:
+        directory: the folder.
+        name: the name of a file that no other process writes now: all its leftovers are removed. Without a name,
+            leftovers of all files are removed if nobody has touched them for an hour.
     """
     for path in Path(directory).glob(f".{glob.escape(name)}.*.partial" if name else ".*.partial"):
         with suppress(OSError):
@@ -71,20 +82,20 @@ def remove_leftovers(directory: str | Path, name: str = "") -> None:
 
 @contextmanager
 def synced_file(path: Path) -> Iterator[io.BufferedRandom]:
-    """A new file that is on disk, not just in the cache, when the block ends."""
+    """Open a new file that is on disk, not just in the cache, when the block ends."""
     with open(path, "x+b") as file:
         yield file
         sync(file)
 
 
 def sync(file: IO[bytes]) -> None:
-    """Return when what was written is on disk."""
+    """Wait until the file's content is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names of the files in it are on disk."""
+    """Wait until the names of the folder's files are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -94,7 +105,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
-    """A file beside path that replaces it when the block ends without an error: path has the old content or the new."""
+    """Open a file beside path that replaces path if the block ends without an error.
+
+    path has the old content or the new, never a part.
+    """
     beside = temporary_beside(path)
     try:
         with synced_file(beside) as file:
@@ -105,14 +119,16 @@ def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file whole or not at all; raises OSError."""
+    """Write a file whole or not at all. Raises OSError."""
     with whole_file(path) as file:
         file.write(content)
 
 
 def link_or_copy(file: Path, other: Path) -> None:
-    """A second name for a file, or a copy where there can be none, as on another disk; raises FileNotFoundError if
-    the file is not there.
+    """Give a file a second name, or copy it if there can be no link, as on another disk.
+
+    Raises:
+        FileNotFoundError: the file is not there.
     """
     try:
         os.link(file, other)
@@ -123,8 +139,11 @@ def link_or_copy(file: Path, other: Path) -> None:
 
 
 def files_below(folder: str | Path) -> Iterator[Path]:
-    """All files below a folder, and links that lead nowhere, also where links lead to folders; raises OSError if one
-    may not be read, InputError for links in a circle.
+    """Yield all files below a folder, and links that lead nowhere. Links to folders are followed.
+
+    Raises:
+        OSError: a folder may not be read.
+        InputError: a link leads to a folder that contains it.
     """
     for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         yield from (Path(parent, name) for name in names)
@@ -134,12 +153,12 @@ def files_below(folder: str | Path) -> Iterator[Path]:
 
 
 def _refuse(error: OSError) -> None:
-    """A folder that cannot be listed: os.walk would pass over it."""
+    """Raise the error of a folder that cannot be listed. os.walk would skip the folder."""
     raise error
 
 
 def content_digest(path: Path, algorithm: str = "sha256") -> str:
-    """The hash as hex of the content of a file, or of the names and contents of all files below a folder."""
+    """Return the hash of a file's content, or of the names and contents of all files below a folder, as hex."""
     if not path.is_dir():
         with open(path, "rb") as file:
             return stream_digest(file, algorithm)
@@ -150,7 +169,7 @@ def content_digest(path: Path, algorithm: str = "sha256") -> str:
 
 
 def stream_digest(file: BinaryIO, algorithm: str = "sha256") -> str:
-    """The hash as hex of what is left to read; hashlib.file_digest needs Python 3.11."""
+    """Return the hash of what is left to read, as hex. hashlib.file_digest needs Python 3.11."""
     digest = hashlib.new(algorithm, usedforsecurity=False)
     while piece := file.read(2**20):
         digest.update(piece)

@@ -26,8 +26,8 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
         original(self, option_name, message, possibilities, ctx)
         hint = _hint(option_name, ctx.command.params, kind_of) if ctx else ""
         if hint:
-            self.message = f"{self.message} {hint}"
-            self.possibilities = None  # type: ignore[misc]
+            self.message = f"{self.message} {hint}"  # type: ignore[misc]
+            self.possibilities = None
 
     init.original = original  # type: ignore[attr-defined]
     click.NoSuchOption.__init__ = init  # type: ignore[method-assign]

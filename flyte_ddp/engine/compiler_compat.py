@@ -23,7 +23,7 @@ def inductor_left_out() -> Iterator[None]:
     package, config = ModuleType("torch._inductor"), ModuleType("torch._inductor.config")
     config.triton = SimpleNamespace(cudagraphs=False)  # type: ignore[attr-defined]
     package.config = config  # type: ignore[attr-defined]
-    torch._inductor = package  # type: ignore[attr-defined]
+    torch._inductor = package
     sys.modules.update({module.__name__: module for module in (package, config)})
     try:
         yield

@@ -63,7 +63,7 @@ def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
                 self._remaining_restarts = 0
             return result
 
-    own = api.LocalElasticAgent
+    own = api.LocalElasticAgent  # type: ignore[attr-defined]
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:
         yield
