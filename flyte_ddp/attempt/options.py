@@ -27,7 +27,7 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
         hint = _hint(option_name, ctx.command.params, kind_of) if ctx else ""
         if hint:
             self.message = f"{self.message} {hint}"  # type: ignore[misc]
-            self.possibilities = None
+            self.possibilities = None  # type: ignore[misc]
 
     init.original = original  # type: ignore[attr-defined]
     click.NoSuchOption.__init__ = init  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""python -m flyte_ddp new NAME: creates a project, ready to train."""
+"""The command `python -m flyte_ddp new NAME`, which creates a project, ready to train."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where pip finds this library: it is on no public index, so a project that uses it must say so."""
+"""The requirement by which pip finds this library. No public index has it, so a user's project must say from where."""
 
 import json
 import re
@@ -14,8 +14,10 @@ REMEDY = f"write it as '{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT'"
 
 
 def check_requirement(text: str) -> str:
-    """Return the text if it is a requirement of this library, else raises InputError; pip finds out whether it can be
-    installed.
+    """Return the text if it is a requirement of this library. Only pip can find out whether it can be installed.
+
+    Raises:
+        InputError: the text is something else.
     """
     if not re.fullmatch(rf"{DISTRIBUTION}(\[[a-z0-9,]+\])? *(@|[=<>~!]=?) *[^\s\"\\]+", text):
         raise InputError(f"--library must be a requirement of {DISTRIBUTION}, got {text!r}: {REMEDY}")
@@ -23,17 +25,18 @@ def check_requirement(text: str) -> str:
 
 
 def with_extra(requirement: str, extra: str) -> str:
-    """The requirement with one more of the library's extras."""
+    """Return the requirement with one more of the library's extras."""
     extras, rest = re.fullmatch(rf"{DISTRIBUTION}(?:\[([a-z0-9,]+)\])?(.*)", requirement).groups()  # type: ignore[union-attr]
     names = sorted({*(extras or extra).split(","), extra})
     return f"{DISTRIBUTION}[{','.join(names)}]{rest}"
 
 
 def installed_from() -> str:
-    """The requirement for the library that is used here: its checkout, or what pip installed it from (PEP 610)."""
+    """Return the requirement for the library that runs here: its checkout, or what pip installed it from (PEP 610)."""
     source = Path(flyte_ddp.__path__[0]).absolute().parent
     project = source / "pyproject.toml"
-    if project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text():  # an editable installation, too
+    # An editable installation, too, has the checkout's pyproject.toml
+    if project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text():
         return f"{DISTRIBUTION} @ {source.as_uri()}"
     try:
         installed = distribution(DISTRIBUTION)

@@ -1,4 +1,4 @@
-"""Creates a user's project from the template beside this file.
+"""The files of a user's new project, made from the template beside this module.
 
 The template is itself a working project. Its package is called my_project, and that name is replaced in all paths and
 files.
@@ -20,14 +20,20 @@ from flyte_ddp.text import shortened
 from flyte_ddp.whole_files import absolute, temporary_beside, writing_to
 
 TEMPLATE = Path(__file__).with_name("template")
-FLYTE2 = Path(__file__).with_name("flyte2") / "template"  # what is otherwise for Flyte 2
+FLYTE2 = Path(__file__).with_name("flyte2") / "template"  # the files that differ for Flyte 2
 TEMPLATE_NAME = "my_project"
 
 
 def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
-    """Write the whole project or nothing; raises InputError for an invalid name or an existing folder.
+    """Write the whole project or nothing.
 
-    library: the requirement for this library in the project's pyproject.toml. flyte2: whether it is for Flyte 2.
+    Args:
+        folder: the new folder, whose name is the package's.
+        library: the requirement for this library in the project's pyproject.toml.
+        flyte2: whether the project is for Flyte 2.
+
+    Raises:
+        InputError: the name is invalid, or the folder exists.
     """
     folder = absolute(folder, "NAME")
     check_name(folder.name)
@@ -45,7 +51,7 @@ def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
 
 
 def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path, str]]:
-    """Each file's path in the project, and its text."""
+    """Yield each file's path in the project, and its text."""
     for common in sorted(TEMPLATE.rglob("*")):
         if common.is_file() and common.suffix != ".pyc":  # pip compiles the template along with the library
             place = common.relative_to(TEMPLATE)

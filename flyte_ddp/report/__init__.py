@@ -1,4 +1,4 @@
-"""The observers of events: console, page, figures, trackers.
+"""The observers of events: console, page, figures and trackers.
 
-They listen in the parent and change nothing; nothing here imports torch, and of the engine only job.py.
+Observers listen in the parent and change nothing. Nothing here imports torch, and of the engine only job.py.
 """

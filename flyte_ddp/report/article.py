@@ -32,7 +32,7 @@ BODY = """
 
 
 class Drawing(NamedTuple):
-    """A figure: an SVG element, as the functions of flyte_ddp.report.figures return it."""
+    """A figure with its title: an SVG element, as the functions of flyte_ddp.report.figures return it."""
 
     title: str
     svg: str
@@ -40,12 +40,12 @@ class Drawing(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """A part of an article, in this order: paragraphs, figures, a table, output, pictures; each may be left out.
+    """A part of an article: paragraphs, figures, a table, output and pictures, in this order. Each may be left out.
 
     Attributes:
-        heads, lines: of the table; the first column names the line, the others are right-aligned. Without heads, lines
-            are (label, text).
-        output: of a command, shown as it is.
+        heads, lines: the table's heads and lines. The first column names the line, the others are right-aligned.
+            Without heads, lines are (label, text).
+        output: the output of a command, shown as it is.
         pictures: (data URI, label), with URIs from figures.picture.
     """
 
@@ -60,29 +60,36 @@ class Section:
 
 
 def set_up(*facts: tuple[str, str]) -> Section:
-    """The section of what was asked for, and where it ran."""
+    """Return the section that says what was asked for, and where it ran."""
     return Section("Set-up", caption="Inputs and environment", lines=[*facts, *surroundings().items()])
 
 
 def article(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """The content of <body>, for a Deck; everything except the figures is escaped."""
+    """Return the content of <body>, for a Deck. Everything except the figures is escaped."""
     return render_body(BODY, title=title, subtitle=subtitle, sections=sections)
 
 
 def render_body(template: str, **values: Any) -> str:
-    """The content of <body> in the style of the report, whose macros the template may use."""
+    """Return the content of <body> in the style of the report. The template may use the report's macros."""
     return _render(f"<style>{page.STYLE}</style>{page.MACROS}{template}", **values)
 
 
 def document(title: str, fragment: str, live: bool = False) -> str:
-    """The whole page around a fragment, which loads nothing from the network; a live one reloads itself every few
-    seconds.
+    """Return the whole page around a fragment. The page loads nothing from the network.
+
+    Args:
+        title: the page's title.
+        fragment: the content of <body>.
+        live: whether the page reloads itself every few seconds.
     """
     return _render(page.PAGE, title=title, fragment=fragment, live=live)
 
 
 def _render(template: str, **values: Any) -> str:
-    """Fill in a template; whatever it does not call safe is escaped, also what no file could hold."""
+    """Fill in a template.
+
+    Values are escaped unless the template calls them safe, and so are characters that UTF-8 lacks.
+    """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -14,19 +14,20 @@ from flyte_ddp.events import Observer
 from flyte_ddp.launch.failures import message_of
 from flyte_ddp.report.console import warn
 
-# As nice(1) counts: the scheduler weighs a rank's thread three times as much. At 19 it is seventy times, and where
-# other programs use the cores, W&B is still starting long after the end of a short training.
+# The niceness of observers' threads: the scheduler gives a rank's thread three times their weight. At 19 it would be
+# seventy times: where other programs use the cores, W&B would still be starting after the end of a short training.
 NICENESS = 5
 
 
 class IncompleteError(Exception):
-    """An error whose message is the whole explanation, without the type's name."""
+    """An error whose message explains everything, so that the type's name is not shown."""
 
 
 class Background(Observer):
-    """A slow observer, which a thread of its own makes, calls and closes.
+    """A slow observer that a thread of its own creates, calls and closes.
 
-    Events that the observer fails on, or that arrive while the queue is full, are lost; close() says so once.
+    Events are lost if the observer fails on them, or if they arrive while the queue is full; close() warns of that
+    once.
     """
 
     def __init__(
@@ -37,8 +38,14 @@ class Background(Observer):
         capacity: int = 10_000,
         abandon: Callable[[], None] = lambda: None,
     ):
-        """make: the thread calls it, and waits for imports and connections. close_seconds: how long close() waits for
-        what is queued, before it calls abandon.
+        """Start the thread.
+
+        Args:
+            name: what warnings call the observer.
+            make: creates the observer. The thread calls it, so it may wait for imports and connections.
+            close_seconds: how long close() waits for queued events before it calls abandon.
+            capacity: how many events may be queued.
+            abandon: stops an observer that close() could not wait for.
         """
         self.name = name
         self._close_seconds = close_seconds
@@ -59,16 +66,18 @@ class Background(Observer):
             self._reason = self._reason or "too slow"
 
     def wait_until_made(self) -> None:
-        """Wait until the observer is made, or has failed to be; close() waits the shorter for that."""
+        """Wait until the observer is created, or its creation has failed. close() then waits that much shorter."""
         began = time.monotonic()
         self._is_made.wait(self._close_seconds)
         self._close_seconds -= time.monotonic() - began
 
     def close(self) -> None:
-        """Wait until all events are handled, at most close_seconds. After an interrupt, a second call goes on waiting.
+        """Wait until all events are handled, at most close_seconds.
 
-        A new thread of normal priority closes the observer, because training is over. A daemon thread does not keep
-        the process from ending.
+        After an interrupt, a second call continues to wait.
+
+        A new thread of normal priority closes the observer, because training is over. As a daemon thread it does not
+        keep the process from ending.
         """
         deadline = time.monotonic() + max(0.0, self._close_seconds)
         if not self._is_closing:
@@ -93,7 +102,10 @@ class Background(Observer):
             self._reason = ""
 
     def _start(self, work: Callable[..., object], *arguments: Any) -> threading.Event:
-        """Work in a thread; the event says that it has ended: an interrupt of Thread.join() takes it for ended."""
+        """Run a function in a thread, and return an event that says when it has ended.
+
+        Thread.join() would not do: after an interrupt it takes the thread for ended.
+        """
         done = threading.Event()
 
         def run() -> None:
@@ -102,7 +114,7 @@ class Background(Observer):
             finally:
                 done.set()
 
-        # With Flyte's context, without which a Deck cannot be published
+        # A Deck cannot be published without Flyte's context
         threading.Thread(target=contextvars.copy_context().run, args=(run,), name=self.name, daemon=True).start()
         return done
 
@@ -110,9 +122,9 @@ class Background(Observer):
         give_way()
         try:
             self._observer = observer = make()
-        except (Exception, SystemExit) as error:  # the latter would end the thread without a word
+        except (Exception, SystemExit) as error:  # SystemExit would end the thread without a message
             self._note(error)
-            warn(f"{self.name} cannot be started ({self._reason}). Training goes on without it.")  # for days, perhaps
+            warn(f"{self.name} cannot be started ({self._reason}). Training goes on without it.")
             return
         finally:
             self._is_made.set()
@@ -140,7 +152,7 @@ def give_way() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message, shortened, on one line, without the W&B key and the passwords of addresses."""
+    """Return an error's message on one line, shortened, without the W&B key and the passwords of addresses."""
     text = " ".join(message_of(error).split())
     key = os.environ.get("WANDB_API_KEY")
     return (text.replace(key, "(key)") if key else text)[:400]

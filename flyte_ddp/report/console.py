@@ -33,16 +33,19 @@ MOST_SAID = 10  # evaluations in a summary
 
 
 class Terminal(logging.Handler):
-    """Prints messages on standard error as they are, and warnings as such.
+    """A logging handler that prints messages on standard error, with "Warning: " before warnings.
 
-    What cannot be written ends no training: the disk of its log may be full, its terminal closed.
+    A message that cannot be written ends no training: the disk of its log may be full, or its terminal closed.
+
+    Attributes:
+        is_lost: whether the newest message could not be written.
     """
 
-    is_lost = False  # the newest message
+    is_lost = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Standard output is for the workflow's result. With err=True click would bypass rich, which keeps lines above
-        # the live one
+        # Standard output is for the workflow's result. With err=True, click would bypass rich, which keeps printed
+        # lines above the live one
         warning = "Warning: " if record.levelno >= logging.WARNING else ""
         try:
             click.echo(f"{warning}{self.format(record)}", file=sys.stderr)
@@ -52,15 +55,15 @@ class Terminal(logging.Handler):
 
 
 def is_shown() -> bool:
-    """Whether the newest message could be written."""
+    """Return whether the newest message could be written."""
     return not any(isinstance(handler, Terminal) and handler.is_lost for handler in logger.handlers)
 
 
 def show_output() -> None:
-    """Has the library's messages printed, unless its logger already has a handler; commands and tasks call it first."""
+    """Print the library's messages, unless its logger already has a handler. Commands and tasks call this first."""
     if not logger.handlers:
         logger.addHandler(Terminal())
-        logger.propagate = False  # or a handler of the root logger would print them again
+        logger.propagate = False  # a handler of the root logger would print the messages again
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
 
@@ -75,7 +78,7 @@ def warn(text: str) -> None:
 
 
 def say_last(text: str) -> None:
-    """Says it below the long line of outputs with which `pyflyte run` ends, unless something else is said before."""
+    """Print the text after the long line of outputs with which `pyflyte run` ends, or before the next message."""
     command = click.get_current_context(silent=True)
     if command is None:
         say(text)
@@ -95,15 +98,16 @@ def on_terminal() -> bool:
 
 
 def open_console(report: str = "") -> "Console":
-    """One live line on a terminal of one's own, plain lines elsewhere, and where a launcher's ranks share one.
+    """Return one live line on a user's own terminal, and plain lines elsewhere or where a launcher's ranks share one.
 
-    report: the address of the report that is written meanwhile, if it can be opened.
+    Args:
+        report: the address of the report that is written meanwhile, if it can be opened.
     """
     return LiveConsole(report) if on_terminal() and "WORLD_SIZE" not in os.environ else Console(report)
 
 
 class Remarks(events.Observer):
-    """Prints what all trainings have in common: warnings, output of ranks, and failed or refused checkpoints."""
+    """An observer that prints what all trainings have: warnings, output of ranks, and failed or refused checkpoints."""
 
     def on_not_learning(self, event: events.Warned) -> None:
         warn(event.reason)
@@ -124,7 +128,7 @@ class Remarks(events.Observer):
 
 
 class Console(Remarks):
-    """Prints a line per logged step and per epoch, in the tutorial's format."""
+    """An observer that prints a line per logged step and per epoch, in the tutorial's format."""
 
     def __init__(self, report: str = "") -> None:
         self._report = report
@@ -171,7 +175,7 @@ class Console(Remarks):
         self._ranks = []
 
     def close(self) -> None:
-        """Says so if there is something to be seen: several hosts, or a slow rank."""
+        """Print where the seconds have gone if that is worth seeing: with several hosts, or a slow rank."""
         if self._has_slow_rank or len(self._ranks) > 1:
             self.say_ranks()
 
@@ -205,7 +209,7 @@ class Console(Remarks):
 
 
 class LiveConsole(Console):
-    """Updates one line instead of printing one per logged step; everything else scrolls above it."""
+    """A console that updates one line instead of printing one per logged step. Other lines scroll above it."""
 
     def __init__(self, report: str = "") -> None:
         super().__init__(report)
@@ -246,7 +250,7 @@ class LiveConsole(Console):
 
 
 def say_interrupted(checkpoint: Path) -> None:
-    """Say how to go on after Ctrl-C or a SIGTERM: the command itself says only that it was aborted, or stopped."""
+    """Print how to continue after Ctrl-C or a SIGTERM. The command itself only says that it was aborted, or stopped."""
     if checkpoint.exists():
         say(f"Interrupted; the same command resumes from {checkpoint}")
 
@@ -254,7 +258,11 @@ def say_interrupted(checkpoint: Path) -> None:
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
     """Print the summary of a finished run: results, times, files, and a command to try next.
 
-    show_paths: whether its files stay where they are, as in a local run.
+    Args:
+        record: the run.
+        model: the path of the weights.
+        report: the path of the report.
+        show_paths: whether the run's files stay where they are, as in a local run.
     """
     info, run = record.info, record.started
     name = record.headline
@@ -266,7 +274,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         stand_in = " (stand-in)" if info.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {split_sizes(run)}{stand_in}"))
     by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
-    if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may do without
+    if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may evaluate nothing
         lines.append((capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"))
     lines.append(("Seconds", spent(record.goodput.seconds)))
     if record.tested:
@@ -320,7 +328,10 @@ def _plain_download(filename: str, done: int, total: int | None) -> None:
 
 
 def _progress(*columns: Any) -> Any:
-    """A live display on standard error that vanishes at the end. rich is always installed: pyflyte needs it."""
+    """Return a live display on standard error that vanishes at the end.
+
+    Rich is always installed, because pyflyte needs it.
+    """
     from rich.console import Console as Terminal
     from rich.progress import Progress as Display
     from rich.progress import TextColumn

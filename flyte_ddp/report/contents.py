@@ -1,4 +1,4 @@
-"""The report's tiles and tables, as plain values for its template: titles, and lines of (name, value)."""
+"""The report's tiles and tables as plain values for its template: titles, and lines of (name, value)."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ MOST_ATTEMPTS = 8
 
 
 def tiles(record: Record) -> list[tuple[str, str]]:
-    """Value and label of the figures at the top, the most important first."""
+    """Return the value and label of each figure at the top, the most important first."""
     run = record.started
     description = record.info.description
     tested = record.tested
@@ -60,17 +60,19 @@ def tiles(record: Record) -> list[tuple[str, str]]:
 def epoch_heads(record: Record) -> list[str]:
     names = [in_words(name) for name in record.measures[:MOST_MEASURES]]
     split = capitalised(record.split)
-    measured = (f"{of} {name}" for of in (split, "Training") for name in names)
-    return ["Epoch", *measured, "Seconds of training", "Weights"]
+    evaluated = [f"{split} {name}" for name in names]
+    trained = [f"Training {name}" for name in names]
+    return ["Epoch", *evaluated, *trained, "Seconds of training", "Weights"]
 
 
 def epoch_lines(record: Record) -> list[list[str]]:
-    """The last epochs' figures as a table."""
+    """Return the figures of the last epochs as the lines of a table."""
     names = record.measures[:MOST_MEASURES]
     return [
         [
             counted(epoch.position),
-            *(record.written(name, measures) for measures in (epoch.evaluated, epoch.train) for name in names),
+            *(record.written(name, epoch.evaluated) for name in names),
+            *(record.written(name, epoch.train) for name in names),
             f"{epoch.train_seconds:.1f}",
             epoch.digest or "-",
         ]
@@ -79,7 +81,7 @@ def epoch_lines(record: Record) -> list[list[str]]:
 
 
 def kept_table(record: Record) -> dict[str, Any] | None:
-    """The evaluations whose weights options.keep_best has left in the logs, the best first."""
+    """Return a table of the evaluations whose weights options.keep_best has left in the logs, the best first."""
     if not record.kept:
         return None
     measure = record.kept[0].measure
@@ -88,15 +90,16 @@ def kept_table(record: Record) -> dict[str, Any] | None:
 
 
 def cause_bars(record: Record) -> list[tuple[str, list[str], float]]:
-    """The seconds that went into each cause, and them as a share of most, in percent."""
+    """Return each cause with its seconds, and with their share of the longest cause in percent."""
     seconds = record.goodput.seconds
     most = max(seconds.values(), default=0.0) or 1.0
     return [(LABELS[cause], [f"{value:,.2f}"], round(100 * value / most, 1)) for cause, value in seconds.items()]
 
 
 def attempts_table(record: Record) -> dict[str, Any] | None:
-    """Where each attempt's seconds have gone, in percent of the longest one's and in numbers, if there are several; of
-    many, the last ones'.
+    """Return a table of where each attempt's seconds have gone; None if there was only one attempt.
+
+    The table has the seconds, and their share of the longest attempt in percent. Of many attempts it has the last ones.
     """
     attempts = record.goodput.attempts
     if len(attempts) == 1:
@@ -124,7 +127,7 @@ def ranks(record: Record) -> list[Table]:
 
 
 def data_lines(record: Record) -> list[tuple[str, Any]]:
-    """A description of the images and their digest; for other recipes, the number of samples."""
+    """Return the description of the images and their digest. For other recipes, return the number of samples."""
     run = record.started
     description = record.info.description
     if description is None:
@@ -147,7 +150,10 @@ def data_lines(record: Record) -> list[tuple[str, Any]]:
 
 
 def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
-    """Hyperparameters and options, with differences from the defaults marked; the network; the machine; the run."""
+    """Return the tables of hyperparameters, network, options, machine and run.
+
+    Values other than the defaults are marked.
+    """
     info, run = record.info, record.started
     written = f"{record.checkpoints} written in {record.write_seconds:.2f} s"
     lines = [
@@ -172,7 +178,7 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
 
 
 def _machines(ran_on: Iterable[dict[str, Any]]) -> list[str]:
-    """Each one's hardware, torch, precision, ranks and threads, in order."""
+    """Return hardware, torch version, precision, ranks and threads of each machine, in order."""
     return ["; ".join(f"{name} {value}" for name, value in machine.items()) for machine in ran_on]
 
 
@@ -188,7 +194,7 @@ def _network(record: Record) -> list[tuple[str, str]]:
 
 
 def _memory(record: Record) -> list[tuple[str, str]]:
-    """Known once training has finished."""
+    """Return the peak memory of ranks, which is known once training has finished."""
     results = record.finished.results if record.finished else []
     peaks = {
         "Memory of a rank, at most": max((result.peak_bytes for result in results), default=0),
@@ -198,16 +204,16 @@ def _memory(record: Record) -> list[tuple[str, str]]:
 
 
 def _settings(values: Settings) -> list[tuple[str, str, str]]:
-    """Name, value, and the default if the value differs from it."""
-    return [
-        (name, _text(value), _text(default) if value != default else "")
-        for name, default in dataclasses.asdict(type(values)()).items()  # type: ignore[call-overload]
-        for value in [getattr(values, name)]
-    ]
+    """Return the name and value of each field, and the default if the value differs from it."""
+    lines = []
+    for name, default in dataclasses.asdict(type(values)()).items():  # type: ignore[call-overload]
+        value = getattr(values, name)
+        lines.append((name, _text(value), _text(default) if value != default else ""))
+    return lines
 
 
 def operator_table(record: Record) -> dict[str, Any] | None:
-    """Return what rank 0's profiler wrote, if it was on."""
+    """Return the table of rank 0's most expensive operators; None if its profiler was off."""
     try:
         profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
     except FileNotFoundError:

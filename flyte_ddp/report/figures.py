@@ -1,10 +1,11 @@
-"""Curves and pictures embedded in the page: SVG in the page's colours, PNG as data URIs."""
+"""Curves and pictures that are embedded in the page: SVG in the page's colours, PNG as data URIs."""
 
 import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from flyte_ddp.report.plot import Plot, Points
 
 MOST_POINTS = 300
 COLOURS = [f"var(--c{number})" for number in range(1, 9)]
-DASHES = ("", "7 3", "2 2", "7 2 2 2")  # colours alone don't tell series apart for everyone
+DASHES = ("", "7 3", "2 2", "7 2 2 2")  # not everyone can tell series apart by colours alone
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class Curves:
     """Named series of (x, value).
 
     Attributes:
-        remark: added to the text alternative, after the first and last values.
+        remark: a sentence at the end of the text alternative.
         x: what the horizontal axis shows.
         ranges: for a series, (lowest, highest) of each of its points, shown as error bars.
         marks: values of x with a warning.
-        chosen: the value of x that was the best.
+        chosen: the best value of x.
         ticks: if given, the only labelled values of x, on a logarithmic axis.
     """
 
@@ -54,7 +55,7 @@ class Curves:
 
 
 def draw(curves: Curves) -> str:
-    """The curves as an SVG element; series of few points get markers."""
+    """Draw the curves as an SVG element. Series of few points get markers."""
     series = {name: thinned(points) for name, points in curves.series.items() if points}
     pens = {name: pen(number, DASHES[number // 8 % 4]) for number, name in enumerate(series)}
     dots = {name: dot(number) if len(series[name]) < 30 else "" for number, name in enumerate(series)}
@@ -65,12 +66,13 @@ def draw(curves: Curves) -> str:
         marks[curves.chosen] = 'stroke="var(--ink)" stroke-dasharray="7 3"'
         legend["chosen"] = sample(marks[curves.chosen])
     plot = Plot([*legend.items()] if len(legend) > 1 else [])
-    ends = [end for points in curves.ranges.values() for both in points for end in both]
-    values = [*ends, *(y for points in series.values() for _, y in points)]
+    ends = [*chain.from_iterable(chain.from_iterable(curves.ranges.values()))]
+    drawn = [*chain.from_iterable(series.values())]
+    values = [*ends, *(y for _, y in drawn)]
     y = plot.vertical(
         values, write=percent if curves.percent else number, logarithmic=curves.logarithmic, from_zero=curves.from_zero
     )
-    at = [*marks, *(x for points in series.values() for x, _ in points)]
+    at = [*marks, *(x for x, _ in drawn)]
     x = plot.horizontal(at, y, logarithmic=bool(curves.ticks), integer=max(at) > 3, ticks=curves.ticks)
     plot.axes(x, y, curves.x)
     for name, points in series.items():
@@ -84,8 +86,16 @@ def draw(curves: Curves) -> str:
 
 
 def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: float, description: str) -> str:
-    """A 3D scatter plot of points (N, 3), rotated by `turned` degrees around the vertical, as an SVG element; points
-    with the same label (N,) have one colour, with the label's name in their middle.
+    """Draw a 3D scatter plot as an SVG element.
+
+    Points of a label have one colour, with the label's name in their middle.
+
+    Args:
+        points: (N, 3).
+        labels: (N,), indices of names.
+        names: the name of each label.
+        turned: degrees by which the plot is rotated around the vertical.
+        description: the text alternative.
     """
     angle, height = math.radians(turned), math.radians(30)
     right = [-math.sin(angle), math.cos(angle), 0.0]
@@ -104,9 +114,11 @@ def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: 
 
 
 def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None], are_fractions: bool = False) -> str:
-    """Values over numbers or names as an SVG element, the first one being the best, with a cross for a missing one.
+    """Draw values over numbers or names as an SVG element.
 
-    Numbers that differ widely are on a logarithmic axis, and so are fractions, which are above 0 and shown in per cent.
+    The first value is the best; a cross stands for a missing one.
+
+    Numbers that differ widely are on a logarithmic axis. So are fractions, which are above 0 and shown in per cent.
     """
     names = list(dict.fromkeys(x)) if isinstance(x[0], str) else []
     places = [names.index(one) if names else one for one in x]
@@ -138,7 +150,7 @@ def dot(series: int) -> str:
 
 
 def sample(pen: str) -> str:
-    """Of a line, for a legend."""
+    """Draw a short line for a legend."""
     return f'<path d="M-10 0H10" {pen}/>'
 
 
@@ -151,13 +163,13 @@ def percent(value: float) -> str:
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
-    """At most MOST_POINTS of the points, always including the last one."""
+    """Return at most MOST_POINTS of the points, always with the last one."""
     every = -(-len(points) // MOST_POINTS)
     return list(reversed(list(points)[::-1][::every]))
 
 
 def picture(image: np.ndarray, most: int = 64) -> str:
-    """An image (C, H, W) uint8 as a PNG data URI, made smaller where it exceeds most pixels."""
+    """Encode an image (C, H, W) uint8 as a PNG data URI, made smaller if a side exceeds `most` pixels."""
     return "data:image/png;base64," + base64.b64encode(png_of(image, most)).decode()
 
 

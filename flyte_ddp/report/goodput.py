@@ -1,7 +1,7 @@
-"""Where the seconds of a training have gone, by cause, over all attempts at it: each second has exactly one.
+"""The seconds of a training by cause, over all attempts at it. Each second has exactly one cause.
 
-Goodput is the share that brought the training forward, as Google's ml-goodput-measurement has it. What a task cannot
-know is how long its first attempt was queued.
+Goodput is the share of seconds that brought the training forward, as Google's ml-goodput-measurement defines it. A task
+cannot know how long its first attempt was queued.
 """
 
 import copy
@@ -13,7 +13,7 @@ from typing import Any
 
 from flyte_ddp import events
 
-WORK = ("steps", "data", "stragglers", "evaluating")  # lost, if no checkpoint has what came of it
+WORK = ("steps", "data", "stragglers", "evaluating")  # these seconds are lost if no checkpoint has their result
 LABELS = {
     "steps": "Steps",
     "evaluating": "Evaluating",
@@ -27,17 +27,18 @@ LABELS = {
     "between": "Between attempts",
     "finishing": "Finishing",
 }
-MOST_MARKS = 8  # of checkpoints, which may still be on their way to the storage when a pod is lost
+MOST_MARKS = 8  # the newest checkpoints, whose upload may not have ended when a pod is lost
 
 
 @dataclass
 class Attempt:
-    """One attempt at a training.
+    """An attempt at a training.
 
     Attributes:
-        began, ended: in seconds since 1970; ended is when it was last heard of.
-        seconds: by cause. Of checkpoints, those that training waited for; between, since the attempt before was heard
-            of; finishing, after the last evaluation.
+        began: in seconds since 1970.
+        ended: when the attempt was last heard of, in seconds since 1970.
+        seconds: by cause. "checkpoints" are those that training waited for; "between" those since the attempt before
+            was last heard of; "finishing" those after the last evaluation.
         marks: epoch and step of each start and of the newest checkpoints, with the seconds of WORK until then.
     """
 
@@ -48,7 +49,7 @@ class Attempt:
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> "Attempt":
-        """As asdict gives it, perhaps of another version."""
+        """Build an attempt from what asdict returned, perhaps in another version of this library."""
         seconds = {cause: float(written["seconds"].get(cause, 0.0)) for cause in LABELS}
         marks = [(int(epoch), int(step), float(work)) for epoch, step, work in written["marks"]]
         return cls(float(written["began"]), float(written["ended"]), seconds, marks)
@@ -58,20 +59,29 @@ class Attempt:
         return sum(self.seconds[cause] for cause in WORK)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """At most those that are there."""
+        """Move seconds from one cause to another, at most those that the source has."""
         moved = max(0.0, min(seconds, self.seconds[source]))
         self.seconds[source] -= moved
         self.seconds[target] += moved
 
     def mark(self, epoch: int, step: int, written_since: float = 0.0) -> None:
-        """written_since: seconds of work that the checkpoint of this position does not have."""
+        """Note a position from which training can continue.
+
+        Args:
+            epoch: the position's epoch.
+            step: the position's step.
+            written_since: seconds of work, done while the checkpoint was being written, that it does not contain.
+        """
         done = self.work - min(written_since, self.seconds["steps"])
         self.marks = [*self.marks[:1], *self.marks[1:][1 - MOST_MARKS :], (epoch, step, done)]
 
     def lose(self, epoch: int, step: int) -> bool:
-        """What was done after this position, as training goes on from there; False if this attempt began after it.
+        """Count the work after a position as lost, because training continues from there.
 
-        What is not known of, such as a checkpoint that was made known too late, is taken for lost.
+        Work after a checkpoint that was announced too late counts as lost, too.
+
+        Returns:
+            False if this attempt began after the position.
         """
         if not self.marks:
             return False
@@ -86,16 +96,21 @@ class Attempt:
 
 
 class Goodput:
-    """Follows the events of an attempt, as they come or from a progress file; as a listener, at the time that it is."""
+    """A listener that adds up seconds by cause, from the events of an attempt or from a progress file."""
 
     def __init__(self, began: float, fetched: float = 0.0, earlier: Sequence[Attempt] = ()):
-        """began: in seconds since 1970. fetched: seconds of that since then that went into fetching data. earlier: the
-        attempts before.
+        """Begin an attempt.
+
+        Args:
+            began: in seconds since 1970.
+            fetched: how many seconds since then went into fetching data.
+            earlier: the attempts before this one.
         """
-        heard = max(began, *(attempt.ended for attempt in earlier)) if earlier else began  # no second counts twice
+        # The later of both, so that no second counts twice
+        heard = max(began, *(attempt.ended for attempt in earlier)) if earlier else began
         self.attempts = [*copy.deepcopy(list(earlier)), Attempt(began, heard)]
         self._cause = "recovering" if earlier else "starting"
-        self._data = self._stragglers = 0.0  # since the ranks began
+        self._data = self._stragglers = 0.0  # seconds since the ranks began
         self._epochs = 0
         if earlier:
             self._now.seconds["between"] = max(0.0, began - earlier[-1].ended)
@@ -104,7 +119,7 @@ class Goodput:
 
     @classmethod
     def begun(cls, line: Mapping[str, Any]) -> "Goodput":
-        """From a line that beginning has made."""
+        """Rebuild a Goodput from the line that beginning() returns."""
         return cls(line["began"], line["fetched"], [Attempt.read(one) for one in line["earlier"]])
 
     def __call__(self, event: Any) -> None:
@@ -115,18 +130,26 @@ class Goodput:
         return self.attempts[-1]
 
     def wait(self, at: float) -> None:
-        """Nothing else has happened until then, in seconds since 1970."""
+        """Count the seconds until `at`, in seconds since 1970, for the current cause."""
         now = self._now
         now.seconds[self._cause] += max(0.0, at - now.ended)
         now.ended = max(now.ended, at)
 
     def add(self, event: Any, at: float) -> None:
-        """What has happened since the event before belongs to the cause so far, except for what the event says."""
+        """Count the seconds until an event.
+
+        They belong to the current cause, except for those that the event names.
+
+        Args:
+            event: the event.
+            at: the event's time, in seconds since 1970.
+        """
         self.wait(at)
         now = self._now
         if isinstance(event, events.RunStarted):
             position = event.first_epoch, event.first_step
-            any(attempt.lose(*position) for attempt in reversed(self.attempts))  # up to the one that it goes on from
+            # any() ends with the attempt that training continues from
+            any(attempt.lose(*position) for attempt in reversed(self.attempts))
             now.mark(*position)
             self._cause = "steps" if event.first_epoch < event.epochs else "finishing"
             self._epochs = event.epochs
@@ -153,24 +176,24 @@ class Goodput:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of all attempts together, by cause; without those that took none."""
+        """Return the seconds of all attempts together, by cause, without causes that took none."""
         sums = {cause: sum(attempt.seconds[cause] for attempt in self.attempts) for cause in LABELS}
         return {cause: round(seconds, 3) for cause, seconds in sums.items() if seconds > 0}
 
     def beginning(self) -> dict[str, Any]:
-        """The line of a progress file that begun takes."""
+        """Return the line of a progress file from which begun() rebuilds this object."""
         *earlier, now = self.attempts
         fetched = now.seconds["fetching"]
         return {"began": now.began, "fetched": fetched, "earlier": [asdict(attempt) for attempt in earlier]}
 
 
 def share_of(seconds: Mapping[str, float]) -> float:
-    """Goodput: the share of steps and evaluations in all seconds, from 0 to 1."""
+    """Return the goodput: the share of steps and evaluations in all seconds, from 0 to 1."""
     return sum(seconds.get(cause, 0.0) for cause in ("steps", "evaluating")) / (sum(seconds.values()) or 1.0)
 
 
 def spent(seconds: Mapping[str, float]) -> str:
-    """In words, for a terminal; without what rounds to nothing."""
+    """Format seconds by cause for a terminal, without causes that round to nothing."""
     said = {LABELS[cause].lower(): f"{value:.1f}" for cause, value in seconds.items()}
     each = ", ".join(f"{cause} {value}" for cause, value in said.items() if value != "0.0")
     return f"{each} (goodput {share_of(seconds):.0%})"

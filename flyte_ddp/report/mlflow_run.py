@@ -1,6 +1,6 @@
 """An MLflow run, owned by the parent: one run, whatever the number of ranks and attempts.
 
-By a client of its own: MLflow's global run, experiment and address are the user's.
+It has a client of its own, because MLflow's global run, experiment and address belong to the user.
 """
 
 import json
@@ -23,25 +23,26 @@ from flyte_ddp.report.record import RunInfo
 from flyte_ddp.report.tracker import Tracker, first_part
 from flyte_ddp.text import USER, encodable, shortened
 
-ADDRESS = "MLFLOW_TRACKING_URI"  # of the environment; read early, because mlflow.set_tracking_uri changes it
+ADDRESS = "MLFLOW_TRACKING_URI"  # an environment variable, read early, because mlflow.set_tracking_uri changes it
 # Tags of a run: its training, the last step of each group of values, and the digest of the model's metadata
 TRAINING, STEPS, MODEL = "flyte_ddp.training", "flyte_ddp.steps", "flyte_ddp.model"
 ADD_SECONDS = 30.0  # how long an export waits until its files are with the run
-# What servers take, older ones too: of a request, of a name, and of a value, of which shortened() returns a little more
+# Limits of servers, also of older ones: metrics and parameters of a request, characters of a name, and of a value.
+# shortened() returns a little more than the last one.
 MOST_METRICS, MOST_PARAMETERS, MOST_IN_NAME, MOST_CHARACTERS = 900, 100, 250, 400
 SEND_SECONDS = 1.0  # between two requests, unless there is enough for one
 RETRY_SECONDS = 10.0  # after a request that failed
 MOST_WAITING = 100_000  # measures that no server has taken; the oldest are lost first
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # MLflow's own take minutes; ours is the next batch
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # MLflow's own retries take minutes; the next batch is our retry
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
 
 class MlflowRun(Tracker):
-    """A run on a server. What the server does not take is sent again later."""
+    """A run on an MLflow server. Requests that the server does not take are sent again later."""
 
     label = "MLflow"
     module = "mlflow"
@@ -58,7 +59,7 @@ class MlflowRun(Tracker):
         self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)
         self._tags: dict[str, Any] = {}
         self._earlier: dict[str, int] = {}  # the last step of each group that earlier attempts have sent
-        self._sent: dict[str, int] = {}  # the same, with this attempt's
+        self._sent: dict[str, int] = {}  # the last step of each group that any attempt has sent
         self._lost, self._due = 0, 0.0
 
     def open(self, parameters: Mapping[str, Any]) -> None:
@@ -78,7 +79,7 @@ class MlflowRun(Tracker):
         self._tags |= world
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Log numbers as metrics; texts are tags, the latest of each: MLflow has no series of texts."""
+        """Log numbers as metrics, and the latest of each text as a tag: MLflow has no series of texts."""
         now = int(time.time() * 1000)
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         self._tags |= {name: value for name, value in values.items() if name not in numbers}
@@ -103,7 +104,7 @@ class MlflowRun(Tracker):
             raise IncompleteError(f"{' and '.join(missing)} could not be sent: {self._reason or 'too many at a time'}")
 
     def _send(self) -> None:
-        """Send what is waiting. Afterwards _reason says why that failed; it is empty if all is sent."""
+        """Send what is waiting. Afterwards _reason says why sending failed, and is empty if all is sent."""
         self._reason = ""
         if not self._run_id:
             self._try(self._find_run)
@@ -148,24 +149,24 @@ class MlflowRun(Tracker):
             self.on_url(url)
 
     def _log(self, run_id: str, **what: Any) -> None:
-        self._client.log_batch(run_id, synchronous=True, **what)  # in the background it would outlive this thread
+        self._client.log_batch(run_id, synchronous=True, **what)  # an asynchronous request would outlive this thread
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # MLflow's own, the network's, and those of where it keeps its files
+        except Exception as error:  # MLflow, the network and MLflow's storage of files have errors of their own
             self._reason = one_line(error) or type(error).__name__
 
 
 def add_to_run(weights: Path, *files: Path) -> None:
-    """Add the files to the run of the training of these weights, if there is one; say what fails."""
+    """Add the files to the run of the training that produced these weights, if there is one, and print what fails."""
     address = os.environ.get(ADDRESS)
     if address and find_spec("mlflow"):
         Background("MLflow", lambda: FilesOfModel(address, weights, files), ADD_SECONDS).close()
 
 
 class FilesOfModel(Observer):
-    """Files of a model, which closing adds to the run of its training."""
+    """Files of a model, which close() adds to the run of its training."""
 
     def __init__(self, address: str, weights: Path, files: Sequence[Path]):
         self._address = address
@@ -181,7 +182,7 @@ class FilesOfModel(Observer):
 
 
 def run_of(client: Any, digest: str) -> Any:
-    """Return the run of the training of a model whose metadata have this digest; None if there is none."""
+    """Return the run of the training whose model's metadata have this digest; None if there is none."""
     if not digest:
         return None
     experiments = [one.experiment_id for one in client.search_experiments()]
@@ -189,7 +190,7 @@ def run_of(client: Any, digest: str) -> Any:
 
 
 def new_client(address: str) -> Any:
-    """Return a client that is impatient and quiet."""
+    """Return a client that gives up early and prints nothing."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
@@ -198,11 +199,11 @@ def new_client(address: str) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Return the value as MLflow takes it."""
+    """Return a value as MLflow takes it: a text of limited length."""
     return shortened(encodable(str(value)), MOST_CHARACTERS)
 
 
 def name_of(measure: str) -> str:
-    """Return the name as MLflow takes it: no other characters, and no part that a path would not have."""
+    """Return a measure's name as MLflow takes it, without characters and path parts that MLflow refuses."""
     parts = re.sub(r"[^\w. /-]", "_", measure).split("/")
     return "/".join(part for part in parts if part.strip("."))[:MOST_IN_NAME].rstrip("/")

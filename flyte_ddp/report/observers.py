@@ -1,4 +1,4 @@
-"""The observers of a run: record, terminal, progress file, the user's own, and if asked for, report and tracker."""
+"""The observers of a run: record, terminal, progress file, the user's own, and on request report and tracker."""
 
 import copy
 import pkgutil
@@ -23,15 +23,15 @@ from flyte_ddp.report.report import Report
 from flyte_ddp.report.tracking import open_tracker
 
 REPORT_SECONDS = 60.0  # how long the end of a run waits for its final page
-OBSERVER_SECONDS = 10.0  # and for an observer of the user's own
-FIRST_SECONDS = 5.0  # without an estimate of the time left: the first steps are not like the others
+OBSERVER_SECONDS = 10.0  # how long the end of a run waits for a user's own observer
+FIRST_SECONDS = 5.0  # there is no estimate of the time left in these, because the first steps are slower
 ERRORS = (Exception, SystemExit)
 
 
 class Observers:
-    """Hands each event to all observers of a run. A fault of one hurts neither the others nor the training.
+    """All observers of a run, which get each event. A fault of one hurts neither the others nor the training.
 
-    An exception that ends the block of a `with` is a failure, unless end() was called before.
+    An exception that ends the `with` block counts as a failure, unless end() was called before.
 
     Attributes:
         record: what is known of the run.
@@ -48,13 +48,20 @@ class Observers:
         is_local: bool = True,
         on_event: Callable[[Event], None] | None = None,
     ):
-        """Only the first rank writes files.
+        """Open the observers. Only the first rank's write files.
 
-        own: the user's. page: the report, beside which the model will be; without it, there is no tracker either.
-        publish: shows the content of the page's <body> where people see it live. is_local: whether the page can be
-        opened meanwhile. on_event: gets each event of the ranks, and may raise; without a page nothing is printed then.
+        Args:
+            info: the run.
+            goodput: the seconds of the run by cause.
+            others: more observers.
+            own: the user's observers.
+            page: the path of the report; the model will be beside it. Without a page, there is no tracker either.
+            publish: shows the content of the page's <body> where people see it live.
+            is_local: whether the page can be opened while it is written.
+            on_event: gets each event of the ranks, and may raise. With it and without a page, nothing is printed.
 
-        Raises InputError if the tracker is not installed, or has no address.
+        Raises:
+            InputError: the tracker is not installed, or has no address.
         """
         self.record = Record(info, goodput)
         self._page = page
@@ -79,7 +86,7 @@ class Observers:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, stack: Any) -> None:
-        if error and self._last:  # Ctrl-C while the end waits: what has been trained is no failure
+        if error and self._last:  # Ctrl-C while end() waits does not make the finished training a failure
             self._close(self._ours)
         elif error:
             self.end(RunFailed.by(error))
@@ -91,11 +98,11 @@ class Observers:
             self._on_event(event)
 
     def end(self, event: RunFinished | RunFailed) -> None:
-        """Hand on the last event, and wait until each observer has finished, or is out of time."""
+        """Forward the last event, and wait until each observer has finished, or is out of time."""
         self._last = event
         self._hand_on(event)
         if self._tracker:
-            self._tracker.wait_until_made()  # the run's URL may still come, and belongs in the report
+            self._tracker.wait_until_made()  # the tracker may still get the run's URL, which belongs in the report
         self._close(self._ours)
         self._close(self._theirs)  # a tracker may send the report
 
@@ -110,8 +117,8 @@ class Observers:
     def _close(self, observers: Sequence[Observer]) -> None:
         for observer in observers:
             observer.close()
-        if self._page and not self._page.exists():  # without its output the task would fail
-            with suppress(OSError):  # a full disk: what has been trained is there
+        if self._page and not self._page.exists():  # without this output the task would fail
+            with suppress(OSError):  # the disk may be full; the trained model is complete
                 self._page.write_text("<!doctype html><title>No report</title><p>The report could not be made.")
 
     def _on_url(self, url: str) -> None:
@@ -119,13 +126,13 @@ class Observers:
 
 
 def _own_observers(codes: Sequence[UserCode]) -> list[Background]:
-    """Make the user's observers, "package.module:Name", each in a thread of its own.
+    """Create the user's observers, "package.module:Name", each in a thread of its own.
 
-    Their modules are imported here and now: later ones would be the recipe's, where this process is a rank.
+    Their modules are imported right here. In a process that is a rank, a later import would count as the recipe's.
     """
     opened = []
     for code in codes:
-        sys.path.insert(0, code.root)  # pyflyte has it there only while it loads the workflow
+        sys.path.insert(0, code.root)  # pyflyte has the root on the path only while it loads the workflow
         try:
             make = partial(OwnObserver, code.name, pkgutil.resolve_name(code.name))
             opened.append(Background(f"observer {code.name}", make, OBSERVER_SECONDS))
@@ -137,7 +144,7 @@ def _own_observers(codes: Sequence[UserCode]) -> list[Background]:
 
 
 class OwnObserver(Observer):
-    """An observer of the user's, which gets events until it raises; that is said once."""
+    """A user's observer, which gets events until it raises an exception. The exception is reported once."""
 
     def __init__(self, name: str, make: Callable[[], object]):
         self._name = name
@@ -145,7 +152,7 @@ class OwnObserver(Observer):
 
     def __call__(self, event: Any) -> None:
         try:
-            tell(self._observer, copy.deepcopy(event))  # others read the event too
+            tell(self._observer, copy.deepcopy(event))  # the user's code might change the event, which others read
         except ERRORS as error:
             self._observer = None
             _give_up(self._name, error)
@@ -156,17 +163,17 @@ def _give_up(name: str, error: BaseException) -> None:
 
 
 class TimeLeft:
-    """An estimate of how long a training has yet to go, by the pace of this attempt.
+    """An estimate of the time that a training still needs, by the pace of this attempt.
 
-    A step takes its share of all that has happened since the first one, checkpoints included, without evaluations.
-    Evaluations are counted apart, by their share in the steps that have been evaluated: the next may be near or far.
+    A step takes its share of all time since the first one, checkpoints included, without evaluations. Evaluations are
+    counted by their share in the steps that have been evaluated, because the next one may be near or far.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
 
     def added_to(self, event: Any) -> Any:
-        """Return the event; a StepLogged has its seconds_left."""
+        """Return the event, a StepLogged with its seconds_left."""
         if isinstance(event, RunStarted):
             self._began = self._now()
             self._run = event
@@ -180,11 +187,12 @@ class TimeLeft:
         return event
 
     def _left(self, event: StepLogged) -> float | None:
-        """Return the estimate; None in the first seconds."""
+        """Return the estimate, or None in the first seconds."""
         run = self._run
         seconds = self._now() - self._began
         done = event.epoch * run.steps_per_epoch + event.step
-        steps = max(done, run.epochs * run.steps_per_epoch)  # an own loop's epochs may be longer than its first one
+        # In a user's own loop, a later epoch may be longer than the first one
+        steps = max(done, run.epochs * run.steps_per_epoch)
         if seconds < FIRST_SECONDS:
             return None
         stepping = (seconds - self._evaluating) / max(1, done - self._first) * (steps - done)

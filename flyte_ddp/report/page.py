@@ -1,4 +1,4 @@
-"""The report's page, as a Jinja template. A Python string, because Flyte ships only modules."""
+"""The report's page as a Jinja template, in Python strings because Flyte ships only modules."""
 
 STYLE = """
 .ddp { --ground: #fff; --card: #f6f7f9; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4; --shade: #9aa4ae;

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WIDTH, HEIGHT = 460, 290  # the page scales it; on one 360 pixels wide the text can still be read
-FONT, LETTER, LINE = 13, 7.0, 18  # the size of letters, their mean width, which only a browser knows, and a line
-MOST_LETTERS = 24  # of a name in a legend, of which the end is kept
+WIDTH, HEIGHT = 460, 290  # the page scales the plot; the text can be read even on a page 360 pixels wide
+FONT = 13  # the size of letters
+LETTER = 7.0  # an estimate of letters' mean width, which only a browser knows
+LINE = 18  # the height of a line
+MOST_LETTERS = 24  # a longer name in a legend loses its beginning
 MOST_TICKS = 7
 
 Points = Sequence[tuple[float, float]]
@@ -16,12 +18,12 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Axis:
-    """Where values are on an axis, and which of them have a label.
+    """The positions of values on an axis, and the labels of some.
 
     Attributes:
-        low, high: the values at its ends; of a logarithmic axis their logarithms.
-        begin, end: where its ends are.
-        labels: by value.
+        low, high: the values at the axis's ends; their logarithms if the axis is logarithmic.
+        begin, end: the positions of the axis's ends.
+        labels: labels by value.
     """
 
     low: float
@@ -32,16 +34,16 @@ class Axis:
     logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
-        """Where the value is; NaN if that is nowhere."""
+        """Return the position of a value; NaN if the value has none."""
         if not math.isfinite(value) or (self.logarithmic and value <= 0):
             return math.nan
         shown = math.log10(value) if self.logarithmic else value
-        # halved, since the difference of two numbers may exceed all that there are
+        # Both numbers are halved, because the difference of two large ones may exceed the largest float
         return self.begin + (shown / 2 - self.low / 2) / (self.high / 2 - self.low / 2) * (self.end - self.begin)
 
     @property
     def last(self) -> float:
-        """The value at its end."""
+        """Return the value at the end of the axis."""
         return 10.0**self.high if self.logarithmic else self.high
 
 
@@ -55,7 +57,18 @@ def axis_of(
     integer: bool = False,
     ticks: Sequence[float] = (),
 ) -> Axis:
-    """An axis that shows all finite values. write: makes a label. ticks: if given, the only values with a label."""
+    """Build an axis that shows all finite values.
+
+    Args:
+        values: the values to show.
+        begin: the position of the axis's first end.
+        end: the position of its other end.
+        write: formats a label.
+        logarithmic: whether the axis is logarithmic, if any value is positive.
+        from_zero: whether the axis begins at 0.
+        integer: whether labels are whole numbers.
+        ticks: if given, the only values with a label.
+    """
     shown = [value for value in values if math.isfinite(value)]
     logarithmic = logarithmic and any(value > 0 for value in shown)
     shown = [math.log10(value) for value in shown if value > 0] if logarithmic else shown or [0.0, 1.0]
@@ -69,7 +82,7 @@ def axis_of(
 
 
 def round_numbers(low: float, high: float, integer: bool = False) -> list[float]:
-    """At equal distances between low and high."""
+    """Return round numbers at equal distances between low and high."""
     magnitude = 10.0 ** math.floor(math.log10(high / MOST_TICKS - low / MOST_TICKS))
     steps = [factor * magnitude for factor in (1, 2, 2.5, 5, 10, 20)]
     step = next(step for step in steps if high / step - low / step < MOST_TICKS and not (integer and step % 1))
@@ -77,24 +90,30 @@ def round_numbers(low: float, high: float, integer: bool = False) -> list[float]
 
 
 def round_powers(low: float, high: float) -> list[float]:
-    """Powers of ten between these logarithms; where they are few, also numbers between them."""
+    """Return the powers of ten between these logarithms, or numbers between powers too if the powers are few."""
     powers = range(max(math.ceil(low), -300), min(math.floor(high), 300) + 1)
     if len(powers) > 2:
         return [10.0**power for power in powers[:: -(-len(powers) // MOST_TICKS)]]
-    between = [factor * 10.0**power for power in range(math.floor(low), math.floor(high) + 1) for factor in (1, 2, 5)]
+    between: list[float] = []
+    for power in range(math.floor(low), math.floor(high) + 1):
+        between += [10.0**power, 2 * 10.0**power, 5 * 10.0**power]
     found = [tick for tick in between if low <= math.log10(tick) <= high]
     return found if len(found) > 1 else round_numbers(10.0**low, 10.0**high)
 
 
 class Plot:
-    """Axes with lines, symbols and a legend above them; what comes later covers what was there.
+    """Axes with lines and symbols, and a legend above them. Later parts cover earlier ones.
 
     Attributes:
         top, bottom, right: where the axes may end.
     """
 
     def __init__(self, legend: Sequence[tuple[str, str]] = ()):
-        """legend: names with their symbols, which are SVG elements around (0, 0), 20 wide."""
+        """Draw the legend.
+
+        Args:
+            legend: names with their symbols, which are SVG elements around (0, 0), 20 wide.
+        """
         self._parts: list[str] = []
         x = 0.0
         y = 0.6 * LINE
@@ -112,16 +131,22 @@ class Plot:
         self.right = WIDTH - 12.0
 
     def vertical(self, values: Sequence[float], **how: Any) -> Axis:
-        """See axis_of."""
+        """Build the vertical axis; axis_of has the arguments."""
         return axis_of(values, self.bottom, self.top, **how)
 
     def horizontal(self, values: Sequence[float], beside: Axis, **how: Any) -> Axis:
-        """Beginning where the labels of the vertical one end."""
+        """Build the horizontal axis, which begins where the labels of the vertical one end."""
         left = 12 + 1.15 * LETTER * max(map(len, beside.labels.values()), default=0)
         return axis_of(values, left, self.right, **how)
 
     def axes(self, x: Axis, y: Axis, name: str) -> None:
-        """Grid and labels. name: what the horizontal axis shows."""
+        """Draw the grid and the labels of both axes.
+
+        Args:
+            x: the horizontal axis.
+            y: the vertical axis.
+            name: what the horizontal axis shows.
+        """
         self._x = x
         self._y = y
         for value, label in y.labels.items():
@@ -133,7 +158,12 @@ class Plot:
         self._write((x.begin + x.end) / 2, HEIGHT - 0.5 * LINE, name, "middle")
 
     def line(self, points: Points, pen: str) -> None:
-        """Interrupted where a value is nowhere. pen: attributes of SVG."""
+        """Draw a line, interrupted where a value has no position.
+
+        Args:
+            points: pairs of x and y.
+            pen: attributes of SVG.
+        """
         path, command = "", "M"
         for x, y in points:
             at = self._x(x), self._y(y)
@@ -143,7 +173,7 @@ class Plot:
         self._parts.append(f'<path d="{path}" fill="none" {pen}/>')
 
     def across(self, x: float, pen: str) -> None:
-        """A vertical line at x."""
+        """Draw a vertical line at x."""
         self._rule(self._x(x), self._y.begin, self._x(x), self._y.end, pen)
 
     def symbols(self, points: Points, symbol: str) -> None:
@@ -155,7 +185,7 @@ class Plot:
         self._write(self._x(x), self._y(y), text, "middle")
 
     def svg(self, description: str) -> str:
-        """description: the text alternative."""
+        """Return the plot as an SVG element, with a description as its text alternative."""
         head = f'<svg role="img" aria-label="{html.escape(description)}" xmlns="http://www.w3.org/2000/svg" '
         box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-size="{FONT}" fill="var(--ink)"'
         return f"{head}{box}>{''.join(self._parts)}</svg>"

@@ -1,4 +1,4 @@
-"""The images that a run shows: which were classified correctly, which were not, and what they look like."""
+"""The images that a run shows: correctly classified ones, mistakes, and samples of the data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Predictions:
         return self.scores.argmax(axis=1)
 
     def probability(self, index: int) -> float:
-        """Return how sure the network was of its guess, from 0 to 1."""
+        """Return the probability that the network gave its guess, from 0 to 1."""
         return float(np.exp(self.scores[index].max()))
 
     def confusion(self) -> np.ndarray:
@@ -62,7 +62,7 @@ class Predictions:
 
 
 def predictions_of(info: RunInfo, finished: RunFinished) -> Predictions | None:
-    """Return what rank 0 wrote of a prepared dataset's test split; None for other recipes than image classifiers."""
+    """Return rank 0's predictions on a prepared dataset's test split; None for recipes other than image classifiers."""
     if info.data is None or finished.predictions_path is None:
         return None
     images, labels = open_images(info.data, "test")
@@ -70,8 +70,9 @@ def predictions_of(info: RunInfo, finished: RunFinished) -> Predictions | None:
 
 
 def verdict(record: Record) -> dict[str, Any]:
-    """Return accuracy by class, the most confident mistakes, and the cells of a confusion matrix. All are empty while
-    there are no predictions, or for other recipes than image classifiers.
+    """Return accuracy by class, the most confident mistakes, and the cells of a confusion matrix.
+
+    All are empty while there are no predictions, and for recipes other than image classifiers.
     """
     predictions = predictions_of(record.info, record.finished) if record.finished else None
     if predictions is None:
@@ -108,8 +109,9 @@ def verdict(record: Record) -> dict[str, Any]:
 
 
 def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
-    """Return count, heat, kind and look of each cell: shaded by its share of the row, mistakes much more strongly, or
-    they would not be visible.
+    """Return count, heat, kind and look of each cell of the confusion matrix.
+
+    A cell's shade is its share of the row. Mistakes are shaded much more strongly, or they would not be visible.
     """
     fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     right = np.eye(len(counts), dtype=bool)
@@ -130,7 +132,9 @@ def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
     images, labels = open_images(info.data, "train")
     labels = labels[:10_000]  # enough to find every class
     each = max(1, MOST_SAMPLES // max(1, len(names)))
-    samples = [(index, name) for label, name in enumerate(names) for index in np.flatnonzero(labels == label)[:each]]
+    samples: list[tuple[int, str]] = []
+    for label, name in enumerate(names):
+        samples += [(index, name) for index in np.flatnonzero(labels == label)[:each]]
     return [(picture(images[index]), name) for index, name in samples[:MOST_SAMPLES]]
 
 
@@ -141,7 +145,10 @@ def drawn_figures(logs: Path) -> list[Drawing]:
 
 
 def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
-    """Return a recipe's pictures, if any: pictures.npz has n captions, and images (C, H, W) uint8 as "0", "1", …"""
+    """Return a recipe's pictures, if any.
+
+    pictures.npz has n captions, and images (C, H, W) uint8 as "0", "1", …
+    """
     path = logs / "pictures.npz"
     if not path.exists():
         return []
@@ -149,5 +156,5 @@ def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
         with np.load(path, allow_pickle=False) as drawn:
             captions = drawn["captions"][:MOST_DRAWN]
             return [(picture(drawn[str(number)]), str(caption)) for number, caption in enumerate(captions)]
-    except Exception as error:  # a user's module has written it, or is about to
+    except Exception as error:  # a user's module has written the file, or is still writing it
         return [("data:,", f"{path.name} cannot be shown: {reason_of(error)}")]

@@ -1,4 +1,4 @@
-"""A training's progress as JSON lines, for other programs: docs/progress.md documents them."""
+"""A training's progress as JSON lines, for other programs. docs/progress.md documents them."""
 
 import dataclasses
 import json
@@ -33,27 +33,36 @@ EVENTS: dict[str, type[Any]] = {
     "printed": events.Printed,
 }
 NAMES = {kind: name for name, kind in EVENTS.items()}
-# Too long for a line, or specific to this machine; with what readers get instead
+# Fields that are too long for a line, or specific to this machine, with the values that readers get instead
 LEFT_OUT: dict[str, Any] = {"layers": [], "gradient_norms": {}, "path": ""}
-WRITTEN_STEPS = 1000  # so many steps are all written; after them, one for each further thousandth of the elapsed time
+# So many steps are all written. After them, a step is written for each further thousandth of the elapsed time.
+WRITTEN_STEPS = 1000
 
 
 class ProgressFile(events.Observer):
-    """Appends a line for each event of a run; on a cluster the file goes to Flyte's storage with the other logs."""
+    """An observer that appends a line for each event.
+
+    On a cluster the file goes to Flyte's storage with the other logs.
+    """
 
     def __init__(self, logs: Path, name: str, attempt: int = 0, goodput: Goodput | None = None):
-        """logs: the folder. name: of the run. attempt: the number of earlier ones. goodput: which others tell of each
-        event before this.
+        """Begin the file, in place of an earlier attempt's.
+
+        Args:
+            logs: the folder of the file.
+            name: the name of the run.
+            attempt: the number of earlier attempts.
+            goodput: the seconds by cause; it must get each event before this observer.
         """
         self._path = logs / FILE
         self._run = {"run": name, "attempt": attempt}
         self._goodput = goodput
-        # In place of an earlier attempt's, which is neither lost to a call that is refused nor to a kill at this moment
-        with suppress(OSError):  # as on a full disk: then each event is told of by itself, or none
+        # Replacing an earlier attempt's file at once keeps it if this call is refused, or the process killed right now
+        with suppress(OSError):  # on a full disk, later lines may be written or lost one by one
             try:
                 write_whole(self._path, self._line("attempt", goodput.beginning()) if goodput else b"")
             except OSError:
-                self._path.unlink(missing_ok=True)  # what comes would be taken for that attempt's
+                self._path.unlink(missing_ok=True)  # this attempt's lines must not follow the earlier attempt's
         self._started: events.RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0
@@ -63,13 +72,13 @@ class ProgressFile(events.Observer):
             self._write("attempt", self._goodput.beginning())
 
     def on_run_started(self, event: events.RunStarted) -> None:
-        self._tell_beginning()  # since now it is known what earlier attempts have lost
+        self._tell_beginning()  # goodput now knows what earlier attempts have lost
         self._started = event
         self._since = time.monotonic()
         self._write("started", {"format": FORMAT, **self._run, **fields_of(event)})
 
     def on_step_logged(self, event: events.StepLogged) -> None:
-        assert self._started is not None  # it comes first
+        assert self._started is not None  # RunStarted is always the earlier event
         run = self._started
         now = time.monotonic()
         elapsed = now - self._since
@@ -113,11 +122,11 @@ def fields_of(event: Any) -> dict[str, Any]:
 
 
 def event_of(line: dict[str, Any]) -> Any:
-    """The event that a line was written for; None for finished, failed, and what a newer program may have added."""
+    """Return the event that a line was written for; None for "finished", "failed", and events of newer versions."""
     kind = EVENTS.get(line["event"])
     if kind is None:
         return None
-    known = {**LEFT_OUT, **line}  # what an older program did not write takes its default
+    known = {**LEFT_OUT, **line}  # fields that an older version did not write take their defaults
     values = {field.name: known[field.name] for field in dataclasses.fields(kind) if field.name in known}
     for name in ("measures", "train", "test", "validation"):
         if name in values:
@@ -126,20 +135,20 @@ def event_of(line: dict[str, Any]) -> Any:
 
 
 class TimesRead:
-    """Where the seconds have gone that the lines of a progress file tell of.
+    """The seconds by cause that the lines of a progress file add up to.
 
     Attributes:
-        goodput: None before a line that says when they began.
+        goodput: None before a line that says when the seconds began.
     """
 
     def __init__(self) -> None:
         self.goodput: Goodput | None = None
 
     def read(self, line: dict[str, Any]) -> None:
-        """The next line."""
+        """Add the next line."""
         if line["event"] == "attempt":
             begun = Goodput.begun(line)
-            if self.goodput:  # said again, with what earlier attempts have lost
+            if self.goodput:  # the line comes again once it is known what earlier attempts have lost
                 self.goodput.attempts[:-1] = begun.attempts[:-1]
             self.goodput = self.goodput or begun
         elif self.goodput:
@@ -147,9 +156,9 @@ class TimesRead:
 
 
 def attempts_in(path: Path) -> list[Attempt]:
-    """Those that a progress file tells of, the last one's own included; none if it cannot be read."""
+    """Return the attempts in a progress file, the last one included; none if the file cannot be read."""
     times = TimesRead()
     with suppress(Exception):
-        for text in path.read_bytes().split(b"\n")[:-1]:  # texts in it may have other ends of lines, such as U+2028
+        for text in path.read_bytes().split(b"\n")[:-1]:  # splitlines() would also split at U+2028 within a line
             times.read(json.loads(text))
     return times.goodput.attempts if times.goodput else []

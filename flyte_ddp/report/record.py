@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,20 @@ from flyte_ddp.text import shortened
 
 MOST_STEPS = 1024  # how many steps of a long run are kept, evenly spread: more than a curve can show
 MOST_NOTES = 50
-POSITION = ("epoch", "step", "samples", "seconds_left")  # where a step is
-MOST_CHARACTERS = 2000  # of a note, or of the failure: a rank may print a line of any length
+POSITION = ("epoch", "step", "samples", "seconds_left")  # the fields that say where a step is
+MOST_CHARACTERS = 2000  # the length of a note, or of the failure: a rank may print a line of any length
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The parent's own event: training has succeeded, and its files are in place.
+    """The parent's own event that training has succeeded, and its files are in place.
 
     Attributes:
-        results: by rank.
+        results: the result of each rank.
         predictions_path: .npy of the recipe's predictions, an image classifier's log-probabilities (N, classes); None
             if there are none.
-        total_seconds: of the task so far.
-        seconds: those of all attempts, by cause, see goodput.py.
+        total_seconds: the seconds of the task so far.
+        seconds: the seconds of all attempts, by the causes in goodput.py.
     """
 
     results: list[TrainingResult]
@@ -49,7 +50,7 @@ class RunFinished:
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The parent's own event: training has ended with this message."""
+    """The parent's own event that training has ended with this message."""
 
     reason: str
 
@@ -65,7 +66,12 @@ def step_figures(step: events.StepLogged) -> dict[str, float]:
 
 
 def tracking_id(key: str, first: str) -> str:
-    """first: what only the attempts at one training have in common."""
+    """Return the id of a tracker's run, which is the same for all attempts at one training.
+
+    Args:
+        key: the digest of what determines the training's result.
+        first: a text that only the attempts at one training have in common.
+    """
     return f"{key[:8]}-{hashlib.sha256(first.encode(errors='backslashreplace')).hexdigest()[:8]}"
 
 
@@ -74,13 +80,14 @@ class RunInfo:
     """The facts of a run that are known before it starts.
 
     Attributes:
-        name: of the run, for people to read.
-        tracking_id: the same for all attempts at this training, so that they continue the same run.
+        name: the name of the run, for people to read.
+        tracking_id: the id of the tracker's run, the same for all attempts at this training.
         attempt: the number of earlier attempts on the cluster.
         recipe: what is trained, as package.module:Name.
-        data: folder of the prepared dataset; only for this library's image classifiers, like its description.
-        logs: folder for the files of trackers and profiler.
-        checkpoint: folder of the checkpoint, as options.resume_from takes it.
+        data: the folder of the prepared dataset, for this library's image classifiers alone.
+        description: the description of that dataset.
+        logs: the folder for the files of trackers and profiler.
+        checkpoint: the folder of the checkpoint, as options.resume_from takes it.
     """
 
     name: str
@@ -106,11 +113,16 @@ class RunInfo:
 
 @dataclass
 class Record(events.Observer):
-    """The run so far."""
+    """The run so far, collected from its events.
+
+    Attributes:
+        doing: what the ranks are doing while they start.
+        seconds_left: the newest estimate of the time left.
+    """
 
     info: RunInfo
     goodput: Goodput = field(default_factory=lambda: Goodput(time.time()))
-    doing: str = ""  # while it starts
+    doing: str = ""
     started: events.RunStarted | None = None
     steps: list[events.StepLogged] = field(default_factory=list)
     epochs: list[events.EpochFinished] = field(default_factory=list)
@@ -139,7 +151,8 @@ class Record(events.Observer):
         self.started = event
         first = (event.first_epoch, event.first_step)
         self.seconds_left = None
-        self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]  # else they come twice
+        # The steps after this position will come again
+        self.steps = [step for step in self.steps if (step.epoch, step.step) <= first]
         known = {position for position, _ in event.earlier}
         self.epochs = [epoch for epoch in self.epochs if epoch.position in known]
         for remark in event.remarks:
@@ -191,7 +204,7 @@ class Record(events.Observer):
         self._note(f"Rank {event.rank} printed: {event.text}")
 
     def on_run_finished(self, event: RunFinished) -> None:
-        # with those before a resume
+        # The result also has the epochs and warnings before a resume
         self.finished = event
         self.epochs = list(event.results[0].epochs)
         self.warnings = list(event.results[0].warnings)
@@ -200,7 +213,7 @@ class Record(events.Observer):
         self.failure = shortened(event.reason, MOST_CHARACTERS)
 
     def so_far(self) -> "Record":
-        """A copy that stays as it is, for another thread to read."""
+        """Return a copy that stays as it is, for another thread to read."""
         lists: dict[str, Any] = {name: list(getattr(self, name)) for name in ("steps", "epochs", "warnings", "notes")}
         return replace(self, goodput=copy.deepcopy(self.goodput), **lists)
 
@@ -221,7 +234,7 @@ class Record(events.Observer):
 
     @property
     def subject(self) -> str:
-        """Return what is trained on: "on DATASET" or, while that is unknown, "of RECIPE"."""
+        """Return what is trained on: "on DATASET", or "of RECIPE" while the dataset is unknown."""
         if self.info.description:
             return f"on {self.info.description.name}"
         return f"on {self.started.dataset}" if self.started else f"of {self.info.recipe_name}"
@@ -233,7 +246,7 @@ class Record(events.Observer):
 
     @property
     def split(self) -> str:
-        """Return what each epoch is evaluated on."""
+        """Return the name of the split that each epoch is evaluated on."""
         return "validation" if self.started and self.started.validation_samples else "test"
 
     @property
@@ -246,12 +259,12 @@ class Record(events.Observer):
 
     @property
     def problems(self) -> list[events.NotLearning]:
-        """The other warnings: they doubt the result, and a slow rank only takes time."""
+        """Return the warnings that doubt the result. A slow rank only takes time."""
         return [warning for warning in self.warnings if isinstance(warning, events.NotLearning)]
 
     @property
     def kept(self) -> list[KeptModel]:
-        """The best evaluations, whose weights are in the logs; known once training has finished."""
+        """Return the best evaluations, whose weights are in the logs; empty until training has finished."""
         return self.finished.results[0].kept if self.finished else []
 
     @property
@@ -262,21 +275,22 @@ class Record(events.Observer):
 
     @property
     def measures(self) -> list[str]:
-        """Names of all measures: the headline, the loss, and the others in the recipe's order, then those that the last
-        epoch lacks, as a loop of the user's own may measure something every few epochs.
+        """Return the names of all measures: the headline, the loss, and the others in the recipe's order.
+
+        Measures that the last epoch lacks come last, as a user's own loop may measure something every few epochs.
         """
         measured = [step.measures for step in self.steps[-1:]]
         for epoch in reversed(self.epochs):
             measured += [epoch.evaluated, epoch.train]
-        return list(dict.fromkeys([self.headline, "loss", *(name for one in measured for name in one)]))
+        return list(dict.fromkeys([self.headline, "loss", *chain.from_iterable(measured)]))
 
     def written(self, name: str, measures: Mapping[str, float]) -> str:
-        """A measure's value, formatted for people; a dash where there is none."""
+        """Format a measure's value for people; a dash if there is none."""
         percent = self.started.percent if self.started else ()
         return written(name, measures[name], percent) if name in measures else "-"
 
     def position(self, step: events.StepLogged | events.Warned) -> float:
-        """The position of a step in epochs, with fractions."""
+        """Return the position of a step in epochs, with fractions."""
         return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
 
     def _note(self, text: str) -> None:

@@ -1,9 +1,13 @@
-"""The report: one HTML file that shows a run, rewritten while it starts and trains, at each warning and at the end."""
+"""The report: one HTML file that shows a run.
+
+The file is rewritten while the run starts and trains, at each warning and at the end.
+"""
 
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from flyte_ddp.events import EpochFinished, Observer, RunStarted, StartUp, StepLogged, Warned
@@ -20,11 +24,11 @@ PAGE_SECONDS = 30.0  # between pages that show nothing but steps
 PAGES_FRACTION = 0.05  # the largest fraction of the time to spend on pages that the next one replaces
 MOST_CURVES = 6  # of measures besides the loss
 MOST_LAYERS = 12  # curves in a figure
-ELSEWHERE = ("samples_per_second", "gradient_norm")  # numbers of steps that are not beside the measures
+ELSEWHERE = ("samples_per_second", "gradient_norm")  # the numbers of steps that speed_curves draws
 
 
 class Report(Observer):
-    """A page at path, kept up to date with the record; publish gets the content of its <body>."""
+    """An observer that keeps a page at path up to date with the record; publish gets the content of its <body>."""
 
     def __init__(self, record: Record, path: Path, publish: Callable[[str], None]):
         self._record = record
@@ -43,7 +47,7 @@ class Report(Observer):
             self._write_if_due()
 
     def on_epoch_finished(self, event: EpochFinished) -> None:
-        if event.position < self._record.info.settings.last_epoch:  # else the final page follows at once
+        if event.position < self._record.info.settings.last_epoch:  # after the last epoch the final page follows
             self._write_if_due()
 
     def on_not_learning(self, event: Warned) -> None:
@@ -69,7 +73,7 @@ class Report(Observer):
 
 
 def fragment(record: Record) -> str:
-    """Return the content of <body>, for a Deck; all values are escaped."""
+    """Return the content of <body>, for a Deck. All values are escaped."""
     return render_body(
         page.REPORT,
         record=record,
@@ -99,12 +103,14 @@ def _drawings(several: Sequence[Curves]) -> list[Drawing]:
 def progress_curves(record: Record) -> list[Curves]:
     """Return the curves of the loss, the other measures, and the other numbers of steps, such as the learning rate."""
     loss = _measure_curves(record, "loss")
-    losses = [value for points in loss.series.values() for _, value in points if math.isfinite(value)]
+    points = chain.from_iterable(loss.series.values())
+    losses = [value for _, value in points if math.isfinite(value)]
     least = min(losses, default=1.0)
     most = max(losses, default=1.0)
     others = [name for name in record.measures if name != "loss"][:MOST_CURVES]
     figures = [(record.position(step), step_figures(step)) for step in record.steps]
-    names = dict.fromkeys(name for _, values in figures for name in values if name not in ELSEWHERE)
+    known = dict.fromkeys(chain.from_iterable(values for _, values in figures))
+    names = [name for name in known if name not in ELSEWHERE]
     return [
         dataclasses.replace(loss, logarithmic=least > 0 and 30 < most / least < 1e9),
         *(_measure_curves(record, name) for name in others),

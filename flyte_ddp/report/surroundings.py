@@ -1,4 +1,4 @@
-"""The surroundings of a run: versions, hardware, git commit. Whatever is unknown is left out."""
+"""The surroundings of a run: versions, hardware and git commit. Unknown ones are left out."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
 @cache
 def surroundings() -> dict[str, str]:
-    """Return label and value of each, to be shown as they are; in milliseconds, without torch or the network."""
+    """Return labels and values to be shown as they are, found in milliseconds without torch or the network."""
     facts = {"Python": platform.python_version()}
     for name in SHOWN_VERSIONS:
         with suppress(PackageNotFoundError):
@@ -50,7 +50,7 @@ def _gpus() -> str:
 
 
 def _commit() -> str:
-    """The commit of this code, and whether it has been changed since; in an image it can come only from GIT_COMMIT."""
+    """Return the commit of this code, and whether the code has changed since. In an image only GIT_COMMIT can tell."""
     root = Path(flyte_ddp.__path__[0]).parent
     commit = ""
     with suppress(OSError, subprocess.TimeoutExpired):

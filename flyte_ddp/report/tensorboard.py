@@ -17,15 +17,13 @@ from flyte_ddp.report.tracker import Tracker, first_part
 from flyte_ddp.text import encodable
 
 MISTAKES = 16
-
-
-RECORD_BYTES = 16  # of a record, besides its content
+RECORD_BYTES = 16  # the size of a record besides its content
 
 
 def events_file(info: RunInfo) -> Path:
     """Return the file that all attempts at a training write to, one after the other.
 
-    A folder of its own makes a training a run of its own, also beside another one with the same logs.
+    A folder of its own makes a training a run of its own, even beside another training with the same logs.
     """
     return info.logs / "tensorboard" / info.tracking_id / f"events.out.tfevents.{info.tracking_id}"
 
@@ -46,14 +44,14 @@ class TensorBoard(Tracker):
         self._summaries: Any = summary_pb2
         self._text: Any = text_pb
         self._step = 0
-        self._earlier: dict[str, int] = {}  # by group the last step that is in the file
+        self._earlier: dict[str, int] = {}  # the last step of each group that is in the file
         file = events_file(self.info)
         file.parent.mkdir(parents=True, exist_ok=True)
         is_new = not (file.exists() and file.stat().st_size)
         if not is_new:
             self._read(file)
-        # Not by EventFileWriter: its thread prints a traceback if the disk is full, and is not there from then on
-        self._writer = RecordWriter(open(file, "ab"))  # noqa: SIM115 open until the end
+        # EventFileWriter would not do: if the disk is full, its thread prints a traceback and ends
+        self._writer = RecordWriter(open(file, "ab"))  # noqa: SIM115 the file stays open until finish()
         if is_new:
             self._add(file_version="brain.Event:2")
             self._write([self._value("hyperparameters", _as_text(parameters))])
@@ -89,14 +87,14 @@ class TensorBoard(Tracker):
         self._write(values)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Write each value as a text at the step reached."""
+        """Write each value as a text at the latest step."""
         self._write([self._value(f"summary/{name}", _as_text(value)) for name, value in values.items()])
 
     def finish(self, has_succeeded: bool, report: Path) -> None:
         self._writer.close()
 
     def _read(self, file: Path) -> None:
-        """Note what is in the file, and cut off a record that a killed attempt has begun."""
+        """Note the steps that are in the file, and cut off a record that a killed attempt left incomplete."""
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 
         whole = 0
@@ -127,6 +125,6 @@ class TensorBoard(Tracker):
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as Markdown: a mapping is a block of JSON, which four spaces make."""
+    """Return a value as Markdown. A mapping becomes a block of JSON, indented by four spaces."""
     text = textwrap.indent(json.dumps(plain(value), indent=1), "    ") if isinstance(value, dict) else str(value)
     return encodable(text)

@@ -1,4 +1,4 @@
-"""Tells a tracker what the events of a run mean, under which names, and from which step on after a resume."""
+"""The observer that passes events to a tracker, under which names, and from which step on after a resume."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.tracker import Tracker, apart, first_part
 from flyte_ddp.report.wandb_run import WandbRun, has_key
 
-TRACKERS: dict[str, type[Tracker]] = {  # by what the option tracking calls them, see TRACKING of settings.py
+TRACKERS: dict[str, type[Tracker]] = {  # by the values of RunOptions.tracking
     "online": WandbRun,
     "offline": WandbRun,
     "tensorboard": TensorBoard,
@@ -29,10 +29,16 @@ DIGEST = "weights_digest"
 
 
 class Tracking(Observer):
-    """Tells a tracker what happens. Steps that a resumed training repeats are logged once."""
+    """An observer that logs a run to a tracker. Steps that a resumed training repeats are logged once."""
 
     def __init__(self, info: RunInfo, tracker: Tracker, folder: Path):
-        """folder: has report.html and model.pt when the run ends."""
+        """Open the tracker's run.
+
+        Args:
+            info: the run.
+            tracker: the tracker.
+            folder: has report.html and model.pt when the run ends.
+        """
         self._info = info
         self._tracker = tracker
         self._folder = folder
@@ -106,10 +112,15 @@ class Tracking(Observer):
 
 
 def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> Background | None:
-    """Return the tracker that the options ask for, already at work in a thread of its own; None if they ask for none.
+    """Start the tracker that the options ask for, in a thread of its own; return None if they ask for none.
 
-    folder: has report.html and model.pt when the run ends. on_url: takes the run's URL once it is known. Raises
-    InputError if the tracker is not installed, or has no address.
+    Args:
+        info: the run.
+        folder: has report.html and model.pt when the run ends.
+        on_url: takes the run's URL once it is known.
+
+    Raises:
+        InputError: the tracker is not installed, or has no address.
     """
     wish = choose_tracking(info.options.tracking)
     if wish == "off":
@@ -120,7 +131,7 @@ def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> 
 
 
 def choose_tracking(wish: str) -> str:
-    """Return what auto stands for: W&B if it has a key, else off with a line that says so."""
+    """Return what "auto" stands for: W&B if it has a key, else "off", with a line that says so."""
     if wish != "auto":
         return wish
     if has_key():
@@ -134,14 +145,14 @@ def _named(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_parameters(info: RunInfo) -> dict[str, Any]:
-    """Return what determines the result, which is the same for all attempts."""
+    """Return the values that determine the result, which are the same for all attempts."""
     data = {"data_digest": info.description.digest} if info.description else {}
     settings = dataclasses.asdict(info.settings)
     return {**settings, **apart(settings, {"recipe": info.recipe, **data})}
 
 
 def attempt_world(event: RunStarted) -> dict[str, Any]:
-    """Return what an attempt runs on."""
+    """Return the machine that an attempt runs on, by name."""
     machine = event.ran_on[-1] if event.ran_on else {}
     known = {name: machine[name] for name in ("hardware", "torch", "threads") if name in machine}
     return known | {name: getattr(event, name) for name in ("world_size", "backend", "device", "precision", "dataset")}

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,28 @@ from flyte_ddp.report.predictions import Predictions
 from flyte_ddp.report.tracker import Tracker, apart, first_part
 from flyte_ddp.report.wandb_compat import kill_service
 
-# As in the tutorial: how many images of each of the first test batches go into the table
+# The tutorial's table has so many images of each of the first test batches
 BATCHES_SHOWN = 10
 IMAGES_PER_BATCH = 32
 
-PROBE_SECONDS = (4.0, 6.0)  # to connect to W&B, and for an answer
+PROBE_SECONDS = (4.0, 6.0)  # time to connect to W&B, and to wait for an answer
 INIT_SECONDS = 12.0
-FINISH_SECONDS = 15.0  # together with the above less than tracking.CLOSE_SECONDS
-AXIS = "steps"  # steps/train: the step of what is train/… in a row
+FINISH_SECONDS = 15.0  # together with INIT_SECONDS less than tracking.CLOSE_SECONDS
+AXIS = "steps"  # a row's value of steps/train is the step of its values train/…
 
 
 class WandbRun(Tracker):
-    """A run with the tutorial's table of predictions. If W&B cannot be reached, it is stored for `wandb sync`."""
+    """A W&B run with the tutorial's table of predictions.
+
+    If W&B cannot be reached, the run is stored for `wandb sync`.
+    """
 
     label = "Weights & Biases"
 
     def open(self, parameters: Mapping[str, Any]) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")  # wandb prints before it reads its settings
-        # keeps an offline run's table here too, not in the user's folder, where it would be forgotten
+        # An offline run's table, too, belongs in the logs: in the user's folder it would be forgotten
         os.environ["WANDB_DATA_DIR"] = str(self.info.logs / "wandb")
         import wandb
 
@@ -45,13 +49,14 @@ class WandbRun(Tracker):
         wandb.termsetup(wandb.setup().settings, self._unsaid)
         mode = self.info.options.tracking
         reason = unreachable() if mode == "online" else ""
-        earlier = {*self.info.logs.glob("wandb/run-*")}  # of other attempts, whose last measures may still be unsent
+        # Other attempts' folders are kept, because their last measures may still be unsent
+        earlier = {*self.info.logs.glob("wandb/run-*")}
         if mode == "online" and not reason:
             try:
                 self._run = self._init("online")
             except Exception as error:  # wandb raises its own errors and those of the network
                 reason = one_line(error)
-                wandb.teardown()  # else it would refuse to start the same run again
+                wandb.teardown()  # without this, wandb would refuse to start the same run again
                 for begun in {*self.info.logs.glob("wandb/run-*")} - earlier:
                     shutil.rmtree(begun)
         if mode == "offline" or reason:
@@ -62,14 +67,17 @@ class WandbRun(Tracker):
         elif mode == "online":
             say(f"Weights & Biases: {self._run.url}")
             self.on_url(self._run.url)
-        self._earlier: dict[str, Any] = dict(self._run.summary)  # of a resumed run: the last value of each name
-        self._groups: set[str] = set()  # whose axis W&B knows
+        self._earlier: dict[str, Any] = dict(self._run.summary)  # the last value of each name in a resumed run
+        self._groups: set[str] = set()  # the groups whose axis W&B knows
 
     def has_logged(self, group: str, step: int) -> bool:
         return step <= int(self._earlier.get(f"{AXIS}/{group}", -1))
 
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
-        """Show the network as wandb.watch would, which needs the network itself."""
+        """Show the network as wandb.watch would.
+
+        wandb.watch needs the network itself, which this process does not have.
+        """
         settings = {field.name for field in fields(self.info.settings)}
         chosen = {"backend", "precision", *(["dataset"] if self.info.description else [])}  # in place of auto
         self._run.config.update(apart(settings - chosen, world), allow_val_change=True)
@@ -79,7 +87,7 @@ class WandbRun(Tracker):
         self._run.summary["graph_0"] = graph
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log a row that is complete at once: W&B would keep one with its own step back until the next step."""
+        """Log a complete row. W&B would hold back a row that has W&B's own step until the next step."""
         groups = {first_part(name) for name in values}
         for group in groups - self._groups:
             for pattern in (group, f"{group}/*"):
@@ -106,7 +114,7 @@ class WandbRun(Tracker):
             raise IncompleteError(f"{reason} To send what is missing: wandb sync {self._folder}") from error
         finally:
             with suppress(Exception):
-                self._wandb.teardown()  # here, where it can be abandoned, rather than when the process ends
+                self._wandb.teardown()  # abandon() can end this call, but not the one when the process ends
 
     def abandon(self) -> None:
         kill_service()
@@ -121,7 +129,7 @@ class WandbRun(Tracker):
             x_service_wait=INIT_SECONDS,
             x_graphql_timeout_seconds=PROBE_SECONDS[1],
             x_stats_track_process_tree=True,  # the ranks, not this process, do the work
-            symlink=False,  # an upload of the folder would include their targets twice
+            symlink=False,  # an upload of the folder would include the links' targets twice
             console="off",
             silent=True,
             quiet=True,
@@ -142,7 +150,7 @@ class WandbRun(Tracker):
         )
 
     def _table(self, predictions: Predictions) -> Any:
-        """Return picture, predicted and true class, and the score of each class."""
+        """Return a table with picture, predicted and true class, and the score of each class."""
         classes = predictions.classes
         table = self._wandb.Table(columns=["id", "image", "guess", "truth", *(f"score_{name}" for name in classes)])
         guesses = predictions.guesses
@@ -155,7 +163,7 @@ class WandbRun(Tracker):
 
 
 class Unsaid:
-    """What wandb would print if it were not silent, and whether wandb has given up sending.
+    """The messages that wandb would print if it were not silent, and whether wandb has given up sending.
 
     If the server refuses, as for a run that was deleted, wandb gives up, and finishes as if all were sent.
     """
@@ -173,14 +181,14 @@ class Unsaid:
 
 
 def shown_images(count: int, batch_size: int) -> list[int]:
-    """Return the indices of the test images in the table: the first of each of the first batches."""
+    """Return the indices of the test images in the table: the first ones of each of the first batches."""
     indices = range(count)
     batches = [indices[start:][:batch_size] for start in indices[::batch_size][:BATCHES_SHOWN]]
-    return [index for batch in batches for index in batch[:IMAGES_PER_BATCH]]
+    return [*chain.from_iterable(batch[:IMAGES_PER_BATCH] for batch in batches)]
 
 
 def unreachable() -> str:
-    """Return why W&B cannot be reached, or "". wandb itself would keep trying for a long time."""
+    """Return why W&B cannot be reached, or "". Wandb itself would keep trying for a long time."""
     if not has_key():
         return "no key: set WANDB_API_KEY, or run `wandb login`"
     try:

@@ -1,4 +1,4 @@
-"""Measures, times and the seconds of ranks, as they are written for people."""
+"""Formats for people: names, measures, times and tables of ranks' seconds."""
 
 import heapq
 import math
@@ -37,9 +37,13 @@ def multiples(names: Sequence[str]) -> str:
 
 
 def written(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
-    """Return a measure's value: in per cent if named so, the loss with fixed decimals, others with four digits.
+    """Format a measure's value: in per cent if named so, the loss with fixed decimals, others with four digits.
 
-    decimals counts those of the value itself: 4 are 2 decimals of a percentage.
+    Args:
+        name: the measure.
+        value: its value.
+        percent: the measures that are shown in per cent.
+        decimals: of the value itself: 4 are 2 decimals of a percentage.
     """
     if not math.isfinite(value):
         return str(value)
@@ -56,21 +60,30 @@ def duration(seconds: float) -> str:
 
 
 def time_left(run: RunStarted, seconds: float | None) -> str:
-    """Return how long a training has to go; empty if that is unknown, or next to nothing."""
+    """Return how long a training still takes; empty if that is unknown, or next to nothing."""
     if seconds is None or seconds < 1:
         return ""
     return f"{'at most ' * run.may_end_early}{duration(seconds)} left"
 
 
 class Table(NamedTuple):
+    """A table of texts."""
+
     title: str
     heads: Sequence[str]
     lines: list[list[str]]
 
 
 def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Table]:
-    """Return a table of the `most` ranks that the others waited for most and, if there are several hosts, one of the
-    means of each host's ranks. hosts: by rank; ValueError if they are not those that were timed.
+    """Return a table of the ranks that the others waited for longest and, with several hosts, one of hosts' means.
+
+    Args:
+        hosts: the host of each rank.
+        times: the seconds of each rank.
+        most: how many ranks the table has.
+
+    Raises:
+        ValueError: hosts and times differ in the number of ranks.
     """
     of_rank = list(zip(times.data, times.computing, times.waiting, times.waited_for, strict=True))
     ranks_of: dict[str, list[int]] = {}
@@ -94,7 +107,7 @@ def _table(what: str, names: Sequence[str], seconds: Sequence[Sequence[float]], 
 
 
 def in_text(table: Table) -> str:
-    """Return a table for a terminal."""
+    """Format a table for a terminal."""
     kind, *seconds = table.heads
     lines = [[f"{table.title}:", *seconds], *([f"{kind.lower()} {name}", *values] for name, *values in table.lines)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

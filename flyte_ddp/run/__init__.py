@@ -1,4 +1,4 @@
-"""A command: `python -m flyte_ddp run RECIPE` trains on this machine, with an option for each setting.
+"""The command `python -m flyte_ddp run RECIPE`, which trains on this machine, with an option for each setting.
 
-It makes a call of train() from its arguments. What trains is not here.
+The command turns its arguments into a call of train(); no training code belongs here.
 """

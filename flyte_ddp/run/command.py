@@ -23,7 +23,7 @@ from flyte_ddp.whole_files import absolute
 
 
 class Recipes(click.Group):
-    """Has a command for whatever recipe it is asked for."""
+    """A group of commands that has a command for each recipe it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return []
@@ -31,7 +31,7 @@ class Recipes(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         check_variables()
         here = str(absolute("", "RECIPE"))
-        if here not in sys.path:  # as `python -m` has it
+        if here not in sys.path:  # `python -m` has the current folder on the path
             sys.path.insert(0, here)
         find_code(cmd_name)
         return command_of(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]))
@@ -63,7 +63,7 @@ def settings_of(recipe: str, name: str | None) -> type[TrainingSettings]:
 
 
 class RecipeCommand(click.Command):
-    """Says where settings are looked for, if one is not found."""
+    """A command whose message about an unknown option says which class the settings come from."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -109,7 +109,7 @@ def command_of(recipe: str, kind: type[TrainingSettings]) -> click.Command:
 
 
 def as_typed(message: str) -> str:
-    """Name options as they are typed: RunOptions(resume=False) is --resume false here."""
+    """Replace options by what a user types: RunOptions(resume=False) becomes --resume false."""
 
     def typed(match: re.Match[str]) -> str:
         return f"--{match[1].replace('_', '-')} {match[2].lower()}"
@@ -118,7 +118,10 @@ def as_typed(message: str) -> str:
 
 
 def option_of(field: "dataclasses.Field[Any]", said: str) -> click.Option:
-    """Its value is checked by the settings themselves, so that it is refused in the same words as everywhere."""
+    """Return a command's option for a field.
+
+    The settings themselves check the value, so that it is refused in the same words as everywhere.
+    """
     default = field.default_factory() if callable(field.default_factory) else field.default
 
     def read(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:

@@ -1,4 +1,4 @@
-"""python -m flyte_ddp watch PLACE: shows a training in this terminal, as if it ran here."""
+"""The command `python -m flyte_ddp watch PLACE`, which shows a training in this terminal, as if it ran here."""
 
 import json
 import math
@@ -24,14 +24,18 @@ class File:
     """A growing file, local or in Flyte's storage."""
 
     def __init__(self, place: str):
-        """place: the file, the folder of a training's logs, or that which has them."""
+        """Find the file.
+
+        Args:
+            place: the file, the folder of a training's logs, or the folder that contains it.
+        """
         folder = place.rstrip("/")
         paths = [place] if place.endswith(".jsonl") else [f"{folder}/{FILE}", f"{folder}/logs/{FILE}"]
         self.path = paths[0]
         self._seen = False
-        self._number: int | None = None  # the file system's; an object storage has none
+        self._number: int | None = None  # the file's inode; an object storage has none
         if "://" in place:
-            from flytekit import FlyteContextManager  # takes seconds, and a local file does not need it
+            from flytekit import FlyteContextManager  # this import takes seconds, and a local file does not need it
 
             access = FlyteContextManager.current_context().file_access  # with Flyte's settings for the storage
             try:
@@ -40,11 +44,11 @@ class File:
                 raise unreadable(place, error) from None
         else:
             self._storage = fsspec.filesystem("file")
-        with suppress(Exception):  # what is wrong with the storage is said when it is read
+        with suppress(Exception):  # read_on() reports what is wrong with the storage
             self.path = next(path for path in paths if self._storage.exists(path))
 
     def read_on(self, start: int) -> bytes:
-        """What has been written after the first `start` bytes."""
+        """Return what has been written after the first `start` bytes."""
         try:
             self._storage.invalidate_cache()
             info = self._storage.info(self.path)
@@ -99,8 +103,10 @@ def watch(place: str, timeout: float | None) -> None:
 def show(
     file: File, console: Any, timeout: float | None, read: Callable[[dict[str, Any]], None] = lambda line: None
 ) -> RunFailed | float:
-    """Pass each event to the console, and each line to read; returns how the training failed, or how many seconds it
-    took.
+    """Pass each event to the console, and each line to `read`, until the training ends.
+
+    Returns:
+        How the training failed, or how many seconds it took.
     """
     for text in lines_of(file, timeout):
         try:
@@ -126,14 +132,14 @@ def show(
 
 
 def finite(text: str) -> float:
-    """The number; ValueError for NaN and infinities, which no training writes."""
+    """Return the number. Raises ValueError for NaN and infinities, which no training writes."""
     if not math.isfinite(value := float(text)):
         raise ValueError
     return value
 
 
 def printable(value: Any) -> Any:
-    """JSON whose texts cannot steer the terminal: anyone may have written them."""
+    """Return JSON whose texts cannot control the terminal: anyone may have written them."""
     if isinstance(value, dict):
         return {printable(name): printable(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -142,7 +148,7 @@ def printable(value: Any) -> Any:
 
 
 def lines_of(file: File, timeout: float | None) -> Iterator[bytes]:
-    """Each line as it comes, until nothing has come for `timeout` seconds."""
+    """Yield each line as it comes, until nothing has come for `timeout` seconds."""
     read = 0
     begun = b""
     heard = time.monotonic()

@@ -1,8 +1,9 @@
-"""python -m flyte_ddp compare RUN RUN: whether two trainings gave the same bits, from when on not, and what differs."""
+"""The command `python -m flyte_ddp compare RUN RUN`, which says whether two trainings gave the same bits."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import click
@@ -16,11 +17,11 @@ from flyte_ddp.watch.command import File, finite, printable
 
 @dataclass
 class Recorded:
-    """What a run's progress file says of its bits.
+    """The digests in a run's progress file, and the facts that they may depend on.
 
     Attributes:
-        facts: by name, what they may depend on.
-        digests: of the weights at each evaluation, by its position in epochs.
+        facts: the facts by name.
+        digests: the digest of the weights at each evaluation, by its position in epochs.
         model: the digest of model.pt; empty unless training has finished.
     """
 
@@ -42,18 +43,18 @@ class Recorded:
 
 
 def facts_of(event: RunStarted) -> dict[str, str]:
-    """By name: the settings, what else determines the result, and all that the training has run on, in order."""
+    """Return by name the settings, what else determines the result, and all that the training has run on, in order."""
     rest = {name: value for name, value in event.identity.items() if name != "settings"}
     named = {"dataset": event.dataset, **rest, **event.identity.get("settings", {})}
     facts = {name: json.dumps(value, ensure_ascii=False) for name, value in named.items()}
-    for name in dict.fromkeys(name for machine in event.ran_on for name in machine):
+    for name in dict.fromkeys(chain.from_iterable(event.ran_on)):
         values = [str(machine[name]) for machine in event.ran_on if name in machine]
         facts[f"ran on: {name}"] = ", then ".join(dict.fromkeys(values))
     return facts
 
 
 def read(place: str) -> Recorded:
-    """InputError for what is no run, or one without digests."""
+    """Read a run's progress file. Raises InputError if the place has no run, or one without digests."""
     file = File(place)
     recorded = Recorded()
     for text in file.read_on(0).split(b"\n")[:-1]:
@@ -93,7 +94,7 @@ def compare(context: click.Context, first: str, second: str) -> None:
 
 
 def verdict(one: Recorded, other: Recorded) -> tuple[bool, str]:
-    """Whether both gave the same bits to the end, and that in words."""
+    """Return whether both gave the same bits to the end, and a sentence that says so."""
     both = sorted(one.digests.keys() & other.digests.keys())
     differing = [position for position in both if one.digests[position] != other.digests[position]]
     if differing:
@@ -112,7 +113,7 @@ def verdict(one: Recorded, other: Recorded) -> tuple[bool, str]:
 
 
 def differences(one: Recorded, other: Recorded) -> list[str]:
-    """A line for each fact in which they differ, with both values."""
+    """Return a line for each fact in which the runs differ, with both values."""
     names = dict.fromkeys((*one.facts, *other.facts))
     values = {name: (one.facts.get(name, "unknown"), other.facts.get(name, "unknown")) for name in names}
     lines = [f"  {name}: {first} | {second}" for name, (first, second) in values.items() if first != second]

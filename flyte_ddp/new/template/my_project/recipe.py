@@ -1,4 +1,4 @@
-"""What is trained: data, network and measures. See flyte_ddp/recipe.py for what else a recipe can have."""
+"""The recipe: data, network and measures. flyte_ddp/recipe.py describes what else a recipe can have."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""What determines the result. Read before any rank starts, so it imports no torch."""
+"""The settings, which determine the result. They are read before any rank starts, so this module imports no torch."""
 
 from dataclasses import dataclass
 
