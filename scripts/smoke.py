@@ -26,7 +26,6 @@ from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
-from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import (
     CIFAR10Hyperparameters,
     FashionMNISTHyperparameters,
@@ -34,7 +33,6 @@ from flyte_ddp.recipes.hyperparameters import (
     Hyperparameters,
 )
 from flyte_ddp.sweep.search import Sweep
-from flyte_ddp.timing.measurement import TimingOptions
 from scripts.register import register
 
 POLL_SECONDS = 2
@@ -67,19 +65,12 @@ def small_inputs(seed: int) -> dict[str, dict[str, Any]]:
             "hp": AutoencoderHyperparameters(dataset="digits", epochs=1, limit_train_batches=0.1, seed=seed)
         },
         "workflows.image_folder.image_folder_wf": {"hp": FolderHyperparameters(seed=seed, **once)},
-        "workflows.image_folder.loading_study_wf": {
-            "study": LoadingSettings(passes=2, most_images=256, most_workers=1)
-        },
         "workflows.export.export_wf": {"options": ClassifierExport(dataset="digits")},
         "workflows.export.export_folder_wf": {},
         "workflows.inference.inference_wf": {"options": InferenceOptions(dataset="digits", shards=2)},
-        "workflows.inference.inference_timing_wf": {
-            "options": TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
-        },
         # a folder in the pod, which vanishes with it: writing to a real place is not tried
         "workflows.promote.promote_wf": {"place": "/var/tmp/promoted", "hp": mnist},
         "workflows.promote.roll_back_wf": {"place": "/var/tmp/promoted"},
-        "workflows.hardware.hardware_wf": {},
         "workflows.sweep.sweep_wf": {
             "sweep": Sweep(values={"learning_rate": [0.03, 0.1]}, reduction_factor=2),
             "hp": Hyperparameters(**{**digits, "batch_size": 256, "epochs": 2}),

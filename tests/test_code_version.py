@@ -47,9 +47,7 @@ OF_SOME = {
 }
 # What a cached task has a process of its own run, and what only tasks that are not cached do
 CACHED = {"engine.worker", "engine.predict", "recipes.images", "inference.rank", "lightning.rank"}
-NOT_CACHED = {
-    "engine.joined", "export.rank", "hardware.rank", "loading.rank", "promote.rank", "timing.rank",
-}  # fmt: skip
+NOT_CACHED = {"engine.joined", "export.rank", "promote.rank"}
 # They import by a computed name: a recipe's, from which find_code starts, or that of the class of a file's settings,
 # which only loading without settings needs. code_version itself only computes names
 COMPUTED = {

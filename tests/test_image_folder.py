@@ -53,18 +53,6 @@ def test_it_trains_on_a_folder_and_follows_what_becomes_of_it(digits):
     assert "Train Epoch" in said
 
 
-def test_the_loading_study_recommends_a_setting(digits):
-    study = '{"passes": 2, "most_workers": 1, "most_images": 100, "batch_size": 20}'
-    said = pyflyte("loading_study_wf", "--folder", str(digits), "--images", IMAGES, "--study", study)
-    workers = re.findall(r"LoadingChoice\(loader_workers=(\d+)", said)[0]
-    page = Path(re.findall(r"report=([^,)]+)", said)[0]).read_text()
-    assert f"&#34;loader_workers&#34;: {workers}," in page
-    assert "100 of 9" in page, "images of a pass"
-    assert "<svg" in page
-    if "device=cuda" not in said:
-        assert "not measured: no GPU" in page
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

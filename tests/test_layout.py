@@ -41,14 +41,11 @@ FEATURES = (
     "autoencoder",
     "export",
     "flyte2",
-    "hardware",
     "inference",
-    "loading",
     "new",
     "promote",
     "run",
     "sweep",
-    "timing",
     "watch",
 )
 

@@ -14,14 +14,12 @@ from flytekit.types.file import PythonPickledFile
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.export.settings import ClassifierExport, FolderExport
-from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import (
     CIFAR10Hyperparameters,
     FashionMNISTHyperparameters,
     FolderHyperparameters,
 )
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.timing.measurement import TimingOptions
 from scripts.dry_run import amounts
 from tests.commands import ROOT
 from tests.once import trained_classifier
@@ -85,13 +83,6 @@ def test_image_files(run, images):
     trained = run("workflows.image_folder.image_folder_task", hp=hp, options=OPTIONS, **images)
     given = {"model_state": trained["model_state"], "options": FolderExport(), **images}
     run("flyte_ddp.export.task.export_folder_classifier", **given)
-    study = LoadingSettings(passes=2, most_images=256, most_workers=2)
-    run("workflows.image_folder.loading_study_task", study=study, **images)
-
-
-def test_studies(run, digits):
-    options = TimingOptions(dataset="digits", device_batch_sizes="8", repeats=1, seconds=0.05)
-    run("flyte_ddp.timing.task.time_inference", data=digits, options=options)
 
 
 def test_every_task_that_computes_has_a_pod_in_some_test():

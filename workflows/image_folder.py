@@ -1,10 +1,7 @@
 """Training on a folder of image files, which need not fit into memory: one sub-folder per class, decoded on the fly.
 
 pyflyte run workflows/image_folder.py image_folder_wf --folder FOLDER --images '{"image_size": 64}'
-pyflyte run workflows/image_folder.py loading_study_wf --folder FOLDER
 """
-
-from typing import NamedTuple
 
 from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
@@ -15,10 +12,7 @@ from flyte_ddp.flyte1.data import init_by_content
 from flyte_ddp.flyte1.index_images import attach, find_images, index_images
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
-from flyte_ddp.flyte1.resources import training_resources
 from flyte_ddp.flyte1.train import TrainingOutputs, image_training, training_arguments
-from flyte_ddp.loading.task import LoadingChoice, study_loading
-from flyte_ddp.loading.times import LoadingSettings
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters
 from flyte_ddp.settings import RunOptions
 
@@ -60,38 +54,6 @@ def image_folder_wf(
     index = index_images(folder=found.folder, stamp=found.stamp, images=images)
     first = init_by_content(init=init)
     return image_folder_task(hp=hp, index=index, folder=found.folder, options=options, init=first)
-
-
-class LoadingOutputs(NamedTuple):
-    """recommended: by the rule stated in the report. report: an HTML page in one file."""
-
-    recommended: LoadingChoice
-    report: FlyteFile["html"]  # noqa: F821
-
-
-@task(enable_deck=True, deck_fields=(), **training_resources())
-def loading_study_task(index: PreparedDataset, folder: FlyteDirectory, study: LoadingSettings) -> LoadingOutputs:
-    """Times the loading of the folder's images with each number of workers, with and without pinned memory."""
-    recommended, report = study_loading(attach(index, folder), study)
-    return LoadingOutputs(recommended, report)
-
-
-@workflow
-def loading_study_wf(
-    folder: str = "",
-    images: ImageSettings = ImageSettings(),
-    study: LoadingSettings = LoadingSettings(),
-) -> LoadingOutputs:
-    """Finds out how many loader workers suit this folder on this machine.
-
-    Args:
-        folder: see image_folder_wf.
-        images: see image_folder_wf.
-        study: what to try.
-    """
-    found = find_images(folder=folder, images=images)
-    index = index_images(folder=found.folder, stamp=found.stamp, images=images)
-    return loading_study_task(index=index, folder=found.folder, study=study)
 
 
 if __name__ == "__main__":

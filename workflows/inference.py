@@ -1,7 +1,6 @@
-"""Batch prediction with a trained model, for a dataset or a folder of image files; and a study of its speed.
+"""Batch prediction with a trained model, for a dataset or a folder of image files.
 
 pyflyte run workflows/inference.py inference_wf --model_state model.pt
-pyflyte run workflows/inference.py inference_timing_wf
 """
 
 from functools import partial
@@ -19,8 +18,6 @@ from flyte_ddp.inference.shards import InferenceOptions
 from flyte_ddp.inference.task import check_inputs, plan_shards, predict_shard
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.timing.measurement import TimingOptions
-from flyte_ddp.timing.task import TimingOutputs, check_timing, time_inference
 from workflows.mnist import pytorch_training_wf
 
 set_up_pyflyte()
@@ -60,17 +57,6 @@ def inference_wf(
     fixed = partial(predict_shard, model_state=weights, **images)
     parts = map_task(fixed, concurrency=registration().concurrency or None)(shard=plan.shards)
     return gather_shards(parts=parts, **images)
-
-
-@workflow
-def inference_timing_wf(options: TimingOptions = TimingOptions()) -> TimingOutputs:
-    """Compares the speed of one device, nn.DataParallel and one process per device.
-
-    Args:
-        options: what to time, with which batch sizes, and how often.
-    """
-    data = prepare_dataset(name=check_timing(options=options))
-    return time_inference(data=data, options=options)
 
 
 if __name__ == "__main__":

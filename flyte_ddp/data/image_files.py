@@ -1,7 +1,6 @@
 """Image files as a dataset: decoded one by one, when needed, to the same size and channels."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +50,7 @@ class ImageFiles:
             ) from None
 
 
-def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: Sequence[str] = FORMATS) -> np.ndarray:
+def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tuple[str, ...] = FORMATS) -> np.ndarray:
     """The image, of an animation or of several pages the first, as (C, H, W) uint8: turned upright, without its
     transparency, scaled to cover that shape, and cropped around its centre.
 

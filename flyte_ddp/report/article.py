@@ -20,10 +20,6 @@ BODY = """
 {% if section.heads %}{{ grid_table(section.caption or section.title, section.heads, section.lines) }}
 {% elif section.lines %}{{ table(section.caption, section.lines, True) }}
 {% endif %}
-{% if section.output %}
-<div class="card wide"><div class="scroll" tabindex="0" role="region" aria-label="{{ section.title }}"><pre>
-{{ section.output }}</pre></div></div>
-{% endif %}
 </div>
 {% if section.pictures %}{{ gallery(section.pictures) }}{% endif %}
 {% endfor %}
@@ -40,12 +36,11 @@ class Drawing(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """A part of an article: paragraphs, figures, a table, output and pictures, in this order. Each may be left out.
+    """A part of an article: paragraphs, figures, a table and pictures, in this order. Each may be left out.
 
     Attributes:
         heads, lines: the table's heads and lines. The first column names the line, the others are right-aligned.
             Without heads, lines are (label, text).
-        output: the output of a command, shown as it is.
         pictures: (data URI, label), with URIs from figures.picture.
     """
 
@@ -55,7 +50,6 @@ class Section:
     caption: str = ""
     heads: Sequence[str] = ()
     lines: Sequence[Sequence[str]] = ()
-    output: str = ""
     pictures: Sequence[tuple[str, str]] = ()
 
 

@@ -4,7 +4,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -24,10 +24,8 @@ class Curves:
     Attributes:
         remark: a sentence at the end of the text alternative.
         x: what the horizontal axis shows.
-        ranges: for a series, (lowest, highest) of each of its points, shown as error bars.
         marks: values of x with a warning.
         chosen: the best value of x.
-        ticks: if given, the only labelled values of x, on a logarithmic axis.
     """
 
     title: str
@@ -37,10 +35,8 @@ class Curves:
     logarithmic: bool = False
     from_zero: bool = False
     x: str = "epochs"
-    ranges: Mapping[str, Points] = field(default_factory=dict)
     marks: Sequence[float] = ()
     chosen: float | None = None
-    ticks: Sequence[float] = ()
 
     @property
     def description(self) -> str:
@@ -66,20 +62,17 @@ def draw(curves: Curves) -> str:
         marks[curves.chosen] = 'stroke="var(--ink)" stroke-dasharray="7 3"'
         legend["chosen"] = sample(marks[curves.chosen])
     plot = Plot([*legend.items()] if len(legend) > 1 else [])
-    ends = [*chain.from_iterable(chain.from_iterable(curves.ranges.values()))]
     drawn = [*chain.from_iterable(series.values())]
-    values = [*ends, *(y for _, y in drawn)]
+    values = [y for _, y in drawn]
     y = plot.vertical(
         values, write=percent if curves.percent else number, logarithmic=curves.logarithmic, from_zero=curves.from_zero
     )
     at = [*marks, *(x for x, _ in drawn)]
-    x = plot.horizontal(at, y, logarithmic=bool(curves.ticks), integer=max(at) > 3, ticks=curves.ticks)
+    x = plot.horizontal(at, y, integer=max(at) > 3)
     plot.axes(x, y, curves.x)
     for name, points in series.items():
         plot.line(points, pens[name])
         plot.symbols(points, dots[name])
-        for (place, _), both in zip(points, curves.ranges.get(name, ()), strict=False):
-            plot.line([(place, end) for end in both], pens[name])
     for mark, how in marks.items():
         plot.across(mark, how)
     return plot.svg(curves.description)

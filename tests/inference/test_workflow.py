@@ -1,29 +1,21 @@
-"""Batch prediction and its timing study: pyflyte, and the commands of the pods, on real digits."""
+"""Batch prediction: pyflyte, and the commands of the pods, on real digits."""
 
 import csv
 import os
 import re
 import signal
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection
-from flytekit import FlyteContextManager
-from flytekit.core.context_manager import ExecutionState
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 from PIL import Image
 
-from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.errors import InputError
-from flyte_ddp.flyte1.platform import TaskInterruptedError
 from flyte_ddp.inference.shards import InferenceOptions
-from flyte_ddp.timing.measurement import TimingOptions
-from flyte_ddp.timing.task import time_inference
 from scripts.dry_run import decode
 from tests.commands import ROOT, output, pyflyte, start_pyflyte, words
 from tests.once import trained_classifier
@@ -169,37 +161,3 @@ def test_map_task_is_registered_with_its_retries_and_so_many_at_a_time():
     (mapped,) = (node.array_node for node in nodes if node.HasField("array_node"))
     assert mapped.parallelism == 3
     assert mapped.min_success_ratio == 1
-
-
-# --- the timing study ---
-
-
-def test_timing_study_measures_every_method_and_says_what_it_sees(tmp_path):
-    options = '{"dataset": "digits", "repeats": 2, "seconds": 0.01, "device_batch_sizes": "4,1"}'
-    done = pyflyte(INFERENCE, "inference_timing_wf", "--options", options, cwd=tmp_path)
-    rows = rows_of(output(done, "measurements"))
-    methods = ("one device", "nn.DataParallel", "one process per device")
-    measured = sorted((row["method"], row["batch_size"]) for row in rows)
-    assert measured == sorted((method, size) for method in methods for size in ("1", "4") for _ in range(2))
-    assert all(float(row["images_per_second"]) > 0 for row in rows)
-    page = Path(output(done, "report")).read_text()
-    assert "median [range] of n = 2" in page
-    assert not re.search(r"<th[^>]*></th>", page), "every column has a name"
-    rates = [float(row["images_per_second"]) for row in rows if (row["method"], row["batch_size"]) == (methods[0], "4")]
-    assert f"{median(rates):,.0f} [{min(rates):,.0f}-{max(rates):,.0f}]" in page
-    assert all(f"{method} (" in page for method in methods)
-
-
-@pytest.mark.parametrize("device_batch_sizes", ["", "8,0", "8;16", "1.5", "1000000"])
-def test_timing_study_refuses_what_is_no_batch_size(device_batch_sizes):
-    with pytest.raises(InputError, match="device_batch_sizes must be whole numbers from 1"):
-        TimingOptions(device_batch_sizes=device_batch_sizes)
-
-
-def test_timing_in_a_pod_that_lacks_its_gpus_is_tried_again(monkeypatch):
-    monkeypatch.setenv(GPUS_VARIABLE, "1024")
-    context = FlyteContextManager.current_context()
-    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    in_pod = FlyteContextManager.with_context(context.with_execution_state(state))
-    with in_pod, pytest.raises(TaskInterruptedError, match="as many GPUs as were registered"):
-        time_inference.task_function(data=FlyteDirectory("nowhere"), options=TimingOptions())
