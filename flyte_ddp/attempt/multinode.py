@@ -110,10 +110,9 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
             distributed.all_gather_object(results, train(environment, device, link, job))
             return results
 
-    signal.signal(signal.SIGTERM, link.on_signal)
     try:
-        return under_watchdog(work, link, environment, timeouts)
-    except StopRequested as stopped:
+        return under_watchdog(work, link, environment, timeouts, [signal.SIGTERM])
+    except (StopRequested, PreemptedError) as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
     except RankError:  # which it has named
         raise

@@ -1,6 +1,5 @@
 """Trains as one of the ranks that torchrun or a cluster's scheduler has started."""
 
-import signal
 import time
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import process_group
+from flyte_ddp.launch.signals import STOP_SIGNALS
 from flyte_ddp.launch.watchdog import under_watchdog
 
 SETTLE_SECONDS = 0.1
@@ -41,9 +41,7 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
         time.sleep(SETTLE_SECONDS)
         return result
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, link.on_signal)
     try:
-        return under_watchdog(work, link, environment, timeouts)
-    except StopRequested as stopped:
+        return under_watchdog(work, link, environment, timeouts, STOP_SIGNALS)
+    except (StopRequested, PreemptedError) as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: {stopped}") from None

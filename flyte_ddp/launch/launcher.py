@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import flyte_ddp
-from flyte_ddp.events import Event, RunStarted
+from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
 from flyte_ddp.launch.failures import PreemptedError, from_exit_code, name_the_cause
+from flyte_ddp.launch.grace import Saved, grace_seconds, seconds_of_ranks
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, hang_of
 from flyte_ddp.launch.launch_compat import leave_behind
-from flyte_ddp.launch.phases import STARTING, Timeouts
+from flyte_ddp.launch.phases import STARTING, WRITING, Timeouts
 from flyte_ddp.launch.rank import serve
 from flyte_ddp.launch.signals import STOP_SIGNALS, on_signals, stop_requests
 from flyte_ddp.settings import RunOptions
@@ -39,7 +40,6 @@ PRELOAD = ["torch", "torch.utils.flop_counter", "numpy", "dataclasses_json", "cl
 # cores from the thread that is waited for. Fewer turns cost nothing where cores are free: see benchmarks/spinning.py.
 SPIN_COUNT = "10000"
 
-STOP_SECONDS = 10.0  # from a request to stop until ranks are killed without a checkpoint
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 0.5  # their stacks, which they write piece by piece, are whole when they have not grown for so long
@@ -77,20 +77,23 @@ def launch(
     this is the first launch. timeouts: in which a rank that says nothing counts as hung; seconds are for all that it
     does. root is a folder that comes first on the ranks' sys.path, such as UserCode.root. Raises
     RankError (or its recoverable kind) naming the rank that failed first, InputError if that is what it raised,
-    PreemptedError after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C. All processes have ended when it returns or
-    raises, also those that ranks have started, unless in a session of their own.
+    PreemptedError after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C: at once before the first step, else within
+    the grace, see grace.py. All processes have ended when it returns or raises, also those that ranks have started,
+    unless in a session of their own.
     """
+    grace = grace_seconds()
     warm_up(preload)
     threads = threads_per_rank(world.local_size)
     ranks: list[_Rank] = []
     with on_signals(STOP_SIGNALS, lambda *_: None):  # nothing interrupts the clean-up
         private = tempfile.mkdtemp(prefix="ddp-")
         try:
-            with stop_requests() as signals, on_signals([signal.SIGTSTP], lambda *_: _suspend(ranks)):
+            suspending = on_signals([signal.SIGTSTP], lambda *_: _suspend(ranks))
+            with stop_requests(lambda: any(rank.is_writing for rank in ranks)) as signals, suspending:
                 for rank in range(world.size):
                     environment = Environment(world, rank, rank, f"file://{private}/rendezvous", threads)
                     ranks.append(_Rank(environment, target, argument, private, root))
-                return _supervise(ranks, Timeouts.of(timeouts), on_event, signals)
+                return _supervise(ranks, Timeouts.of(timeouts), on_event, signals, grace)
         finally:
             for started in ranks:
                 started.send_signal(signal.SIGKILL)
@@ -119,6 +122,10 @@ class _Rank:
         with _importable(root):
             self.process.start()
         child_line.close()
+
+    @property
+    def is_writing(self) -> bool:
+        return self.phase == WRITING and not self.outcome
 
     def receive(self, on_event: Callable[[Event], None]) -> None:
         """Reads what the rank has sent; a process that ended without an outcome has failed."""
@@ -168,13 +175,12 @@ class _Rank:
 
 
 def _supervise(
-    ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None], signals: list[int]
+    ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None], signals: list[int], grace: float
 ) -> list[Any]:
-    started, stop_at, give_up_at, now = False, 0.0, 0.0, time.monotonic()
+    saved, stop_at, give_up_at, now = Saved(), 0.0, 0.0, time.monotonic()
 
     def note(event: Event) -> None:
-        nonlocal started
-        started = started or isinstance(event, RunStarted)
+        saved.note(event)
         on_event(event)
 
     while True:
@@ -191,23 +197,27 @@ def _supervise(
             if now >= give_up_at or not all(failure.is_effect for failure in failures) or len(failures) == len(ranks):
                 raise name_the_cause(failures)
         if signals and not stop_at:
-            stop_at = now + (STOP_SECONDS if started else 0)
+            stop_at = now + (seconds_of_ranks(grace) if saved.has_started else 0)
             for rank in ranks:
                 rank.request("stop")
         if all(rank.outcome == "done" for rank in ranks):
             return [rank.value for rank in ranks]
         if all(rank.outcome for rank in ranks) or (stop_at and now >= stop_at):
-            raise _stopped(ranks, signals)
+            raise _stopped(ranks, signals, saved, grace)
         if any(not rank.outcome and rank.silent_seconds > timeouts.seconds(rank.phase) for rank in ranks):
             raise _hung(ranks, timeouts, note)
 
 
-def _stopped(ranks: list[_Rank], signals: list[int]) -> BaseException:
-    if signal.SIGINT in signals:
-        return KeyboardInterrupt()
-    said = [rank.value for rank in ranks if rank.outcome == "stopped"]
-    last = said[0] if said else "no step was finished in time for a checkpoint"
+def _stopped(ranks: list[_Rank], signals: list[int], saved: Saved, grace: float) -> BaseException:
     number = signals[0] if signals else signal.SIGTERM  # sent to a rank alone, as by a guard of the host's memory
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    slow = [rank for rank in ranks if not rank.outcome]
+    if slow:
+        slowest = next((rank for rank in slow if rank.is_writing), slow[0])
+        last = saved.end_of_grace(grace, slowest.phase, slowest.silent_seconds)
+    else:
+        last = next(rank.value for rank in ranks if rank.outcome == "stopped")
     return PreemptedError(f"all ranks on {ranks[0].host}: {signal.Signals(number).name}: {last}")
 
 

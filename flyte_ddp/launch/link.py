@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flyte_ddp.events import Event, Printed
+from flyte_ddp.launch.grace import Saved
 from flyte_ddp.launch.hangs import Answer
 from flyte_ddp.launch.launch_compat import standing
 from flyte_ddp.launch.limits import peak_memory
@@ -107,7 +108,7 @@ class ParentLink(Link):
 class DirectLink(Link):
     """Passes events to observers in this process, if any; for ranks that another launcher has started.
 
-    steps: counts signs of life, for watched. phase: of the last one.
+    steps: counts signs of life, for watched. phase: of the last one. saved: what this rank has heard of it.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None):
@@ -116,6 +117,7 @@ class DirectLink(Link):
         self._lock = threading.Lock()  # the checkpoint thread emits events, too
         self.steps = 0
         self.phase = STARTING
+        self.saved = Saved(self.is_heard)
 
     def heartbeat(self, phase: str = STEPPING) -> None:
         self.steps = self.steps + 1
@@ -123,6 +125,7 @@ class DirectLink(Link):
 
     def emit(self, event: Event) -> None:
         self.steps += 1
+        self.saved.note(event)
         if self._on_event:
             with self._lock:
                 self._on_event(event)

@@ -10,14 +10,16 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end
 
 
 @contextmanager
-def stop_requests() -> Iterator[list[int]]:
+def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
     """Collect the signals that ask to stop. A second Ctrl-C interrupts at once; what ends a pod or a terminal may come
     several times, forwarded by a parent and sent to the group, and never does.
+
+    is_writing: whether a checkpoint is being written, which is ended first.
     """
     received: list[int] = []
 
     def note(signum: int, _: Any) -> None:
-        if signum == signal.SIGINT in received:
+        if signum == signal.SIGINT in received and not is_writing():
             raise KeyboardInterrupt
         received.append(signum)
 

@@ -4,11 +4,13 @@ so it can end whatever the rank's work, in another thread, is stuck in, and say 
 
 import atexit
 import json
+import math
 import os
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from contextvars import copy_context
@@ -20,7 +22,8 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.launch.failures import Failure, from_exception, name_the_cause
+from flyte_ddp.launch.failures import Failure, PreemptedError, from_exception, name_the_cause
+from flyte_ddp.launch.grace import grace_seconds, seconds_of_ranks
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, KEEPS_STORE, Answer, hang_of
 from flyte_ddp.launch.launch_compat import stack_of, standing
 from flyte_ddp.launch.link import ALIVE_SECONDS, DirectLink
@@ -34,16 +37,27 @@ Value = TypeVar("Value")
 
 
 def under_watchdog(
-    work: Callable[[Store], Value], link: DirectLink, environment: Environment, timeouts: Timeouts
+    work: Callable[[Store], Value],
+    link: DirectLink,
+    environment: Environment,
+    timeouts: Timeouts,
+    stop_signals: Sequence[signal.Signals] = (),
 ) -> Value:
     """Run work(store) in a thread of its own and return its value; store: for the process group of all ranks.
 
     Raises what work raises; RankError, or its recoverable kind, if this rank has lost another one, and if any rank has
-    been silent for longer than what it does may take: with the ranks that the others wait for. A thread that is stuck
-    then is left behind, and the process ends without waiting for it.
+    been silent for longer than what it does may take: with the ranks that the others wait for; PreemptedError if this
+    rank was asked to stop: at once before the first step, else when its grace ends, see grace.py. A thread that is
+    stuck then is left behind, and the process ends without waiting for it.
+
+    stop_signals: ask it to stop; until all ranks have met they end the process, as Python would not hear them.
     """
+    grace = grace_seconds()
     store = meet(environment, timeouts)
     value = futures.Future[Value]()
+    for number in stop_signals:
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it for SIGHUP
+            signal.signal(number, link.on_signal)
 
     def run() -> None:
         try:
@@ -62,7 +76,7 @@ def under_watchdog(
     roll_call = RollCall(store.clone(), environment, timeouts, answer)
     thread.start()
     try:
-        _wait(value, link, roll_call, timeouts)
+        _wait(value, link, roll_call, timeouts, grace)
         # It still frees what the work held, for which the interpreter must be there
         thread.join(GRACE_SECONDS)
         return value.result()
@@ -79,24 +93,37 @@ def under_watchdog(
         roll_call.close()
 
 
-def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts) -> None:
-    """Return when the value is there; raises RankError if a rank hangs."""
+def _wait(
+    value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts, grace: float
+) -> None:
+    """Return when the value is there; raises RankError if a rank hangs, PreemptedError when the grace has ended."""
     silent_seconds = 0.0
     steps = link.steps
     now = time.monotonic()
+    stop_at = math.inf
     while not futures.wait([value], ALIVE_SECONDS).done:
         # Not silent while this very process was suspended
         turn = min(time.monotonic() - now, 2 * ALIVE_SECONDS)
         now = time.monotonic()
         silent_seconds = silent_seconds + turn if steps == link.steps else 0.0
         steps = link.steps
+        if link.stop_requested:
+            stop_at = min(stop_at, now + (seconds_of_ranks(grace) if link.saved.has_started else 0.0))
+        if now >= stop_at:
+            _leave_behind()
+            raise PreemptedError(link.saved.end_of_grace(grace, link.phase, silent_seconds))
         patience = timeouts.seconds(link.phase)
         is_over = silent_seconds > patience + 2 * ANSWER_SECONDS
         if silent_seconds > patience:
             roll_call.ask("hang")
         if is_over or (roll_call.found.done() and roll_call.result().reason == "hang"):
-            atexit.register(os._exit, 1)  # the thread that is left behind would block the end of the interpreter
+            _leave_behind()
             raise name_the_cause([roll_call.result().failure])
+
+
+def _leave_behind() -> None:
+    """Keep the thread that still works from blocking the end of the interpreter."""
+    atexit.register(os._exit, 1)
 
 
 @dataclass(frozen=True)

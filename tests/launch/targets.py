@@ -20,7 +20,7 @@ from flyte_ddp.engine import sums, worker
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.readback import Readback
 from flyte_ddp.errors import StopRequested
-from flyte_ddp.events import CheckpointFailed, Event, StepLogged
+from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import STEPPING, WRITING
@@ -242,3 +242,17 @@ def stop_after_the_fifth_step(environment: Environment, link: Link, job: Job) ->
     except StopRequested as stopped:
         return stopped.epoch, stopped.step
     raise AssertionError("not stopped")
+
+
+def ignore_the_notice(environment: Environment, link: Link, phase: str) -> None:
+    """Has its first steps, and two checkpoints, behind it; then does something without end."""
+    link.emit(started(first_epoch=1))
+    link.emit(CheckpointWritten(epoch=1, step=4, path="", stall_seconds=0.0, write_seconds=50.0))
+    link.heartbeat(phase)
+    link.emit(CheckpointFailed("go on"))
+    wait_for_ever()
+
+
+def started(first_epoch: int = 0) -> RunStarted:
+    """Return what is told before the first step."""
+    return RunStarted("", "", "", (), 0, 0, 0, 1, "gloo", "cpu", "", 2, 10, first_epoch, 0, 0.0, [])

@@ -18,9 +18,11 @@ from benchmarks.faults import has_ended
 from flyte_ddp.code.code_version import imported
 from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import Environment, World, available_cores
 from flyte_ddp.launch.failures import PreemptedError, RankError, RecoverableRankError
+from flyte_ddp.launch.grace import grace_seconds
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.signals import stop_requests
 
@@ -276,7 +278,7 @@ def test_no_process_and_no_folder_outlives_its_parent(tmp_path_factory, number, 
     if number == signal.SIGKILL:
         assert errors == ""
     else:
-        assert {signal.SIGINT: "KeyboardInterrupt"}.get(number, f"{number.name}: no step was finished") in errors
+        assert {signal.SIGINT: "KeyboardInterrupt"}.get(number, f"{number.name}: ended at once") in errors
 
 
 @pytest.mark.skipif(launcher.START_METHOD != "forkserver", reason="nothing is imported for all ranks")
@@ -298,6 +300,44 @@ launcher.launch("{TARGETS}:report_rank", world, None, 60.0, print, preload=["pre
 def test_a_rank_that_alone_is_asked_to_stop_ends_the_run_as_a_preemption():
     with pytest.raises(PreemptedError, match="SIGTERM: stopped on request before epoch 1, step 5"):
         launch("stop_as_rank_one_is_asked_to")
+
+
+@pytest.mark.parametrize(
+    ("phase", "did"),
+    [(STEPPING, "had not ended their step:"), (WRITING, "still wrote a checkpoint or results, for about 49 s more:")],
+)
+def test_at_the_end_of_the_grace_it_is_said_where_a_resume_begins(monkeypatch, with_hangups, phase, did):
+    """While a checkpoint is written, no further signal changes anything."""
+    monkeypatch.setenv("DDP_GRACE_SECONDS", "1")
+    further = [signal.SIGINT, signal.SIGINT, signal.SIGHUP] if phase == WRITING else []
+
+    def on_event(event):
+        if event == CheckpointFailed("go on"):
+            for number in (signal.SIGTERM, *further):
+                signal.raise_signal(number)
+
+    words = f"SIGTERM: killed as the grace of 1 s ends, in which ranks {did} .* a resume begins before epoch 2, step 5;"
+    with pytest.raises(PreemptedError, match=words):
+        launch("ignore_the_notice", 2, phase, on_event=on_event)
+
+
+@pytest.mark.parametrize("value", ["-1", "ten", "1.5", "3601", "9" * 5000, "٣"])
+@pytest.mark.parametrize("variable", ["DDP_GRACE_SECONDS", "DDP_POD_GRACE"])
+def test_a_grace_that_is_none_is_refused_before_the_start(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        InputError, match=f"^environment variable {variable} must be .* at most 3600, got '{value[:50]}'"
+    ):
+        launch("report_rank")
+
+
+@pytest.mark.parametrize(
+    ("user", "pod", "seconds"), [("", "", 30), ("0", "", 30), ("15", "120", 15), ("600", "120", 120), ("60", "", 60)]
+)
+def test_the_grace_is_the_smaller_one(monkeypatch, user, pod, seconds):
+    for name, value in {"DDP_GRACE_SECONDS": user, "DDP_POD_GRACE": pod}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    assert grace_seconds() == seconds
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_a_run_that_is_stopped_before_its_first_step_promises_no_checkpoint(tmp_
         "import signal\n\n\ndef train(loop):\n    print('here', flush=True)\n    while True:\n        signal.pause()\n"
     )
     said = signalled(signal.SIGTERM, "here", "waiting:train", "--nproc", "1", cwd=tmp_path)
-    assert said.endswith("SIGTERM: no step was finished in time for a checkpoint\n")
+    assert said.endswith("before the first step: an earlier checkpoint, if there is one, is as it was\n")
 
 
 def test_the_command_has_a_version():
