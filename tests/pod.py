@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 from flyteidl.core.errors_pb2 import ErrorDocument
-from flyteidl.core.literals_pb2 import Blob, BlobMetadata, Literal, LiteralMap, Scalar
-from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
+from flyteidl.core.literals_pb2 import Blob, BlobMetadata, KeyValuePair, Literal, LiteralMap, Scalar
+from flyteidl.core.tasks_pb2 import Container, Resources, TaskTemplate
 from flyteidl.core.types_pb2 import BlobType
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.prepared.writer import write_prepared
@@ -31,6 +32,11 @@ from tests.once import digest, made_once
 
 IMAGE = "registry.example/trainer:1"
 TWO_NODES = {"DDP_PROFILE": "sandbox", "DDP_NNODES": "2", "DDP_NPROC_PER_NODE": "1", "DDP_JOIN_MINUTES": "5"}
+# By their names in a pod template, in flytekit's order
+RESOURCES = {
+    "ephemeral-storage": Resources.EPHEMERAL_STORAGE, "cpu": Resources.CPU, "gpu": Resources.GPU,
+    "memory": Resources.MEMORY,
+}  # fmt: skip
 LARGEST_SHARE = 0.8  # of the memory limit: other versions of torch want their part too
 STORAGE_CLIENT = 90 * 2**20  # s3fs and botocore, measured: with paths of this machine flytekit leaves them alone
 PATIENCE_SECONDS = 300  # for what takes some 20 s: a test that fails should say so, instead of blocking all others
@@ -78,6 +84,31 @@ def is_whole(checkpoint: Path) -> bool:
     return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
+def container_of(task: TaskTemplate) -> Container:
+    """The container that computes, also of a task with a pod template."""
+    if not task.HasField("k8s_pod"):
+        return task.container
+    one = next(
+        one
+        for one in MessageToDict(task.k8s_pod.pod_spec)["containers"]
+        if one["name"] == task.config.get("primary_container_name", "primary")
+    )
+    requests, limits = (
+        [
+            Resources.ResourceEntry(name=name, value=one["resources"][kind][key])
+            for key, name in RESOURCES.items()
+            if key in one["resources"][kind]
+        ]
+        for kind in ("requests", "limits")
+    )
+    return Container(
+        image=one["image"],
+        args=one["args"],
+        env=[KeyValuePair(key=pair["name"], value=pair["value"]) for pair in one["env"]],
+        resources=Resources(requests=requests, limits=limits),
+    )
+
+
 class Pod:
     """One attempt at a task, in folders of its own."""
 
@@ -104,7 +135,7 @@ class Pod:
             "{{.checkpointOutputPrefix}}": str(self.checkpoints),
             "{{.prevCheckpointPrefix}}": str(previous.checkpoints) if previous else '""',
         }
-        self.command = [values.get(argument, argument) for argument in task.container.args]
+        self.command = [values.get(argument, argument) for argument in container_of(task).args]
         if cores:
             mine = sorted(os.sched_getaffinity(0))[:cores]
             program = f"import os, sys; os.sched_setaffinity(0, {mine}); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -113,7 +144,7 @@ class Pod:
         self.environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            **{variable.key: variable.value for variable in task.container.env},
+            **{variable.key: variable.value for variable in container_of(task).env},
             **(environment or {}),
         }
 
@@ -212,7 +243,7 @@ def finish(*pods: Pod) -> list[int]:
 
 
 def check_memory(task: TaskTemplate, peak: int) -> None:
-    (text,) = (entry.value for entry in task.container.resources.limits if entry.name == Resources.MEMORY)
+    (text,) = (entry.value for entry in container_of(task).resources.limits if entry.name == Resources.MEMORY)
     limit = int(text[:-2]) * {"Mi": 2**20, "Gi": 2**30}[text[-2:]]
     assert peak < LARGEST_SHARE * limit, f"{task.id.name} took {peak / 2**20:.0f} MiB of {text}: a cluster kills it"
 

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from scripts.dry_run import ROOT
-from tests.pod import package
+from tests.pod import container_of, package
 
 NAME = "flyte-ddp-training:test"
 
@@ -51,7 +51,7 @@ def test_every_registered_task_is_found(image):
     """By the very words with which a pod looks for it."""
     words = {}
     for name, task in package().tasks.items():
-        arguments = list(task.container.args)
+        arguments = list(container_of(task).args)
         words[name] = arguments[arguments.index("--resolver") + 1 :]
     program = """if True:
         import json, re, sys

@@ -23,7 +23,7 @@ from flyte_ddp.settings import RunOptions
 from scripts.dry_run import amounts
 from tests.commands import ROOT
 from tests.once import trained_classifier
-from tests.pod import Pod, literal, package, small_dataset
+from tests.pod import Pod, container_of, literal, package, small_dataset
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +89,6 @@ def test_every_task_that_computes_has_a_pod_in_some_test():
     """The others only pass values on. A map task's items are the task that it maps."""
     texts = [file.read_text() for file in (ROOT / "tests").rglob("test_*.py")]
     with_pods = "".join(text for text in texts if "Pod(" in text or "meeting(" in text)  # of tests/nodes.py
-    computing = [name for name, task in tasks().items() if "400Mi" not in amounts(task.container.resources.limits)]
+    computing = [name for name, task in tasks().items() if "400Mi" not in amounts(container_of(task).resources.limits)]
     assert len(computing) > 15
     assert [name for name in computing if ".map_" not in name and name.rpartition(".")[2] not in with_pods] == []

@@ -16,7 +16,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.progress import attempts_in
 from flyte_ddp.settings import RunOptions
 from tests.commands import pyflyte
-from tests.pod import Pod, is_whole, literal, package, package_for_here, small_dataset
+from tests.pod import Pod, container_of, is_whole, literal, package, package_for_here, small_dataset
 
 HP = Hyperparameters(dataset="digits", epochs=1, batch_size=512)
 SETTINGS: dict[str, Any] = {"epochs": 5, "batch_size": 50, "learning_rate": 0.02, "precision": "float32"}
@@ -165,8 +165,8 @@ def test_gpus_of_one_run_reach_its_training_pod(place, gpus, expected):
     assert ("GPU" in limits) == bool(gpus)
     (task,) = (task for task in job.tasks if task.id.name == "workflows.mnist.pytorch_mnist_task")
     as_registered = registered.tasks["workflows.mnist.pytorch_mnist_task"]
-    assert task.container.image == as_registered.container.image
+    assert container_of(task).image == container_of(as_registered).image
     for field in ("metadata", "interface", "security_context", "extended_resources"):
         assert getattr(task, field) == getattr(as_registered, field), field
-    asked = {variable.key: variable.value for variable in task.container.env}["DDP_POD_GPUS"]
+    asked = {variable.key: variable.value for variable in container_of(task).env}["DDP_POD_GPUS"]
     assert asked == str(gpus), "the pod counts them"

@@ -17,7 +17,7 @@ from flytekit import Secret
 from scripts import register, smoke
 from scripts.dry_run import ROOT, amounts, decode, summary
 from tests.packages import KEY, sandbox_package
-from tests.pod import IMAGE, package
+from tests.pod import IMAGE, container_of, package
 
 TEMPLATE = ROOT / "flyte_ddp" / "new" / "template"
 GOLDEN = Path(__file__).with_name("pytorch_training_wf.json")
@@ -39,7 +39,7 @@ def sandbox():
 
 def test_gpu_is_the_default_profile(gpu):
     task = gpu.tasks[TRAINING]
-    wanted = task.container.resources
+    wanted = container_of(task).resources
     assert amounts(wanted.requests) == amounts(wanted.limits) == "ephemeral storage 10Gi, cpu 4, gpu 2, memory 16Gi"
     assert task.extended_resources.HasField("shared_memory")
     assert not task.metadata.interruptible
@@ -49,7 +49,7 @@ def test_gpu_is_the_default_profile(gpu):
 
 def test_sandbox_asks_for_no_gpu(sandbox):
     task = sandbox.tasks[TRAINING]
-    wanted = task.container.resources
+    wanted = container_of(task).resources
     assert "gpu" not in amounts(wanted.requests) + amounts(wanted.limits)
     assert "memory 3Gi" in amounts(wanted.limits)
     assert not task.HasField("extended_resources")
@@ -70,17 +70,24 @@ def test_promotion_and_roll_back_know_the_mlflow_server_and_no_other_secret(sand
 def test_preparation_asks_for_less(request, profile):
     tasks = request.getfixturevalue(profile).tasks
     for name in ("flyte_ddp.flyte1.prepare.resolve_dataset", "flyte_ddp.flyte1.prepare.prepare_dataset"):
-        assert "gpu" not in amounts(tasks[name].container.resources.limits)
+        assert "gpu" not in amounts(container_of(tasks[name]).resources.limits)
         assert not tasks[name].security_context.secrets
 
 
-def test_every_task_is_a_plain_container_of_the_named_image(gpu):
-    assert {task.container.image for task in gpu.tasks.values()} == {IMAGE}
+def test_every_task_is_a_container_of_the_named_image_and_training_pods_ask_for_a_grace(gpu):
+    assert {container_of(task).image for task in gpu.tasks.values()} == {IMAGE}
     plain = {name: task.type for name, task in gpu.tasks.items() if not name.startswith("workflows.multinode.")}
     assert set(plain.values()) == {"python-task"}
     for task in gpu.tasks.values():
-        assert task.container.args[0] in ("pyflyte-execute", "pyflyte-map-execute")
-        assert not task.HasField("k8s_pod")
+        assert container_of(task).args[0] in ("pyflyte-execute", "pyflyte-map-execute")
+    graces = {
+        name.rpartition(".")[2]: task.k8s_pod.pod_spec["terminationGracePeriodSeconds"]
+        for name, task in gpu.tasks.items()
+        if task.HasField("k8s_pod")
+    }
+    assert graces.keys() >= {"pytorch_mnist_task", "pytorch_multinode_task", "train_trial"}
+    assert {*graces.values()} == {120}
+    assert "prepare_dataset" not in graces
 
 
 def test_caches_and_retries(gpu):

@@ -19,7 +19,9 @@ from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import Settings, read_json, setting
 from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
+from flyte_ddp.launch.grace import MOST_SECONDS, POD_VARIABLE, USUAL_SECONDS
 
+DEFAULT_GRACE = 120  # seconds, as long as the longest notice of a cloud's spot machine
 PHASES = ("succeeded", "failed", "timed_out", "aborted")
 ADDRESS = r"[^@\s,:]+@[^@\s,:]+"
 # Kubernetes' rules: a name that a host could have, a key with such a name as its prefix, a value
@@ -60,6 +62,8 @@ class Registration(Settings):
         interruptible: whether training may run on preemptible machines; it resumes from its checkpoint.
         attempt_seconds: time limit of a training attempt.
         retries: further attempts at a training after failures that may not recur.
+        grace_seconds: how long a training pod has from a SIGTERM to its end, for which it asks the cluster; 0 is 120.
+            With pod_template, which says that itself, it tells the ranks how much that is; 0 is Kubernetes' 30.
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
             lacks never starts, so none is requested unless named.
         mlflow_secret: GROUP/KEY of the Flyte secret with the address of the MLflow server, if it has a password.
@@ -99,6 +103,7 @@ class Registration(Settings):
     interruptible: bool = setting(False)
     attempt_seconds: int = setting(86400, minimum=60, maximum=366 * 86400)
     retries: int = setting(2, minimum=0, maximum=100)
+    grace_seconds: int = setting(0, minimum=0, maximum=MOST_SECONDS)
     wandb_secret: str = setting("")
     mlflow_secret: str = setting("")
     nnodes: str = setting("2")
@@ -129,7 +134,7 @@ class Registration(Settings):
         check_notify(self.notify, self.notify_phases)
         check_urls(self.webhook, self.webhook_secret, self.console)
         registered = [variable_of(field) for field in dataclasses.fields(self)]
-        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, WEBHOOK_SECRET_VARIABLE, *registered}
+        ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, POD_VARIABLE, WEBHOOK_SECRET_VARIABLE, *registered}
         check_names(self.env, registered)
         check_strings("env", self.env, "[A-Za-z_][A-Za-z0-9_]*")
         check_secrets(self.env)
@@ -174,6 +179,11 @@ class Registration(Settings):
     @property
     def training_gpus(self) -> int:
         return self.gpus if self.profile == "gpu" else 0
+
+    @property
+    def pod_grace(self) -> int:
+        """Return the seconds of grace of a training pod whose template in code says nothing of it."""
+        return self.grace_seconds or (USUAL_SECONDS if self.pod_template else DEFAULT_GRACE)
 
     @property
     def ranks_per_node(self) -> int:

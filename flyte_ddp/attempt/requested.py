@@ -12,6 +12,9 @@ from flyte_ddp.attempt.variables import SECRETS
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch.grace import MOST_SECONDS, POD_VARIABLE
+
+TORCHRUN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,18 @@ def registered_environment() -> dict[str, str]:
 def training_environment(gpus: int, code: str = "") -> dict[str, str]:
     """The variables of a training pod with this many GPUs; code: the version of what determines a cached result."""
     return {**pod_environment(), **({CODE_VARIABLE: code} if code else {}), GPUS_VARIABLE: str(gpus)}
+
+
+def grace_environment(own: int | None = None) -> dict[str, str]:
+    """Return the variables by which a training pod knows how long it has from a SIGTERM to its end.
+
+    Args:
+        own: the seconds that its own pod template asks for.
+    """
+    asked = registration()
+    seconds = asked.pod_grace if own is None else min(own, asked.grace_seconds or MOST_SECONDS)
+    text = str(max(1, seconds))
+    return {POD_VARIABLE: text, TORCHRUN_VARIABLE: text}  # torchrun would kill its ranks after 30 s
 
 
 def addresses() -> dict[str, str]:

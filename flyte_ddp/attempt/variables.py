@@ -8,12 +8,13 @@ from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABL
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch.grace import POD_VARIABLE
 from flyte_ddp.text import masked
 
 PREFIX = "DDP_"
 # Besides those of a registration: what users set, and what is set in pods
 USERS = (MIRROR_VARIABLE, "DDP_DATA_DIR", "DDP_RUNS_DIR", "DDP_CACHE_DIR")
-PODS = (CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABLE, PREVIOUS_VARIABLE, WEBHOOK_SECRET_VARIABLE)
+PODS = (CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABLE, POD_VARIABLE, PREVIOUS_VARIABLE, WEBHOOK_SECRET_VARIABLE)
 # Of our tests, and what Kubernetes sets in all pods for a service whose name begins like ours
 NOT_OURS = re.compile(r"DDP_TEST_.*|.*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_.*)?)")
 # The variable that has a secret in a pod, and the field of a Registration that names it

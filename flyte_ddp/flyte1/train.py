@@ -16,7 +16,7 @@ from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
 from flyte_ddp.flyte1.data import downloaded, downloaded_once
 from flyte_ddp.flyte1.outputs import output_file, output_folder
-from flyte_ddp.flyte1.resources import training_resources
+from flyte_ddp.flyte1.resources import training_resources, with_grace
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 TRAINING_CODE = CodeVersion(IMAGE_CLASSIFIER.version)
@@ -38,7 +38,7 @@ def training_arguments(
         "retries": registration().retries,
         "enable_deck": True,
         "deck_fields": (),  # only the report, live
-        **training_resources(code, **own),
+        **with_grace(training_resources(code, **own)),
     }
 
 

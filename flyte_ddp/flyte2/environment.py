@@ -23,6 +23,7 @@ from flyte_ddp.attempt.variables import SECRETS
 from flyte_ddp.code.code_version import is_installed, with_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte
+from flyte_ddp.launch.grace import USUAL_SECONDS
 
 # Those that flytekit, whose names the registration has, calls otherwise
 ACCELERATORS: dict[str, Any] = {"L40S": "L40s", "A100_80GB": "A100_80G", "L4_VWS": "L4"}
@@ -81,11 +82,12 @@ def training_environment(
     """
     asked = registration()
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _gpus_of(own)
-    variables = {**requested.training_environment(gpus, code), **requested.addresses(), **variables, **env_vars}
-    usual = {"interruptible": asked.interruptible, "pod_template": asked.pod_template}
+    template, grace = _with_grace(more.pop("pod_template", asked.pod_template))
+    given = {**requested.training_environment(gpus, code), **grace, **requested.addresses()}
+    variables, usual = {**given, **variables, **env_vars}, {"interruptible": asked.interruptible}
     return _environment(
         name, requested.training_size(gpus), variables, [*files, *include], kind, own,
-        secrets=_secrets(SECRETS, secrets), **{**usual, **more},
+        secrets=_secrets(SECRETS, secrets), pod_template=template, **{**usual, **more},
     )  # fmt: skip
 
 
@@ -147,6 +149,18 @@ def _labelled(template: PodTemplate) -> PodTemplate:
     return replace(mine, labels=labels, annotations=annotations)
 
 
+def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
+    """Return the pod template, which asks for the registered grace unless it says that itself, and the pod's variables
+    of it. One in the cluster is left as it is."""
+    if template and isinstance(template, str):
+        return template, requested.grace_environment(registration().grace_seconds or USUAL_SECONDS)
+    mine = template if isinstance(template, flyte.PodTemplate) else flyte.PodTemplate()
+    own = mine.pod_spec.termination_grace_period_seconds if mine.pod_spec else None
+    if own is None:
+        mine = mine.with_termination_grace_period(registration().pod_grace)
+    return mine, requested.grace_environment(own)
+
+
 def _gpus_of(own: flyte.Resources) -> int:
     device = own.get_device()
     return device.quantity if device else 0
@@ -187,7 +201,7 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
 def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
     """Arguments of a task that trains: cache, retries with pauses, live report and time limit, and the user's own."""
     if "pod_template" in own:
-        own["pod_template"] = _labelled(own["pod_template"])
+        own["pod_template"] = _labelled(_with_grace(own["pod_template"])[0])
     return {
         "cache": cached(code, ignored, ["torch"]),
         "retries": flyte.RetryStrategy(registration().retries, PAUSES),

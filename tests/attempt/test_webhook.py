@@ -25,7 +25,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from scripts import dry_run
 from tests.packages import full_package, sandbox_package
-from tests.pod import Pod, literal, package, package_for_here, small_dataset
+from tests.pod import Pod, container_of, literal, package, package_for_here, small_dataset
 
 TOKEN = "a-token-that-is-not-shown"
 
@@ -211,7 +211,7 @@ def test_training_pods_know_the_webhook_or_its_secret():
     open_one, secret = (
         made.tasks["workflows.mnist.pytorch_mnist_task"] for made in (full_package(), sandbox_package())
     )
-    given = {variable.key: variable.value for variable in open_one.container.env}
+    given = {variable.key: variable.value for variable in container_of(open_one).env}
     assert given["DDP_WEBHOOK"] == "https://hooks.example.org/1"
     assert given["DDP_CONSOLE"] == "https://flyte.example.org/console"
     found = {one.env_var: (one.group, one.key) for one in secret.security_context.secrets}
@@ -221,7 +221,7 @@ def test_training_pods_know_the_webhook_or_its_secret():
         "MLFLOW_TRACKING_URI": ("tracking", "address"),
     }
     assert {one.mount_requirement for one in secret.security_context.secrets} == {Secret.MountType.ENV_VAR.value}
-    assert "DDP_WEBHOOK" not in {variable.key for variable in secret.container.env}
+    assert "DDP_WEBHOOK" not in {variable.key for variable in container_of(secret).env}
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from flyte_ddp.launch.watchdog import GRACE_SECONDS
 from tests.attempt.test_checkpoints import on_a_cluster
 from tests.attempt.test_webhook import Server
 from tests.commands import pyflyte
-from tests.pod import TWO_NODES, package
+from tests.pod import TWO_NODES, container_of, package
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 
@@ -197,7 +197,7 @@ def test_registered_as_a_pytorchjob():
     assert (elastic["minReplicas"], elastic["maxReplicas"], elastic["nprocPerNode"]) == (2, 2, 1)
     policy = task.custom["runPolicy"]["cleanPodPolicy"]
     assert policy == "CLEANPOD_POLICY_RUNNING", "or the others keep their GPUs while they wait for a lost node"
-    baked = {variable.key: variable.value for variable in task.container.env}
+    baked = {variable.key: variable.value for variable in container_of(task).env}
     assert TWO_NODES.items() <= baked.items(), "each pod imports the file anew and has to come to the same numbers"
     assert list(task.metadata.cache_ignore_input_vars) == ["options"]
 

@@ -8,10 +8,11 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from flytekit import Resources, Secret, task
+from flytekit import PodTemplate, Resources, Secret, task
 from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.extras import accelerators
 from flytekit.tools.translator import get_serializable
+from kubernetes.client import V1PodSpec
 
 from flyte_ddp.attempt import registration, requested
 from flyte_ddp.attempt.registration import Registration
@@ -23,7 +24,7 @@ from scripts.dry_run import describe_task
 from scripts.register import Registered, explain
 from tests.commands import ROOT
 from tests.packages import full_package
-from tests.pod import package
+from tests.pod import container_of, package
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,10 @@ from tests.pod import package
         ("DDP_ACCELERATOR", "H1000", "H100"),
         ("DDP_INTERRUPTIBLE", "yes", "true or false"),
         ("DDP_RETRIES", "-1", "at least 0"),
+        ("DDP_GRACE_SECONDS", "-1", "at least 0"),
+        ("DDP_GRACE_SECONDS", "3601", "at most 3600"),
+        ("DDP_GRACE_SECONDS", "2 minutes", "whole number"),
+        ("DDP_ENV", '{"DDP_POD_GRACE": "8"}', "must not have DDP_POD_GRACE"),
         ("DDP_RETRIES", "9" * 5000, "whole number"),
         ("DDP_ENV", "[" * 100_000, "an object"),
         ("DDP_ATTEMPT_SECONDS", "6h", "whole number"),
@@ -129,7 +134,7 @@ def test_what_all_pods_get_reaches_every_pod():
     labels, annotations = {"kueue.x-k8s.io/queue-name": "research"}, {"example.org/cost": 'centre 7, "vision"'}
     packaged = full_package()
     for name, one in packaged.tasks.items():
-        given = {variable.key: variable.value for variable in one.container.env}
+        given = {variable.key: variable.value for variable in container_of(one).env}
         assert own.items() <= given.items(), name
         metadata = one.metadata.metadata
         assert (dict(metadata.labels), dict(metadata.annotations)) == (labels, annotations), name
@@ -273,8 +278,34 @@ def test_the_pages_task_with_its_own_pod_is_registered_and_shown_as_it_stands(tm
         ("terminationGracePeriodSeconds", "120.0"),
         ("tolerations", '[{"effect": "NoSchedule", "key": "sku", "operator": "Equal", "value": "gpu"}]'),
         ("environment", "DDP_POD_GPUS=4"),
+        ("environment", "DDP_POD_GRACE=120"),
         ("environment", "HUB_PASSWORD=***"),
     } <= {*shown}
+
+
+@pytest.mark.parametrize(
+    ("registered", "asks", "knows"),
+    [({}, 120, "120"), ({"DDP_GRACE_SECONDS": "45"}, 45, "45"), ({"DDP_POD_TEMPLATE": "spot"}, None, "30"),
+     ({"DDP_POD_TEMPLATE": "spot", "DDP_GRACE_SECONDS": "600"}, None, "600")],
+)  # fmt: skip
+def test_a_training_pod_asks_for_its_grace_and_knows_it(monkeypatch, registered, asks, knows):
+    """What a PodTemplate of the cluster says is unknown."""
+    for name, value in registered.items():
+        monkeypatch.setenv(name, value)
+    arguments = train.training_arguments()
+    template = arguments["pod_template"]
+    assert (template and template.pod_spec.termination_grace_period_seconds) == asks
+    assert {arguments["environment"][name] for name in ("DDP_POD_GRACE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")} == {knows}
+
+
+@pytest.mark.parametrize(("own", "registered", "knows"), [(300, "", "300"), (300, "60", "60"), (None, "60", "60")])
+def test_a_pod_template_of_ones_own_keeps_its_grace(monkeypatch, own, registered, knows):
+    monkeypatch.setenv("DDP_GRACE_SECONDS", registered or "0")
+    template = PodTemplate(pod_spec=V1PodSpec(containers=[], termination_grace_period_seconds=own))
+    arguments = train.training_arguments(pod_template=template)
+    assert arguments["pod_template"].pod_spec.termination_grace_period_seconds == (own or 60)
+    assert template.pod_spec.termination_grace_period_seconds == own
+    assert arguments["environment"]["DDP_POD_GRACE"] == knows
 
 
 def test_every_size_has_a_variable(monkeypatch):

@@ -105,7 +105,7 @@ def test_a_training_may_have_its_own_pod_beside_what_is_registered(registered, n
     assert not mine.interruptible
     assert mine.pod_template.labels == {"team": "text", "queue": "research"}
     assert mine.pod_template.pod_spec.termination_grace_period_seconds == 120
-    assert mine.env_vars.items() >= {"MINE": "1", "DDP_POD_GPUS": "2"}.items()
+    assert mine.env_vars.items() >= {"MINE": "1", "DDP_POD_GPUS": "2", "DDP_POD_GRACE": "120"}.items()
     assert (mine.image, mine.include[-1], mine.service_account) == ("mine:1", "more.txt", "trainer")
 
     @mine.task
@@ -117,6 +117,7 @@ def test_a_training_may_have_its_own_pod_beside_what_is_registered(registered, n
     usual: Any = image_training.environment("training", secrets="hub-token")
     assert [one.as_env_var for one in usual.secrets] == ["HUB_TOKEN", "WANDB_API_KEY", "DDP_POD_WEBHOOK"]
     assert usual.interruptible
+    assert usual.pod_template.pod_spec.termination_grace_period_seconds == 120
     assert image_training.arguments(pod_template=grace)["pod_template"].labels == mine.pod_template.labels
 
 
@@ -145,6 +146,13 @@ def test_a_promoted_model_sets_off_its_predictions():
 
 def test_a_pod_template_is_for_training(written):
     assert [task.metadata.pod_template_name for task in written(DDP_POD_TEMPLATE="spot")] == ["spot", ""]
+
+
+def test_a_pod_template_of_the_cluster_says_the_grace_itself(monkeypatch):
+    for grace in ("", "600"):
+        monkeypatch.setenv("DDP_GRACE_SECONDS", grace or "0")
+        mine: Any = image_training.environment("training", pod_template="spot")
+        assert (mine.pod_template, mine.env_vars["DDP_POD_GRACE"]) == ("spot", grace or "30")
 
 
 def test_a_pod_template_and_labels_are_refused(written):

@@ -14,7 +14,7 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.settings import RunOptions
 from scripts.dry_run import ROOT, read_package
 from tests.environment import make_environment
-from tests.pod import IMAGE, Pod, literal
+from tests.pod import IMAGE, Pod, container_of, literal
 
 TEMPLATE = ROOT / "flyte_ddp" / "new" / "template"
 FEW_EPOCHS = """ARGS=--settings '{"epochs": 2}'"""
@@ -108,7 +108,7 @@ def test_it_can_be_registered_and_its_pod_trains(user, project, tmp_path, monkey
     package = read_package((project / "package.tgz").read_bytes())
     assert set(package.workflows) == {"flower_images.workflow.flower_images_wf"}
     task = package.tasks["flower_images.workflow.train_flower_images"]
-    assert task.container.image == IMAGE
+    assert container_of(task).image == IMAGE
 
     monkeypatch.syspath_prepend(str(project))
     from flower_images.settings import Settings  # type: ignore[import-not-found]

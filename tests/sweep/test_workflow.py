@@ -23,7 +23,7 @@ from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import try_out
 from scripts.dry_run import decode
 from tests.commands import output, pyflyte, start_pyflyte, words
-from tests.pod import Pod, literal, package_for_here, small_dataset
+from tests.pod import Pod, container_of, literal, package_for_here, small_dataset
 
 SWEEP = ["workflows/sweep.py", "sweep_wf"]
 DIGITS = ["--hp", '{"dataset": "digits", "epochs": 1, "batch_size": 512}']
@@ -148,7 +148,10 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     assert 0 < node.min_success_ratio * 2 <= 1, "one trial's failure is not the sweep's"
     (mapped,) = (task for task in job.tasks if "train_trial" in task.id.name)
     registered = package_for_here().tasks["workflows.sweep.train_trial"]
-    assert (mapped.metadata, mapped.container.resources) == (registered.metadata, registered.container.resources)
+    assert (mapped.metadata, container_of(mapped).resources) == (
+        registered.metadata,
+        container_of(registered).resources,
+    )
 
     gone = str(place / "gone" / "final-checkpoint")  # without it the training begins at the start
     inputs = {
