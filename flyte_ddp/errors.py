@@ -69,8 +69,13 @@ class StopRequested(Exception):
         step: the next step within that epoch, from 0.
     """
 
-    def __init__(self, epoch: int, step: int):
-        super().__init__(f"stopped on request before epoch {epoch + 1}, step {step + 1}")
+    def __init__(self, epoch: int, step: int, is_evaluating: bool = False):
+        """epoch, step: both from 0, of the step that comes next. is_evaluating: whether an evaluation comes before."""
+        where = f"before epoch {epoch + 1}, step {step + 1}"
+        if is_evaluating:
+            after = f"epoch {epoch + 1}, step {step}" if step else f"epoch {epoch}"
+            where = f"in the evaluation after {after}, with which a resume begins"
+        super().__init__(f"stopped on request {where}")
         self.epoch = epoch
         self.step = step
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,9 @@ from flyte_ddp.engine.measures import check_rows, mismatched, pairs_of, sums_of
 from flyte_ddp.engine.seeds import put_back_generators, seed_part
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.engine.virtual_ranks.gathered import Gathered, first_pass
-from flyte_ddp.errors import NonFiniteError
+from flyte_ddp.errors import NonFiniteError, StopRequested
 from flyte_ddp.events import EpochChosen
 from flyte_ddp.launch.link import Link
 
@@ -27,12 +28,14 @@ class Evaluated(NamedTuple):
         mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
         predictions: (n, ...) of this rank's samples only, on the host; None if the recipe returns none.
         broken: names of the measures of which a sample's value is not finite.
+        stop: whether a rank was asked to stop by the end of the evaluation; the same on all ranks.
     """
 
     measures: dict[str, float]
     mismatched: float
     predictions: Tensor | None
     broken: list[str]
+    stop: bool
 
     def check_loss(self, split: str, position: float) -> None:
         """Raises NonFiniteError, on all ranks, if it is not finite. position: in epochs."""
@@ -68,14 +71,19 @@ def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, lin
 
 @torch.no_grad()
 def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Evaluated:
-    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up."""
+    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up.
+
+    Raises:
+        StopRequested: A rank was asked to stop; on all ranks after the same batch, with the state as it was before.
+    """
     recipe, model = state.recipe, state.evaluated
     model.eval()
+    before, poll = state.kept_of_evaluated(), StopPoll(state.device)
     rows: list[Tensor] = []
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
     by_part = torch.zeros(split.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     with in_own_types(model):
-        for batch, outputs in _forwarded(state, split):
+        for batch, outputs in _forwarded(state, split, lambda: poll.after_batch(link.stop_requested)):
             sums = by_part[batch.share.part if split.virtual_ranks else 0]
             sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
             if split.is_mixed and batch.share.count > 1:
@@ -86,6 +94,9 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
                 check_rows(recipe, predictions, rows[0] if rows else predictions)
                 rows.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
             link.heartbeat()
+    if poll.is_agreed:
+        before.put_back()
+        raise StopRequested(state.progress.epoch, state.progress.step, is_evaluating=True)
     distributed.all_reduce(by_part)
     *pairs, loss, weight = by_part.sum(0).tolist()
     totals = dict(zip(state.names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
@@ -94,11 +105,17 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     value, total = totals["loss"]
     # With a loss that is not finite, a recipe need not be able to compute others
     measures = {"loss": value / (total or 1.0)} if "loss" in broken else state.measures(pairs)
-    return Evaluated(measures, loss / weight if weight else 0.0, predictions, broken)
+    mean = loss / weight if weight else 0.0
+    return Evaluated(measures, mean, predictions, broken, poll.at_end(link.stop_requested))
 
 
-def _forwarded(state: TrainingState, split: EvaluationBatches) -> Iterator[tuple[Batch, Any]]:
-    """Yield this rank's shares, and what forward returns for each; a collective."""
+def _forwarded(
+    state: TrainingState, split: EvaluationBatches, is_over: Callable[[], bool]
+) -> Iterator[tuple[Batch, Any]]:
+    """Yield this rank's shares, and what forward returns for each; a collective.
+
+    is_over: asked after each global batch, whether no further one is to come.
+    """
     recipe, model = state.recipe, state.evaluated
 
     def forward(batch: Batch) -> Any:
@@ -120,6 +137,8 @@ def _forwarded(state: TrainingState, split: EvaluationBatches) -> Iterator[tuple
             for batch in shares:
                 seed_part(batch.seed, batch.share.part)
                 yield batch, forward(batch)
+        if is_over():
+            return
 
 
 def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

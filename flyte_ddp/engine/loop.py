@@ -50,7 +50,11 @@ def fit(
         train_epoch(state, train, end, settings.log_interval, link)
         state.compare_between_ranks(end - 1)
         digest, started = state.digest(), time.perf_counter()
-        evaluated = evaluate(state, split, link)
+        try:
+            evaluated = evaluate(state, split, link)
+        except StopRequested:
+            progress.save(state, is_last=True)
+            raise
         name = "validation" if state.best_tracker else "test"
         measures: dict[str, Any] = {"test": {}, name: evaluated.measures}
         finished = EpochFinished(
@@ -67,7 +71,10 @@ def fit(
         progress.evaluated(finished, evaluated.broken, evaluated.mismatched)
         state.choose(finished)
         progress.begin_next(finished.fraction)
-        progress.save(state, _is_over(state, settings))
+        is_over = _is_over(state, settings)
+        progress.save(state, is_over or evaluated.stop)
+        if evaluated.stop and not is_over:
+            raise StopRequested(progress.epoch, progress.step)
     return evaluated
 
 

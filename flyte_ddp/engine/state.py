@@ -67,6 +67,8 @@ class TrainingState:
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.base, self.average = model, base or FrozenBase(model), average
         self._buffers, self._moving = Buffers(model), [model.get_parameter(name) for name in moving]
+        self._buffers_of_average = Buffers(average.model) if average else None
+        self._moving_of_average = [average.model.get_parameter(name) for name in moving] if average else []
         virtual_ranks: int = recipe.settings.virtual_ranks
         self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, self.names, world_size, autocast)
@@ -110,6 +112,12 @@ class TrainingState:
     def kept(self) -> KeptBuffers:
         """Return a copy of what forward passes change."""
         return self._buffers.kept(self._moving)
+
+    def kept_of_evaluated(self) -> KeptBuffers:
+        """Return a copy of what forward passes of the network that is evaluated may change."""
+        if self._buffers_of_average:
+            return self._buffers_of_average.kept(self._moving_of_average)
+        return self.kept()
 
     @property
     def learning_rate(self) -> float:

@@ -1,0 +1,62 @@
+"""A SIGTERM in each phase of a training: what it costs is what it must, and the resume has the same bits."""
+
+import os
+
+import pytest
+
+from flyte_ddp.events import RunStarted
+from flyte_ddp.launch.failures import PreemptedError
+from tests.small_training import identical
+
+RECIPE = {
+    "recipe": "tests.engine.notices:Noticed", "target": "tests.engine.notices:train", "epochs": 2,
+    "validation_fraction": 0.2, "test_batch_size": 8, "ema_decay": 0.9,
+}  # fmt: skip
+
+
+@pytest.fixture
+def notice(monkeypatch):
+    """notice(phase): send one in this phase of the trainings from here on; notice("") sends none."""
+
+    def choose(phase, rank=1):
+        monkeypatch.setenv("DDP_TEST_PHASE", phase)
+        monkeypatch.setenv("DDP_TEST_RANK", str(rank))
+        monkeypatch.setenv("DDP_TEST_LAUNCHER", str(os.getpid()))
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("phase", "said", "begins"),
+    [
+        ("set-up 1", "ended at once, before the first step", (0, 0)),
+        ("trial 2", "ended at once, before the first step", (0, 0)),
+        ("step 7", "stopped on request before epoch 1, step 9$", (0, 8)),
+        (
+            "evaluation 3",
+            "stopped on request in the evaluation after epoch 1, step 16, with which a resume begins$",
+            (0, 16),
+        ),
+        ("evaluation 8", "stopped on request before epoch 2, step 1$", (1, 0)),
+        ("evaluation 19", "stopped on request in the evaluation after epoch 2, with which a resume begins$", (2, 0)),
+    ],
+)
+def test_a_recipe_obeys_a_notice_in_each_phase_and_resumes_with_the_same_bits(
+    train, whole, notice, phase, said, begins
+):
+    expected = whole(2, **RECIPE)
+    notice(phase)
+    with pytest.raises(PreemptedError, match=f"^all ranks on .*: SIGTERM: {said}"):
+        train(2, name="cut", **RECIPE)
+    notice("")
+    resumed = train(2, name="cut", **RECIPE)
+    started = resumed.events[0]
+    assert isinstance(started, RunStarted)
+    assert (started.first_epoch, started.first_step) == begins
+    assert identical(expected, resumed)
+
+
+def test_a_notice_while_the_results_are_written_ends_the_training_whole(train, whole, notice):
+    expected = whole(2, **RECIPE)
+    notice("results 2", rank=0)
+    assert identical(expected, train(2, **RECIPE))
