@@ -104,7 +104,7 @@ class GracefulPod(PodTemplate):
         self._seconds = seconds
 
     @cached_property
-    def pod_spec(self) -> Any:  # type: ignore[override]
+    def pod_spec(self) -> Any:
         from kubernetes.client import V1PodSpec
 
         return V1PodSpec(containers=[], termination_grace_period_seconds=self._seconds)
