@@ -1,8 +1,8 @@
-"""Versions of code: they change with what decides a result, and with nothing else.
+"""Versions of code, which change with what decides a result, and with nothing else.
 
-What decides it is a module with all first-party modules that it imports. They are found in their source, because
-importing them would import torch. Comments, docstrings and formatting of users' code don't count; this library's code,
-which a release alone changes, is taken as it is: each process that knows a task looks at all of it.
+A module and all first-party modules that it imports decide a result. They are found in their source, because importing
+them would import torch. Comments, docstrings and formatting of users' code don't count. This library's code is hashed
+as it is, because each process that knows a task hashes all of it, and only a release changes it.
 """
 
 import ast
@@ -24,10 +24,10 @@ from flyte_ddp.errors import InputError, ReportedError
 
 LIBRARY = "flyte_ddp"
 HERE = str(Path(flyte_ddp.__path__[0]).parent)
-# They start ranks, listen to them, show what they found and store it: no result depends on them
+# Modules that no result depends on: they start ranks, listen to them, and show and store what the ranks found
 AROUND = ("launch.", "report.", "attempt.", "flyte1.", "flyte2.", "lightning.task", "sweep.page")
 AROUND_RANKS = tuple(f"{LIBRARY}.{name}" for name in AROUND)
-# What users import from the library itself stands for its module: flyte_ddp/__init__.py only looks it up
+# The names that users import from flyte_ddp, with their modules: flyte_ddp/__init__.py only looks them up
 FACE = {f"{LIBRARY}.{name}": module for name, module in flyte_ddp.MODULES.items()}
 OTHER_CODE = "leave out --copy none, so that the code is sent, or rebuild the image"
 OF_LIBRARY = re.compile(rf"^ *from ({LIBRARY}[\w.]*) import (\([^)]*\)|[^#\n]*)", re.MULTILINE)
@@ -36,7 +36,13 @@ WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDe
 
 @dataclass(frozen=True)
 class Source:
-    """A module's file, the hash of its code, and the full names of what may be modules that it imports."""
+    """A module's source.
+
+    Attributes:
+        file: the path of the module's file.
+        hash: the hash of the module's code.
+        imports: full names that the module imports, which may be modules or what is in them.
+    """
 
     file: str
     hash: str
@@ -44,7 +50,7 @@ class Source:
 
 
 def code_version(*modules: str) -> str:
-    """The version of these modules, of this library or beside it, and of all first-party modules that they import."""
+    """Return the version of these modules, and of all first-party modules that they import."""
     sources = imported(modules)
     for name in modules:
         if name not in sources:
@@ -53,7 +59,10 @@ def code_version(*modules: str) -> str:
 
 
 def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
-    """The version of code together with those of installed distributions; they differ between hosts, code must not."""
+    """Return the version of code together with those of installed distributions.
+
+    Distributions may differ between hosts; code must not.
+    """
     versions = {"": code}
     for name in distributions:
         with suppress(PackageNotFoundError):
@@ -62,16 +71,16 @@ def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
 
 
 def version_of(parts: Mapping[str, str]) -> str:
-    """16 hex digits, hashed from parts by name."""
+    """Return 16 hex digits, hashed from parts by name."""
     lines = sorted(f"{name}\0{part}\n" for name, part in parts.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
-    """These modules and all first-party modules that they import, by name.
+    """Return the sources of these modules and of all first-party modules that they import, by name.
 
-    First party is this library except AROUND_RANKS, and what is below root and not installed; if root itself is
-    installed, only the modules' own packages. Raises InputError for a syntax error.
+    First party is this library except AROUND_RANKS, and everything below root that is not installed. If root itself is
+    installed, only the modules' own packages are first party. Raises InputError for a syntax error.
     """
     own = {name.partition(".")[0] for name in modules}
     sources: dict[str, Source] = {}
@@ -84,7 +93,7 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
         parts = name.split(".")
         if parts[0] in others:
             continue
-        specs = find_parts(name, [root, *sys.path])  # as in the ranks: root is the first on their sys.path
+        specs = find_parts(name, [root, *sys.path])  # root is the first on the ranks' sys.path, too
         if not specs or (specs[0].origin and not is_first_party(name, specs[0].origin, root, own)):
             others.add(parts[0])
             continue
@@ -105,7 +114,7 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
 
 
 def find_parts(module: str, path: Sequence[str]) -> list[ModuleSpec]:
-    """The specs of a dotted name's parts, as far as found; importlib.util.find_spec would import the parents."""
+    """Return the specs of a dotted name's parts, as far as found. importlib.util.find_spec would import the parents."""
     specs: list[ModuleSpec] = []
     path = [HERE] if module.partition(".")[0] == LIBRARY else path
     for part in module.split("."):
@@ -118,12 +127,15 @@ def find_parts(module: str, path: Sequence[str]) -> list[ModuleSpec]:
 
 
 def source_file(spec: ModuleSpec) -> str | None:
-    """None for a folder without __init__.py (a namespace package) and for a compiled module."""
+    """Return a module's file; None for a compiled module and for a folder without __init__.py (a namespace package)."""
     return os.path.abspath(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
 def is_first_party(module: str, file: str, root: str, own: Collection[str] = ()) -> bool:
-    """Whether the file is the library's, or below root and not installed; if root is, of the packages `own`."""
+    """Return whether the file is the library's, or below root and not installed.
+
+    In an installed root, `own` packages count.
+    """
     top = module.partition(".")[0]
     if top == LIBRARY:
         return True
@@ -133,7 +145,10 @@ def is_first_party(module: str, file: str, root: str, own: Collection[str] = ())
 
 
 def is_installed(path: str) -> bool:
-    """Whether it is in the standard library or installed by pip. sys.prefix can't tell: /usr/src/app is below /usr."""
+    """Return whether a path is in the standard library or installed by pip.
+
+    sys.prefix can't tell: /usr/src/app is below /usr.
+    """
     standard_library = os.path.dirname(os.__file__)
     installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
     return bool(installed) or Path(path).is_relative_to(standard_library)
@@ -147,7 +162,7 @@ def faults_named(file: str) -> Iterator[None]:
     """Turn a syntax error into an InputError with file and line."""
     try:
         yield
-    except (SyntaxError, ValueError) as error:  # a ValueError for null bytes
+    except (SyntaxError, ValueError) as error:  # ValueError: the source has null bytes
         line = getattr(error, "lineno", None) or 1
         raise InputError(f"{file}, line {line}: {error.args[0]} (read by Python {sys.version.split()[0]})") from None
 
@@ -155,7 +170,7 @@ def faults_named(file: str) -> Iterator[None]:
 @cache
 def _read(file: str, package: str, content: bytes) -> Source:
     if package.partition(".")[0] == LIBRARY:
-        text = content.replace(b"\r\n", b"\n")  # as git may check it out
+        text = content.replace(b"\r\n", b"\n")  # git may check files out with these ends of lines
         return Source(file, hashlib.sha256(text).hexdigest(), tuple(_imports_of_library(text.decode())))
     with faults_named(file):
         tree = ast.parse(content, file)
@@ -164,17 +179,17 @@ def _read(file: str, package: str, content: bytes) -> Source:
 
 
 def hash_of_file(file: str) -> str:
-    """Return a hash of a user's file: of its code, if it is Python, else of its bytes."""
+    """Return the hash of a user's file: of its code if the file is Python, else of its bytes."""
     content = Path(file).read_bytes()
     return hash_of_code(ast.parse(content, file))[0] if file.endswith(".py") else hashlib.sha256(content).hexdigest()
 
 
 def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
-    """A hash of a module, the same whatever its comments, formatting and docstrings, and on Python 3.10 to 3.13; and
-    its nodes.
+    """Return a hash of a module's code, and its nodes.
 
-    ast.dump and ast.unparse differ between these versions. So each node is hashed with its fields, level by level;
-    empty fields are left out, because newer versions have more of them.
+    The hash does not depend on comments, formatting and docstrings, nor on the version of Python from 3.10 to 3.13.
+    ast.dump and ast.unparse differ between these versions. So each node is hashed with its fields, level by level.
+    Empty fields are left out, because newer versions have more of them.
     """
     texts: list[str] = []
     nodes: list[ast.AST] = [tree]
@@ -186,7 +201,7 @@ def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
             values = value if isinstance(value, list) else (value,)
             if isinstance(node, ast.JoinedStr):  # Python 3.12.1 ends f"{x:{width}}" with an empty string
                 values = [one for one in values if getattr(one, "value", None) != ""]
-            if value is None or not values or name == "ctx":  # load or store, which follows from the place
+            if value is None or not values or name == "ctx":  # ctx, load or store, follows from the place
                 continue
             texts.append(name)
             for one in values:
@@ -199,21 +214,24 @@ def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
 
 
 def _imports_of_library(text: str) -> Iterator[str]:
-    """Like _imports, of a file of the library, which imports from itself by full names alone."""
+    """Yield the full names that a file of the library imports.
+
+    Such a file imports from the library by full names alone.
+    """
     for origin, names in OF_LIBRARY.findall(text):
         yield from (f"{origin}.{name.split()[0]}" for name in names.strip("()").split(",") if name.strip())
 
 
 def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:
-    """Full names of possible modules: a name in a from-import may also be an attribute."""
+    """Yield full names of possible modules. A name in a from-import may also be an attribute."""
     for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
             yield from names
             if LIBRARY in names and package.partition(".")[0] != LIBRARY:
-                yield from FACE  # any of it may be used, as an attribute
+                yield from FACE  # the code may use any of the library's names as an attribute
         elif isinstance(node, ast.ImportFrom):
-            # a relative import beyond the top-level package fails in the rank, with Python's own message
+            # A relative import beyond the top-level package fails in the rank, with Python's own message
             with suppress(ImportError):
                 origin = resolve_name("." * node.level + (node.module or ""), package)
                 yield from (origin if alias.name == "*" else f"{origin}.{alias.name}" for alias in node.names)

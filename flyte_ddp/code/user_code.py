@@ -1,7 +1,7 @@
-"""Finds, versions and checks the user's own code behind a recipe's name, without importing it.
+"""The user's code behind a recipe's name, which is found, versioned and checked without importing it.
 
-The parent of a training run knows a recipe only by its name, "package.module:Name", because importing it would import
-torch. What caching and shipping need to know about its code is read from the source.
+The parent of a training run knows a recipe only by its name, "package.module:Name", because importing the recipe would
+import torch. Caching and shipping need facts about its code, which are read from the source.
 """
 
 import ast
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -31,7 +32,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.text import did_you_mean
 
 EXAMPLE = '"package.module:Name"'
-ENGINE = ("flyte_ddp.engine.worker", "flyte_ddp.engine.predict")  # what trains a recipe, and predicts with it
+ENGINE = ("flyte_ddp.engine.worker", "flyte_ddp.engine.predict")  # the modules that train, and predict with, a recipe
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,36 @@ class UserCode:
     """The code behind a recipe's name.
 
     First party is what is below root, not installed (site-packages) and not part of this library. For a recipe that is
-    itself installed it is only its own top-level package.
+    itself installed, first party is only the recipe's top-level package.
+
+    Attributes:
+        name: "package.module:Name".
+        root: the folder that must be on sys.path to import package.module.
+        files: sorted paths of the data files, and of the recipe's module and the modules it imports if they are first
+            party.
+        version: 16 hex digits, hashed from these files, and from what they and the engine import of this library.
     """
 
-    name: str  # "package.module:Name"
-    root: str  # the folder that must be on sys.path to import package.module
-    files: tuple[str, ...]  # its module and those that it imports, if they are first-party, and the data files; sorted
-    version: str  # 16 hex digits: of these files, and of what they and the engine import of this library
+    name: str
+    root: str
+    files: tuple[str, ...]
+    version: str
 
 
 def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = ENGINE) -> UserCode:
-    """Find the code of a recipe, or an observer, from its source; imports nothing, not even a parent package.
+    """Find the code of a recipe, or of an observer, from its source. Nothing is imported, not even a parent package.
 
     Modules are searched for on sys.path. Import statements are found anywhere, and so is import_module("a.b") with a
-    literal name; checked_imports reports other imports. data_files are relative to the folder of the recipe's module.
-    ranks: modules of this library that use the code. The version does not change when comments, docstrings or
-    formatting of the user's code are edited, nor between Python 3.10 and 3.13. Raises InputError.
+    literal name; checked_imports reports other imports. The version does not change when comments, docstrings or
+    formatting of the user's code are edited, nor between Python 3.10 and 3.13.
+
+    Args:
+        name: "package.module:Name".
+        data_files: files that the code reads, relative to the folder of the recipe's module.
+        ranks: modules of this library that use the code.
+
+    Raises:
+        InputError: the code cannot be found, or has a syntax error.
     """
     if not isinstance(name, str):
         raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: what ranks import is found by its name")
@@ -91,31 +106,36 @@ def find_observers(names: Sequence[str]) -> list[UserCode]:
 
 
 def _listed(what: str, names: Sequence[str]) -> Sequence[str]:
-    if isinstance(names, str):  # which is a sequence of letters, too
+    if isinstance(names, str):  # a string is a sequence of letters, too
         raise InputError(f"{what} must be a list, got {names!r}: write [{names!r}]")
     return names
 
 
 def joined(codes: Sequence[UserCode]) -> UserCode:
-    """The code of several names that are used together, under the name and root of the first."""
-    files = {file for code in codes for file in code.files}
+    """Return the code of several names that are used together, under the name and root of the first."""
+    files = {*chain.from_iterable(code.files for code in codes)}
     version = version_of({code.name: code.version for code in codes})
     return UserCode(codes[0].name, codes[0].root, tuple(sorted(files)), version)
 
 
 @contextmanager
 def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
-    """Raise InputError if the block has imported first-party modules below root that find_code has not found; what was
-    imported before is others' (torchrun's script, Flyte's entry point). An empty root allows all.
+    """Check that the block imports no first-party module below root that find_code has not found.
+
+    Modules that were imported before belong to others (torchrun's script, Flyte's entry point).
+
+    Args:
+        root: the root of the code; an empty root allows all imports.
+        files: the files that find_code has found.
+
+    Raises:
+        InputError: a module was imported by a computed name.
     """
     before = {"__main__", *sys.modules}
     yield
-    missed = {
-        name: file
-        for name, file in (loaded_files(before) if root else {}).items()
-        if file not in files and name.partition(".")[0] != LIBRARY
-        if is_first_party(name, file, root)
-    }
+    loaded = loaded_files(before) if root else {}
+    others = {name: file for name, file in loaded.items() if file not in files and name.partition(".")[0] != LIBRARY}
+    missed = {name: file for name, file in others.items() if is_first_party(name, file, root)}
     if missed:
         shown = ", ".join(f"{name} ({os.path.relpath(file, root)})" for name, file in sorted(missed.items()))
         raise InputError(
@@ -125,8 +145,12 @@ def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
 
 
 def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
-    """Absolute paths of the imported modules' files, by module name; without the others, which may be thousands."""
-    # not modules of other types: reading __file__ would make lazily imported ones import themselves
+    """Return the absolute paths of the imported modules' files, by module name.
+
+    Args:
+        others: names of modules to leave out, which may be thousands.
+    """
+    # Modules of other types may be lazy: reading their __file__ would import them
     modules = {n: m for n, m in list(sys.modules.items()) if n not in others and type(m) is ModuleType}
     files = {name: vars(module).get("__file__") for name, module in modules.items()}
     return {name: os.path.abspath(file) for name, file in files.items() if isinstance(file, str)}
@@ -141,11 +165,11 @@ def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
     missing = parts[len(specs)]
     paths = (specs[-1].submodule_search_locations or ()) if specs else sys.path
     folders = [folder for folder in map(os.path.abspath, paths) if os.path.isdir(folder)]
-    scripts = os.path.realpath(sysconfig.get_path("scripts"))  # pyflyte's own folder is the first on its sys.path
+    scripts = os.path.realpath(sysconfig.get_path("scripts"))  # the folder of pyflyte is the first on its sys.path
     folders = [one for one in folders if specs or not (is_installed(one) or os.path.realpath(one) == scripts)]
     if parent and not folders:
         return InputError(f"{name}: {parent} is a module, {specs[-1].origin}, and has no module {missing} in it")
-    entries = [entry for folder in folders for entry in os.scandir(folder)]
+    entries = [*chain.from_iterable(map(os.scandir, folders))]
     names = {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
     return InputError(
         f"{name}: no module {missing}{did_you_mean(missing, names)} in {', '.join(folders)}: start in the "
@@ -161,6 +185,6 @@ def _check_defined(name: str, file: str) -> None:
         table = symtable.symtable(content, file, "exec")  # type: ignore[arg-type] # bytes: its coding
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     stars = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
-    # if names may come from elsewhere too, the rank finds out
+    # The rank finds out about names that come from a star import or from __getattr__
     if attribute not in names and "__getattr__" not in names and not any(stars):
         raise InputError(f"{name}: {file} defines no {attribute}{did_you_mean(attribute, names)} at its top level")

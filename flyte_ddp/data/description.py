@@ -16,11 +16,11 @@ class DatasetDescription:
     Attributes:
         name: the dataset's name, as in the hyperparameters.
         classes: names, in the order of the labels.
-        mean, std: per channel over the training images, for pixels from 0 to 1; std is 1 where all pixels are alike.
+        mean, std: per channel over the training images, for pixels from 0 to 1; std is 1 if all pixels are equal.
         train_samples, test_samples: images per split.
         image_shape: (C, H, W).
-        passes_per_epoch: how often an epoch goes over the training images; above 1 only where they are few.
-        sha256: file name -> hex digest.
+        passes_per_epoch: how often an epoch goes over the training images; above 1 only if they are few.
+        sha256: the hex digest of each file, by its name.
         format: version of the file format.
     """
 
@@ -37,12 +37,12 @@ class DatasetDescription:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole content as hex: the same wherever and whenever the dataset was prepared."""
+        """Return the SHA-256 of the whole content as hex: the same wherever and whenever the dataset was prepared."""
         return digest_of(dataclasses.asdict(self))
 
     @property
     def remarks(self) -> Mapping[str, str]:
-        """Further remarks for the report, by label."""
+        """Return further remarks for the report, by label."""
         return {}
 
 
@@ -54,7 +54,7 @@ class FolderDescription(DatasetDescription):
         image_shape: the shape of each decoded image.
         split_by: how the images were divided between training and test.
         unreadable: number of files left out because they cannot be decoded.
-        unreadable_named: the first of them, each with the reason.
+        unreadable_named: the first of these files, each with the reason.
         left_out: number of classes left out because they have too few images.
         content_sha256: hash of the name and content of every image.
     """
@@ -87,14 +87,14 @@ class StoredData:
     """Data that stay in a storage, to be read from there.
 
     Attributes:
-        url: of the folder or file, which becomes the recipe's data_path.
-        digest: changes when the data do: of the index of blocks, or of names, sizes and ETags.
-        options: for fsspec, by protocol.
+        url: the URL of the folder or file, which becomes the recipe's data_path.
+        digest: a hash that changes when the data do: of the index of blocks, or of names, sizes and ETags.
+        options: options for fsspec, by protocol; they may contain keys.
     """
 
     url: str
     digest: str
-    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, repr=False)  # with keys
+    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:

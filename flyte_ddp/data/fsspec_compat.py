@@ -1,4 +1,4 @@
-"""The private parts of fsspec that this package uses, as of version 2026.9.0: see tests/compat."""
+"""The private parts of fsspec that this package uses, as of version 2026.9.0; tests/compat tests them."""
 
 import pkgutil
 from typing import Any
@@ -14,10 +14,17 @@ BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 
 def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[AbstractFileSystem, str]:
-    """Fsspec's own client for a URL or path, and what it calls that; InputError if there is none.
+    """Return fsspec's own client for a URL or path, and the client's name for the place.
 
-    url_to_fs takes what is registered for the whole process: flyte, once imported, registers others, whose options have
-    other names, and to exchange them for a while would disturb other threads.
+    url_to_fs would return the clients that are registered for the whole process. flyte, once imported, registers
+    others, whose options have other names. Exchanging them for a while would disturb other threads.
+
+    Args:
+        url: a URL or path.
+        options: options for the client.
+
+    Raises:
+        InputError: there is no such client, or the URL has keys in it.
     """
     protocol = split_protocol(url)[0] or "file"
     known = known_implementations.get(protocol)
@@ -25,7 +32,7 @@ def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[Abstrac
         raise InputError(
             f"{url} must be a path, or the URL of a storage such as s3://, gs:// or abfs://: {protocol}:// is none"
         )
-    if protocol in BUCKETS and USER.search(url):  # the client would take it for the bucket, and show it
+    if protocol in BUCKETS and USER.search(url):  # the client would take the key for the bucket, and show it
         raise InputError(
             f"{url} must not have keys in it: leave them to the environment, as AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY for s3://, or to Flyte's settings"

@@ -1,4 +1,4 @@
-"""Image files as a dataset: decoded one by one, when needed, to the same size and channels."""
+"""Image files as a dataset. Each is decoded when it is needed, to the same size and channels."""
 
 import os
 from pathlib import Path
@@ -8,18 +8,18 @@ import numpy as np
 
 from flyte_ddp.errors import DataError
 
-IMAGES = "images"  # beside an index: a link to the folder of the images
+IMAGES = "images"  # the name of the link beside an index that leads to the folder of the images
 MOST_PIXELS = 50_000_000  # each thread that decodes so many needs up to 0.5 GB; a file of some KiB can claim them
 MODES = {1: "L", 3: "RGB"}  # Pillow's names, by channels
 ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC = 0x0112, 258, 262  # tags of EXIF and TIFF
 SIDEWAYS = range(5, 9)  # the orientations that swap width and height
 # Pillow would try every format, and start Ghostscript for an EPS file that is called .png
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-SCALED = ("PNG", "PPM")  # formats of which Pillow reads 16 bits as mode I, PNG before its version 11
+SCALED = ("PNG", "PPM")  # formats whose 16 bits Pillow reads as mode I; since Pillow 11, PNG is none of them
 
 
 def link_images(index: Path, folder: Path) -> None:
-    """Says in the folder of an index where the images are."""
+    """Link the folder of an index to the folder of its images."""
     link = index / IMAGES
     link.unlink(missing_ok=True)
     link.symlink_to(folder.absolute())
@@ -28,7 +28,10 @@ def link_images(index: Path, folder: Path) -> None:
 class ImageFiles:
     """The images of a split by index, each (C, H, W) uint8, as in an array of images.
 
-    names: (N,) bytes, relative to the folder.
+    Args:
+        names: (N,) bytes, relative to the folder.
+        shape: (C, H, W).
+        folder: the folder of the images.
     """
 
     def __init__(self, names: np.ndarray, shape: tuple[int, int, int], folder: Path):
@@ -40,7 +43,10 @@ class ImageFiles:
         return len(self.names)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Raise DataError naming the file if it cannot be decoded, although it could when the folder was indexed."""
+        """Decode an image.
+
+        Raises DataError naming the file if it cannot be decoded, although it could when it was indexed.
+        """
         path = os.path.join(self.folder, os.fsdecode(self.names[index]))
         try:
             return decode(path, self.shape)
@@ -51,28 +57,40 @@ class ImageFiles:
 
 
 def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tuple[str, ...] = FORMATS) -> np.ndarray:
-    """The image, of an animation or of several pages the first, as (C, H, W) uint8: turned upright, without its
-    transparency, scaled to cover that shape, and cropped around its centre.
+    """Decode an image, or the first one of an animation or of several pages.
 
-    Of 16 bits the upper 8 remain; ValueError for whole numbers of 32 bits and floats, whose range no file tells.
+    The image is turned upright, loses its transparency, is scaled to cover the shape, and is cropped around its centre.
+    The upper 8 bits of 16 remain.
+
+    Args:
+        file: a path or a file.
+        shape: (C, H, W), C being 1 or 3.
+        formats: Pillow's names of the formats to try.
+
+    Returns:
+        (C, H, W) uint8.
+
+    Raises:
+        ValueError: the values are whole numbers of 32 bits, or floats, whose range no file tells; or there are too
+            many.
     """
     from PIL import Image, ImageOps
 
     channels, height, width = shape
     with Image.open(file, formats=formats) as image:
-        # Decodes a large JPEG at 1/2, 1/4 or 1/8 of its size, which is that of the image before it is turned
+        # draft() decodes a large JPEG at 1/2, 1/4 or 1/8 of its size. It takes the size before the image is turned.
         on_its_side = image.getexif().get(ORIENTATION) in SIDEWAYS
         image.draft(MODES[channels], (height, width) if on_its_side else (width, height))
         if image.width * image.height > MOST_PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels, more than {MOST_PIXELS:,}: scale it down")
         upright = _in_8_bits(ImageOps.exif_transpose(image), image)
-        upright.info.pop("transparency", None)  # else Pillow warns of each palette that has some
+        upright.info.pop("transparency", None)  # without this, Pillow warns of each palette with transparency
         fitted = ImageOps.fit(upright.convert(MODES[channels]), (width, height), Image.Resampling.BILINEAR)
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _in_8_bits(upright: Any, opened: Any) -> Any:
-    """The image with the upper 8 bits of its values; Pillow does so itself for colours, but would clip grey ones."""
+    """Return the image with the upper 8 bits of its values. Pillow does so for colours, but would clip grey values."""
     from PIL import Image
 
     mode = opened.mode
@@ -80,14 +98,14 @@ def _in_8_bits(upright: Any, opened: Any) -> Any:
         if mode in ("I", "F"):
             raise ValueError(f"values of 32 bits, or with a sign (mode {mode}): write it in 8 or 16 bits")
         return upright
-    is_tiff = opened.format == "TIFF"  # Pillow scales the values of others to 16 bits
+    is_tiff = opened.format == "TIFF"  # Pillow scales the values of other formats to 16 bits
     values = np.asarray(upright) >> (opened.tag_v2[BITS_PER_SAMPLE][0] - 8 if is_tiff else 8)
     white_is_zero = is_tiff and opened.tag_v2[PHOTOMETRIC] == 0
     return Image.fromarray((255 - values if white_is_zero else values).astype(np.uint8))
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be decoded, in a few words and without its path, which the message has already."""
+    """Return why a file cannot be decoded, in a few words and without its path, which the message already has."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "not an image"
     return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())[:100]

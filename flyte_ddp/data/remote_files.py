@@ -1,7 +1,7 @@
-"""Files in Flyte's storages (s3://, gs://, abfs://) or on disk, read by ranks: by fsspec, without flytekit.
+"""Files in Flyte's storages (s3://, gs://, abfs://) or on disk, which ranks read by fsspec, without flytekit.
 
-Each request has a limit and is tried again a few times, so a storage that refuses, hangs or trickles ends in a message
-that names the file, before the launcher takes the rank for hung (RunOptions.timeout_seconds).
+Each request has a time limit and is tried again a few times. So a storage that refuses, hangs or trickles ends in a
+message that names the file, before the launcher takes the rank for hung (RunOptions.timeout_seconds).
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from flyte_ddp.data.fsspec_compat import own_client
 from flyte_ddp.errors import DataError, DownloadError, InputError
 from flyte_ddp.whole_files import files_below, write_whole, writing_to
 
-INDEX = "index.json"  # of a folder of blocks
-STAMPS = ("ETag", "etag", "mtime", "created")  # what changes when a file is written, by the storages' names for it
+INDEX = "index.json"  # the name of the index of a folder of blocks
+STAMPS = ("ETag", "etag", "mtime", "created")  # storages' names for the details that change when a file is written
 PIECE_BYTES = 2**23
 TRIES = 4
-PIECE_SECONDS = 30.0  # for one try of a piece
-PAUSE_SECONDS = 1.0  # after the first try; then twice as long each time
+PIECE_SECONDS = 30.0  # the time limit for one try of a piece
+PAUSE_SECONDS = 1.0  # the pause after the first try; each further pause is twice as long
 
 T = TypeVar("T")
 
@@ -43,10 +43,10 @@ Details = dict[str, Any]
 
 
 def listed(files: AbstractFileSystem, root: str) -> dict[str, Details]:
-    """What the client says of each file below root, by name below it, sorted; the name of a single file is empty.
+    """Return the client's details of each file below root, sorted, by the file's name below root.
 
-    Without hidden files, nor the empty objects that some tools write for a folder; on a disk with what links lead to,
-    which fsspec passes over.
+    The name of a single file is empty. Hidden files are left out, and so are the empty objects that some tools write
+    for a folder. On a disk, links are followed, which fsspec would skip.
     """
     if isinstance(files, LocalFileSystem):
         entries = _listed_on_disk(root)
@@ -67,10 +67,10 @@ def _listed_on_disk(root: str) -> dict[str, Details]:
         return {"": _details(os.stat(root))} if os.path.isfile(root) else {}
     files: dict[str, Details] = {}
     for path in files_below(root):
-        with suppress(FileNotFoundError):  # removed in the meantime
+        with suppress(FileNotFoundError):  # the file may have been removed in the meantime
             if path.is_file():
                 files[path.relative_to(root).as_posix()] = _details(path.stat())
-            elif path.is_symlink() and path.name[:1] != ".":  # as data have that are to be fetched yet
+            elif path.is_symlink() and path.name[:1] != ".":  # data that are still to be fetched may be such links
                 target = os.readlink(path)
                 raise InputError(f"{path} leads to {target}, which is not there: put it there, or remove the link")
     return files
@@ -81,36 +81,45 @@ def _details(status: os.stat_result) -> Details:
 
 
 def version_of(details: Details) -> str:
-    """Change when a file is written to: from its size, and its ETag or times."""
+    """Return a text that changes when a file is written to: the file's size, and its ETag or times."""
     stamps = [details[key] for key in STAMPS if details.get(key)]
     return f"{details['size']} {' '.join(map(str, stamps))}" if stamps else str(details)
 
 
 class Stored:
-    """The files below a URL, or the single file that it names."""
+    """The files below a URL, or the single file that the URL names."""
 
     def __init__(self, url: str | Path, options: dict[str, Any] | None = None):
-        """options: for fsspec's client, beside those of use_storage_options."""
+        """Connect to the storage.
+
+        Args:
+            url: the URL or path of a folder or file.
+            options: options for fsspec's client, in addition to those of use_storage_options.
+        """
         self.url = str(url).rstrip("/")
         self.files, self.root = own_client(self.url, options)
 
     def name(self, file: str) -> str:
-        """The file in messages."""
+        """Return a file's name for messages."""
         return f"{self.url}/{file}" if file else self.url
 
     def details(self) -> dict[str, Details]:
-        """See listed."""
+        """Return the client's details of each file, as listed() does."""
         return self._tried("", lambda: listed(self.files, self.root))
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file, without those whose names begin with an underscore, as others' tools leave them."""
+        """Return the bytes of each file.
+
+        Files whose names begin with an underscore, which other tools leave, don't count.
+        """
         sizes = {name: details["size"] for name, details in self.details().items()}
         return {name: size for name, size in sizes.items() if not any(part[:1] == "_" for part in name.split("/"))}
 
     def write(self, file: str, content: bytes) -> None:
-        """Write a file whole or not at all; InputError if that is not possible."""
+        """Write a file whole or not at all. Raises InputError if that is not possible."""
         with writing_to(self.url, "folder"):
-            if isinstance(self.files, LocalFileSystem):  # others have no folders, and s3fs would try to make the bucket
+            # Object storages have no folders, and s3fs would try to create the bucket
+            if isinstance(self.files, LocalFileSystem):
                 path = Path(self.root, file)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, content)
@@ -118,11 +127,11 @@ class Stored:
                 self.files.pipe_file(f"{self.root}/{file}", content)
 
     def read(self, file: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """The bytes of a file from start to stop; both None is all of them."""
+        """Return the bytes of a file from start to stop, or all bytes if both are None."""
 
         def ask() -> bytes:
             path = f"{self.root}/{file}" if file else self.root
-            limit = {"timeout": PIECE_SECONDS} if self.files.async_impl else {}  # a disk has none
+            limit = {"timeout": PIECE_SECONDS} if self.files.async_impl else {}  # the client of a disk takes no limit
             content: bytes = self.files.cat_file(path, start=start, end=stop, **limit)
             if start is not None and stop is not None and len(content) != stop - start:
                 had = f"{len(content):,} bytes instead of {stop - start:,}"
@@ -132,7 +141,7 @@ class Stored:
         return self._tried(file, ask)
 
     def pieces(self, file: str, size: int, digest: Any) -> Iterator[bytes]:
-        """The content, piece by piece, each of which goes into the digest of hashlib, too."""
+        """Yield the content of a file piece by piece, and add each piece to the digest, which is hashlib's."""
         for start in range(0, size, PIECE_BYTES):
             piece = self.read(file, start, min(start + PIECE_BYTES, size))
             digest.update(piece)
@@ -151,22 +160,27 @@ class Stored:
                 raise DataError(f"{self.name(file)} is not there", "put it back, or correct the URL") from None
             except PermissionError as error:
                 raise DataError(f"{self.name(file)} may not be read: {error}", "allow it") from None
-            except Exception as error:  # each storage has its own
+            except Exception as error:  # each storage has errors of its own
                 reason = " ".join(str(error).split()) or type(error).__name__
         raise DownloadError(f"{self.name(file)} could not be read, tried {TRIES} times: {reason}")
 
 
 def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> StoredData:
-    """Data at a URL, which are looked at but not read; InputError if there are none.
+    """Return the data at a URL, with a digest of what the storage says of them. The data are not read.
 
-    options: for fsspec, by protocol; without them it takes its own from the environment.
+    Args:
+        url: the URL of a folder or file.
+        options: options for fsspec, by protocol; without them fsspec takes its own from the environment.
+
+    Raises:
+        InputError: there are no data.
     """
     use_storage_options(options or {})
     stored = Stored(url)
     details = stored.details()
     if not details:
         raise InputError(f"data must be a folder with files, or a file, got {url}")
-    # Where blocks have an index, it has their digests
+    # The index of blocks has their digests
     indexes = {name: stored.read(name) for name in details if PurePosixPath(name).name == INDEX}
     indexed = {PurePosixPath(name).parent for name, content in indexes.items() if _is_of_blocks(content)}
     seen: list[Any] = []
@@ -179,7 +193,7 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
 
 
 def _is_of_blocks(index: bytes) -> bool:
-    """Other libraries' folders have an index of this name, too."""
+    """Return whether an index is this library's. Other libraries' folders have an index of the same name."""
     try:
         content = json.loads(index)
     except (ValueError, RecursionError):
@@ -188,7 +202,7 @@ def _is_of_blocks(index: bytes) -> bool:
 
 
 class StoredFile(io.RawIOBase):
-    """A file for libraries that read here and there, such as pyarrow."""
+    """A file for libraries that read at any position, such as pyarrow."""
 
     def __init__(self, stored: Stored, file: str, size: int):
         self.stored = stored
@@ -210,7 +224,10 @@ class StoredFile(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, by as many requests as it takes, up to the end: fewer bytes are an error to pyarrow."""
+        """Fill the buffer, by as many requests as it takes, up to the file's end.
+
+        Pyarrow takes fewer bytes for an error.
+        """
         begin = self.position
         stop = min(begin + len(buffer), self.size)
         for start in range(begin, stop, PIECE_BYTES):
@@ -220,7 +237,7 @@ class StoredFile(io.RawIOBase):
 
 
 class PiecesFile(io.RawIOBase):
-    """Pieces as a file that is read from beginning to end, such as by tarfile."""
+    """Pieces of bytes as a file that is read from beginning to end, such as by tarfile."""
 
     def __init__(self, pieces: Iterator[bytes]):
         self.pieces = pieces

@@ -14,7 +14,7 @@ from flyte_ddp.report.words import written as in_figures
 
 @dataclass(frozen=True)
 class Card:
-    """fragment: of the page, for a Deck."""
+    """A model card as Markdown, and as the fragment of a page, for a Deck."""
 
     title: str
     markdown: str
@@ -110,7 +110,7 @@ def inputs_section(written: Written) -> Section:
 
 
 def before_section(written: Written) -> Section:
-    """With spaces that HTML and Markdown preserve."""
+    """Return the section with the source of the recipe's forward, with spaces that HTML and Markdown preserve."""
     source = enumerate(written.before.splitlines(), start=1)
     return Section(
         "Around the network",
@@ -120,7 +120,13 @@ def before_section(written: Written) -> Section:
 
 
 def loading_section(written: Written, formats: Sequence[str], needs_data: bool) -> Section:
-    """needs_data: whether building the network may need the data of the training."""
+    """Return the section that says how to load each file.
+
+    Args:
+        written: the model.
+        formats: the formats of the files.
+        needs_data: whether building the network may need the data of the training.
+    """
     names = [spec.name for spec in written.inputs]
     by_name = ", ".join(f'"{name}": {name}' for name in names)
     how = {
@@ -151,7 +157,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    """The text on one line, escaped for Markdown."""
+    """Return the text on one line, escaped for Markdown."""
     shown = re.sub(r"[ \t\r\n]+", " ", text)
     for character in "\\`*_{}[]<>|#":
         shown = shown.replace(character, f"\\{character}")

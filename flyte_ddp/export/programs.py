@@ -1,4 +1,4 @@
-"""A network as a file in each format, and a file as a network again."""
+"""Conversion of a network to a file in each format, and of a file to a network."""
 
 import inspect
 import re
@@ -18,12 +18,12 @@ from flyte_ddp.model_files.model_metadata import HEADER
 from flyte_ddp.model_files.weights import first_names, load_weights
 from flyte_ddp.recipe import Recipe
 
-MOST_ONNX_BYTES = 2**30  # of weights in the file: protobuf's limit is 2 GiB. Larger ones go to a file beside it
-FEW, MORE = 2, 3  # samples, to see which dimensions depend on their number
+MOST_ONNX_BYTES = 2**30  # larger weights go to a file beside the ONNX file, because protobuf's limit is 2 GiB
+FEW, MORE = 2, 3  # numbers of samples; comparing both shows which dimensions depend on the number
 
 
 class Call(NamedTuple):
-    """A call of a network with this many samples: its arguments and what it returned."""
+    """A call of a network with this many samples: its arguments and what the network returned."""
 
     samples: int
     args: tuple[Any, ...]
@@ -32,7 +32,10 @@ class Call(NamedTuple):
 
 
 def call_of(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
-    """The recipe's first call of its network for a batch; InputError if it does not call it."""
+    """Return the recipe's first call of its network for a batch.
+
+    Raises InputError if the recipe does not call the network.
+    """
     calls: list[Call] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
@@ -52,7 +55,7 @@ def call_of(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
 
 
 def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgram:
-    """torch.export's program of the network: dimensions that differ between the two calls are dynamic."""
+    """Return torch.export's program of the network. Dimensions that differ between the two calls are dynamic."""
     batch = torch.export.Dim("batch")
 
     def dynamic(one: Any, other: Any) -> Any:
@@ -68,23 +71,29 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
     kwargs = pytree.tree_map(dynamic, few.kwargs, more.kwargs)
     names = list(inspect.signature(model.forward).parameters)
     shapes = (*args, *kwargs.values()) if not kwargs else {**dict(zip(names, args, strict=False)), **kwargs}
-    # with gradients, because the fast paths of inference use operations that other formats do not support
+    # Gradients stay on, because the fast paths of inference use operations that other formats do not support
     return torch.export.export(model, more.args, more.kwargs or None, dynamic_shapes=shapes)
 
 
 def save_weights(path: Path, model: nn.Module, header: str) -> None:
-    """As safetensors, tied weights under their first name alone; header: JSON."""
+    """Save weights as safetensors, tied weights under their first name alone.
+
+    Args:
+        path: the new file.
+        model: the network.
+        header: the metadata as JSON.
+    """
     from safetensors.torch import save_file
 
     weights = model.state_dict()
     firsts = {*first_names(weights).values()}
-    # copies, because parts of the same memory would be refused
+    # safetensors refuses tensors that share memory, so these are copies
     copies = {key: value.detach().clone().contiguous() for key, value in weights.items() if key in firsts}
     save_file(copies, path, metadata={HEADER: header})
 
 
 def save_pretrained(path: Path, model: Any) -> None:
-    """As the folder that transformers or peft writes; InputError for a network of neither."""
+    """Save the folder that transformers or peft writes. Raises InputError for a network of neither."""
     if not callable(getattr(model, "save_pretrained", None)):
         raise InputError(
             f"only networks of transformers and peft have save_pretrained, got {type(model).__name__}: leave "
@@ -94,13 +103,13 @@ def save_pretrained(path: Path, model: Any) -> None:
 
 
 def save_program(name: str, path: Path, model: nn.Module, program: torch.export.ExportedProgram, few: Call) -> None:
-    """In the format of this name, pt2 or onnx."""
-    with suppress(ImportError):  # torch shows progress with it if it is installed
+    """Save the program in the format of this name, pt2 or onnx."""
+    with suppress(ImportError):  # torch shows progress with tqdm if it is installed
         from tqdm import tqdm
 
         tqdm.set_lock(threading.RLock())  # the default is a system semaphore, which would outlive this process
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about its own code
+        warnings.simplefilter("ignore")  # torch warns about its own code
         if name == "pt2":
             torch.export.save(program, path)
             return
@@ -112,9 +121,12 @@ def save_program(name: str, path: Path, model: nn.Module, program: torch.export.
 
 
 def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
-    """The network in the file, to be called in the same way as the recipe's own.
+    """Return the network in a file, to be called in the same way as the recipe's own.
 
-    model: an untrained one.
+    Args:
+        name: the file's format.
+        path: the file.
+        model: an untrained network of the recipe.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
@@ -128,7 +140,7 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 
 
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
-    """By the library that has written it; adapters are put into the base that the recipe's network has."""
+    """Load a folder by the library that wrote it. Adapters are put into the base that the recipe's network has."""
     if (path / "adapter_config.json").exists():
         from peft import PeftModel
 
@@ -139,8 +151,10 @@ def _from_pretrained(path: Path, model: Any) -> nn.Module:
 
 
 class OnnxNetwork(nn.Module):
-    """A network that ONNX Runtime runs on the CPU. Its file says neither how outputs are nested nor what of them is no
-    tensor, such as None: the untrained model's outputs do.
+    """A network that ONNX Runtime runs on the CPU.
+
+    The file says neither how outputs are nested nor which of them are no tensors, such as None. The untrained model's
+    outputs show both.
     """
 
     def __init__(self, path: Path, model: nn.Module):
@@ -164,7 +178,7 @@ class OnnxNetwork(nn.Module):
 
 
 def specs_of(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The specs of inputs and outputs, in order; inputs are named as in the network's forward."""
+    """Return the specs of inputs and outputs, in order. Inputs are named as in the network's forward."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
     names += [f"input_{index}" for index in range(len(names), len(few.args))]
@@ -195,7 +209,7 @@ class Name(str):
 
 
 def source_of(model: nn.Module, call: Call) -> str:
-    """The arguments of the call, as source code, with the names of the inputs for the tensors."""
+    """Return the arguments of the call as source code, with the names of the inputs in place of tensors."""
     inputs, _ = specs_of(model, call, call)
     names = (Name(one.name) for one in inputs)
     args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: next(names), (call.args, call.kwargs))

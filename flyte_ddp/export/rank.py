@@ -30,7 +30,7 @@ from flyte_ddp.whole_files import writing_to
 
 
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
-    """Measure the weights of the job in float32 and write them in each format; InputError if that fails."""
+    """Measure the weights of the job in float32 and write them in each format. Raises InputError if that fails."""
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
     with BlockCache(environment) as cache:
@@ -64,9 +64,9 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
                 else:
                     program = program or programs.trace(model, few, more)
                     programs.save_program(name, path, model, program, few)
-        except InputError:  # a full disk
+        except InputError:  # the disk may be full
             raise
-        except Exception as error:  # torch's, of many types
+        except Exception as error:  # torch raises many types
             raise InputError(
                 f"the network cannot be exported to {name}: {_first_lines(error)}: change its forward, or leave {name} "
                 "out of formats"
@@ -87,9 +87,15 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 
 
 def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str]) -> Measured | str:
-    """The measures of a file on the test split, or why it cannot be used; also tries a batch of one sample.
+    """Measure a file on the test split, after trying a batch of one sample.
 
-    argument: the job, and the file's format and path.
+    Args:
+        environment: the rank's environment.
+        link: the link to the parent.
+        argument: the job, and the file's format and path.
+
+    Returns:
+        The measures, or why the file cannot be used.
     """
     job, name, path = argument
     torch.set_num_threads(environment.threads)
@@ -101,14 +107,19 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
             with torch.inference_mode():
                 recipe.forward(network, batch_of(recipe, test, torch.tensor([0])))
             return measure(recipe, network, test, link)
-        except ReportedError:  # of the data
+        except ReportedError:  # the data cannot be read
             raise
         except Exception as error:
             return _first_lines(error)
 
 
 def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """seen: labels (n,) and hits (n,) of each batch of a classifier."""
+    """Return the accuracy of each class that has samples.
+
+    Args:
+        recipe: the recipe, whose facts may name the classes.
+        seen: labels (n,) and hits (n,) of each batch of a classifier.
+    """
     if not seen:
         return {}
     labels, hits = (torch.cat(parts) for parts in zip(*seen, strict=True))
@@ -119,7 +130,13 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> d
 
 
 def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
-    """(FEW,) the shortest and (MORE,) the longest test samples, if they have lengths; repeated if there are fewer."""
+    """Return the indices of FEW and of MORE test samples, repeated if there are fewer.
+
+    If the samples have lengths, these are the shortest and the longest ones.
+
+    Returns:
+        (FEW,) and (MORE,) int64.
+    """
     lengths = lengths_of(test)
     order = lengths.each.argsort(stable=True) if lengths else torch.arange(min(programs.MORE, len(test)))
     few, more = (torch.arange(count) % len(order) for count in (programs.FEW, programs.MORE))
@@ -127,7 +144,7 @@ def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
 
 
 def batch_of(recipe: Recipe, test: Split, indices: Tensor) -> Any:
-    """These test samples, as a batch of their own."""
+    """Return these test samples as a batch of their own."""
     (tree,) = test.fetch([indices])
     count = len(indices)
     vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
@@ -135,13 +152,13 @@ def batch_of(recipe: Recipe, test: Split, indices: Tensor) -> Any:
 
 
 def source_before(recipe: Recipe) -> str:
-    """The source of the recipe's own forward, if it has one: the exported files contain only the network."""
+    """Return the source of the recipe's own forward, if it has one. The exported files contain only the network."""
     if type(recipe).forward is Recipe.forward:
         return ""
     return textwrap.dedent(inspect.getsource(type(recipe).forward)).strip()
 
 
 def _first_lines(error: Exception) -> str:
-    """The start of the message: torch's can have a hundred lines."""
+    """Return the start of an error's message: torch's messages can have a hundred lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"

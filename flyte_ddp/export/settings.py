@@ -1,4 +1,4 @@
-"""An export's options, its ranks' jobs, and their results. No torch."""
+"""The options of an export, its ranks' jobs, and their results. No torch."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -15,22 +15,23 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "safetensors": ("safetensors",),
     "pt2": (),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
-    "pretrained": (),  # the library that the recipe imports
+    "pretrained": (),  # the recipe itself imports the library
 }
 
 
 @dataclass(frozen=True)
 class ExportOptions(Settings):
-    """How to export.
+    """The options of an export.
 
     Attributes:
         formats: some of safetensors (the weights), pt2 (torch.export), onnx, and pretrained (the folder that
             save_pretrained of transformers and peft writes), separated by commas.
         tolerance: by how much a measure of an exported file may differ from that of the weights: absolute up to 1,
             relative above.
-        reported_tolerance: by how much a measure of the weights may differ from the reported one, likewise.
-        reported: measures that the training reported, by name, {"accuracy": 0.99}; empty if they are unknown, or in
-            the metadata of the weights.
+        reported_tolerance: by how much a measure of the weights may differ from the reported one: absolute up to 1,
+            relative above.
+        reported: measures that the training reported, by name, {"accuracy": 0.99}; empty if they are unknown, or in the
+            metadata of the weights.
         timeout_seconds: how long a single step of the export may take before it counts as hung.
     """
 
@@ -57,10 +58,10 @@ class ExportOptions(Settings):
 
 @dataclass(frozen=True)
 class FolderExport(ExportOptions):
-    """The same for a classifier of a folder of images.
+    """The options of an export of a classifier of a folder of images.
 
     Attributes:
-        model: name of the network, see flyte_ddp/recipes/models.py; auto is as in the metadata of the weights,
+        model: name of the network; flyte_ddp/recipes/models.py has them; auto is as in the metadata of the weights,
             else mnist_cnn.
     """
 
@@ -68,16 +69,16 @@ class FolderExport(ExportOptions):
 
     @property
     def network(self) -> str:
-        """The network if the weights have no metadata."""
+        """Return the network to take if the weights have no metadata."""
         return "mnist_cnn" if self.model == "auto" else self.model
 
 
 @dataclass(frozen=True)
 class ClassifierExport(FolderExport):
-    """The same for a classifier of a built-in dataset.
+    """The options of an export of a classifier of a built-in dataset.
 
     Attributes:
-        dataset: that the model was trained on; auto is as in their metadata, else as in training.
+        dataset: the dataset that the model was trained on; auto is as in the weights' metadata, else as in training.
     """
 
     dataset: str = setting("auto", choices=DATASETS)
@@ -95,12 +96,12 @@ def check_formats(options: ExportOptions) -> None:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A model to write to a new folder; job has the recipe, the data and, as model_path, the weights.
+    """A model to write to a new folder. The job has the recipe, the data and, as model_path, the weights.
 
     Attributes:
-        settings: of its training, as far as they are known; the job's may be defaults.
-        reported: measures of its training, by name; empty if unknown.
-        training: see ModelMetadata; empty if unknown.
+        settings: the settings of the model's training, as far as they are known; the job's may be defaults.
+        reported: measures of the model's training, by name; empty if unknown.
+        training: ModelMetadata.training of the model; empty if unknown.
     """
 
     job: Job
@@ -113,7 +114,11 @@ class ExportJob:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of the network; in its shape, "batch" is any number of samples, and "any" any other number."""
+    """An input or output of the network.
+
+    Attributes:
+        shape: the sizes; "batch" is any number of samples, and "any" any other number.
+    """
 
     name: str
     shape: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Verified export, as Flyte tasks for the built-in classifiers and as a function for a task of your own recipe:
+"""Verified export, as Flyte tasks for the built-in classifiers and as a function for a task of your own recipe.
 
 @task(**training.arguments(ignored_inputs=()))
 def export_model(model_state: FlyteFile, settings: Settings, reported: Dict[str, float]) -> ExportOutputs:
@@ -42,15 +42,15 @@ from flyte_ddp.whole_files import temporary_beside
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was exported, in figures.
+    """The figures of an export.
 
     Attributes:
-        recipe: the one that trained the model.
-        headline: the name of its main measure.
-        measures: of the weights, on the test split.
+        recipe: the recipe that trained the model.
+        headline: the name of the main measure.
+        measures: measures of the weights, on the test split.
         exported: the main measure of each format.
         classes: the share of each class's test samples that is predicted correctly; empty if there are no classes.
-        parameters: their number.
+        parameters: the number of parameters.
     """
 
     recipe: str
@@ -78,7 +78,10 @@ class ExportOutputs(NamedTuple):
 @task(**small_resources())
 @platform_errors(platform)
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
-    """The name of the dataset that the model was trained on; refuses invalid inputs before it is downloaded."""
+    """Return the name of the dataset that the model was trained on.
+
+    Refuses invalid inputs before the dataset is downloaded.
+    """
     check_formats(options)
     return dataset_of(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
 
@@ -88,7 +91,7 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
-    """Return `images` unchanged; refuses invalid inputs before the images are read."""
+    """Return `images` unchanged. Refuses invalid inputs before the images are read."""
     check_formats(options)
     known = classifier_metadata(model_state)
     if known and tuple(known.facts["image_shape"]) != images.shape:
@@ -106,7 +109,7 @@ def check_folder_export(
 def export_classifier(
     model_state: PythonPickledFile, data: PreparedDataset, options: ClassifierExport
 ) -> ExportOutputs:
-    """Export a built-in classifier, in all formats or none; never cached: files are verified where they are made."""
+    """Export a built-in classifier, in all formats or none. Never cached: files are verified where they are made."""
     hp = Hyperparameters(dataset=options.dataset, model=options.network)
     return _classifier(model_state, Path(data.download()), hp, options)
 
@@ -119,7 +122,7 @@ def export_folder_classifier(
     folder: FlyteDirectory,
     options: FolderExport,
 ) -> ExportOutputs:
-    """The same for a classifier of a folder of images, which index describes."""
+    """Export a classifier of a folder of images, which index describes."""
     hp = FolderHyperparameters(model=options.network)
     return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
 
@@ -147,8 +150,14 @@ def export_recipe(
 ) -> ExportOutputs:
     """Export a trained network of a recipe, in all formats or none.
 
-    settings, data, init: those of its training. reported: the measures in its summary, which the weights must give
-    again.
+    Args:
+        training: the recipe's training.
+        model_state: the weights.
+        settings: the settings of the training.
+        data: the data of the training.
+        reported: the measures in the training's summary, which the weights must give again.
+        options: how to export.
+        init: the init of the training.
     """
     check_formats(options)
     subject = training.subject(settings, source_of(data), downloaded(init))
@@ -165,7 +174,16 @@ def _exported(
     known: ModelMetadata | None,
     options: ExportOptions,
 ) -> ExportOutputs:
-    """known: the metadata of the weights; they fill in what was not given."""
+    """Export the weights.
+
+    Args:
+        subject: what was trained.
+        weights: the file.
+        settings: the settings of the training.
+        reported: measures that the training reported.
+        known: the metadata of the weights, which fill in what was not given.
+        options: how to export.
+    """
     if known and known.recipe == subject.recipe:
         settings = known.settings
         reported = {**known.measures, **reported}
@@ -173,18 +191,18 @@ def _exported(
     training = known.training if known else {}
     with run_folder(platform, f"{subject.dataset}-export") as folder:
         beside = temporary_beside(folder / "model")
-        written, formats, card = export(ExportJob(job, str(beside), options, settings, reported, training))
+        done = export(ExportJob(job, str(beside), options, settings, reported, training))
         beside.rename(folder / "model")
-        report = output_page(folder, card.title, card.fragment)
-    metadata = written.metadata
+        report = output_page(folder, done.card.title, done.card.fragment)
+    metadata = done.written.metadata
     if is_local():
         say_last(f"\nExported: {folder / 'model'}\nReport:   {report.path}")
     summary = ExportSummary(
         recipe=metadata.recipe,
         headline=metadata.headline,
-        measures=written.measured.measures,
-        exported={name: measured.measures[metadata.headline] for name, measured in formats.items()},
-        classes=written.classes,
-        parameters=written.parameters,
+        measures=done.written.measured.measures,
+        exported={name: measured.measures[metadata.headline] for name, measured in done.formats.items()},
+        classes=done.written.classes,
+        parameters=done.written.parameters,
     )
     return ExportOutputs(output_folder(folder / "model"), summary, report)

@@ -1,9 +1,9 @@
-"""Exports a trained model to files in several formats, each verified to reproduce the model's test measures."""
+"""Export of a trained model to files in several formats, each verified to reproduce the model's test measures."""
 
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyte_ddp.engine.job import Measured
 from flyte_ddp.errors import InputError, ReportedError
@@ -14,18 +14,26 @@ from flyte_ddp.report.console import Console, say
 from flyte_ddp.report.mlflow_run import add_to_run
 from flyte_ddp.whole_files import writing_to
 
-# Names, because they import torch
+# Names of functions, because their module imports torch
 WRITE, MEASURE = "flyte_ddp.export.rank:write_formats", "flyte_ddp.export.rank:measure_file"
 
 
-def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
-    """Write a model to a new folder; returns what was written, the measures of each format, and the model card.
+class Exported(NamedTuple):
+    """A model that was written, the measures of each format, and the model card."""
+
+    written: Written
+    formats: dict[str, Measured]
+    card: Card
+
+
+def export(asked: ExportJob) -> Exported:
+    """Write a model to a new folder, and verify each file.
 
     The weights are measured first, in float32 on the CPU. If the training's measures are known, they must agree, which
     detects weights, settings or data of another training. Then each file is opened in a process of its own and must
-    agree with the weights. In float32 the losses of two runtimes differ by about 1e-6; the default tolerance of 1e-4
+    agree with the weights. In float32 the losses of two runtimes differ by about 1e-6. The default tolerance of 1e-4
     allows for that and for one borderline sample in 10,000, but a wrong weight or a missing operation exceeds it. For
-    the training's measures it is 1e-3: on a GPU, torch computes convolutions in TF32, with 10 bits.
+    the training's measures the tolerance is 1e-3: on a GPU, torch computes convolutions in TF32, with 10 bits.
     """
     folder = Path(asked.folder)
     tolerance = asked.options.reported_tolerance
@@ -52,13 +60,13 @@ def export(asked: ExportJob) -> tuple[Written, dict[str, Measured], Card]:
         (folder / "model_card.md").write_text(card.markdown, encoding="utf-8")
         (folder / "model_card.html").write_text(card.page, encoding="utf-8")
         for file in (path for path in folder.rglob("*") if path.is_file()):
-            shutil.copymode(folder / "model_card.md", file)  # safetensors makes its files private
+            shutil.copymode(folder / "model_card.md", file)  # safetensors makes the files that it writes private
     add_to_run(Path(asked.job.model_path), folder / "model_card.md", folder / "model_card.html")
-    return written, formats, card
+    return Exported(written, formats, card)
 
 
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
-    """The measures of the file; ReportedError if they differ from the model's."""
+    """Return the measures of a file. Raises ReportedError if they differ from the model's."""
     file = FILES[name]
     tolerance = asked.options.tolerance
     outcome: Measured | str = _run(MEASURE, (asked.job, name, str(Path(asked.folder, file))), asked)
@@ -77,14 +85,14 @@ def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
 
 
 def _run(target: str, argument: Any, asked: ExportJob) -> Any:
-    """In a process of its own, on the CPU, because an exported program keeps its device."""
+    """Run a function in a process of its own, on the CPU, because an exported program keeps its device."""
     return run_alone(target, argument, asked.options.timeout_seconds, Console(), root=asked.job.root)
 
 
 def differing(
     expected: dict[str, float], measured: dict[str, float], tolerance: float
 ) -> tuple[str, float, float] | None:
-    """The first measure that differs, with both values; InputError if `measured` lacks one."""
+    """Return the first measure that differs, with both values. Raises InputError if `measured` lacks one."""
     for name, value in expected.items():
         if name not in measured:
             raise InputError(f"reported must name measures of the recipe, {', '.join(measured)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""The last step of batch prediction: joins the rows of all shards in one file, counts them, and writes a page."""
+"""The last step of batch prediction, which joins the rows of all shards in one file, counts them, and writes a page."""
 
 import tempfile
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ class InferenceSummary:
     """The result in figures.
 
     Attributes:
-        dataset: that the model was trained on, according to the options.
+        dataset: the dataset that the model was trained on, according to the options.
         images: number of rows.
         unreadable: image files without a prediction.
         labelled: images with a prediction whose class is known.
-        accuracy: share of these that is predicted correctly, from 0 to 1; None if there are none.
+        accuracy: share of the labelled images that is predicted correctly, from 0 to 1; None if there are none.
     """
 
     dataset: str
@@ -48,7 +48,7 @@ class InferenceOutputs(NamedTuple):
     """The outputs of batch prediction.
 
     Attributes:
-        predictions: a row for each image, see flyte_ddp.inference.shards.Row.
+        predictions: a flyte_ddp.inference.shards.Row for each image.
         summary: the figures.
         report: an HTML page in a single file.
     """
@@ -67,7 +67,7 @@ def gather_shards(
     listing: FlyteFile,
     options: InferenceOptions,
 ) -> InferenceOutputs:
-    """Join all rows in one file, in the order of the images, and summarises them."""
+    """Join all rows in one file, in the order of the images, and summarise them."""
     description = prepared.read_description(data.download())
     with run_folder(platform, "inference") as work:
         predictions = work / "predictions.csv"
@@ -87,7 +87,7 @@ def gather_shards(
 def images_of(
     totals: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
 ) -> list[np.ndarray]:
-    """The least certain images (C, H, W) uint8, as the network saw them."""
+    """Return the least certain images (C, H, W) uint8, as the network saw them."""
     numbers = [number for number, _ in totals.least_certain]
     if folder is None:
         images, _ = prepared.open_split(data, options.split)
@@ -99,4 +99,4 @@ def images_of(
         try:
             return [decode(Path(path), shape) for _, path in shown.fetch(folder, Path(copies))]
         finally:
-            shown.verify(folder)  # which says why one cannot be read
+            shown.verify(folder)  # verify() says why an image cannot be read

@@ -1,4 +1,4 @@
-"""The image files of a prediction, listed once: their shards' keys are made of this listing."""
+"""The image files of a prediction, listed once: the keys of shards are made of this listing."""
 
 import json
 from collections.abc import Sequence
@@ -14,13 +14,16 @@ from flyte_ddp.inference.shards import Shard
 
 @dataclass(frozen=True)
 class Listing:
-    """Names of files below a folder, with details that change when the files do; none if there is no folder."""
+    """Names of files below a folder, with details that change when the files do; empty if there is no folder."""
 
     files: Sequence[tuple[str, str]]
 
     @classmethod
     def of(cls, folder: FlyteDirectory | None) -> "Listing":
-        """InputError for a folder that has none: a listing without any stands for the dataset's split."""
+        """List the files.
+
+        Raises InputError for a folder without files: an empty listing stands for the dataset's split.
+        """
         files = [] if folder is None else [*list_files(folder).items()]
         if folder is not None and not files:
             raise InputError(f"folder must contain image files, got {folder.path} without any: choose another folder")
@@ -38,7 +41,7 @@ class Listing:
         return Listing(self.files[shard.first : shard.last])
 
     def fetch(self, folder: FlyteDirectory | None, into: Path) -> list[tuple[str, str]]:
-        """Each name with the path of its file on this machine; see flyte_ddp.flyte1.data."""
+        """Return each name with the path of its file on this machine."""
         if folder is None:
             return []
         try:

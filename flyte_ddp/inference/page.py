@@ -21,9 +21,10 @@ class Tally(NamedTuple):
     """Counts of rows.
 
     Attributes:
-        predicted: by predicted class.
-        known: by true class, of images with a prediction.
-        right: the same, of those predicted correctly.
+        predicted: number of images by predicted class.
+        known: number of images with a prediction, by true class.
+        right: number of correctly predicted images, by true class.
+        unreadable: number of images without a prediction.
         least_certain: (index, row), lowest score first.
         errors: the first images without a prediction.
     """
@@ -78,7 +79,7 @@ def tally(path: Path) -> Tally:
 def predicted_article(
     title: str, totals: Tally, images: Sequence[np.ndarray], description: DatasetDescription, options: InferenceOptions
 ) -> str:
-    """The page for a Deck; images are those of totals.least_certain, (C, H, W) uint8."""
+    """Return the page, for a Deck. The images are those of totals.least_certain, (C, H, W) uint8."""
     by_class = Section(
         "By class",
         caption="Images by class",

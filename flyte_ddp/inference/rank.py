@@ -1,4 +1,4 @@
-"""Batch prediction in a process of its own: checks a file of weights, and predicts a shard."""
+"""Batch prediction in a process of its own, which checks a file of weights, or predicts a shard."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,7 +31,10 @@ def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
 
 @torch.inference_mode()
 def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
-    """Write a row for each image of the shard to job.output; in float32, as in the evaluations of training."""
+    """Write a row for each image of the shard to job.output.
+
+    It predicts in float32, like the evaluations of training.
+    """
     torch.set_num_threads(environment.threads)
     settle_arithmetic()
     device = torch.device(environment.world.device)
@@ -43,7 +46,7 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     predictions: list[tuple[float, int]] = []
     for batch in EvaluationBatches(Resident(images, device), job.options.batch_size, rank=0, world_size=1):
         scores, guesses = model(normalise(batch.tree)).softmax(1).max(1)
-        if not scores.isfinite().all():  # of NaN, the first class would be the largest
+        if not scores.isfinite().all():  # max() of NaN would be the first class
             raise InputError("model_state must give finite scores, got NaN: it has diverged; use another")
         predictions += zip(scores.tolist(), guesses.tolist(), strict=True)
         link.heartbeat()
@@ -52,8 +55,12 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
 
 
 def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
-    """The shard's images (n, C, H, W) uint8, and their rows without predictions; a file that cannot be read gives zeros
-    and its problem. InputError if Pillow does not support that many channels.
+    """Return the shard's images (n, C, H, W) uint8, and their rows without predictions.
+
+    A file that cannot be read gives zeros, and its row has the reason.
+
+    Raises:
+        InputError: Pillow does not support that many channels.
     """
     if not job.files:
         images, labels = prepared.open_split(job.data, job.options.split)

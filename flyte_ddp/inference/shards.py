@@ -16,14 +16,14 @@ MOST_SHARDS = 5000  # Flyte's default limit for one map task
 
 @dataclass(frozen=True)
 class InferenceOptions(Settings):
-    """What to predict, and how.
+    """The options of batch prediction.
 
     Attributes:
-        model: name of the network, see flyte_ddp/recipes/models.py; auto is as in the metadata of the weights, else
-            mnist_cnn.
-        dataset: that the model was trained on, which determines shape, classes and normalisation; auto is as in their
-            metadata, else as in training.
-        split: of the dataset, if no folder is given.
+        model: name of the network; flyte_ddp/recipes/models.py has them; auto is as in the metadata of the weights,
+            else mnist_cnn.
+        dataset: the dataset that the model was trained on, which determines shape, classes and normalisation; auto is
+            as in the weights' metadata, else as in training.
+        split: the split of the dataset to predict if no folder is given.
         shards: number of parts, each predicted and retried on its own, with all of its images in memory.
         batch_size: images per forward pass.
         timeout_seconds: how long a shard may go without a batch before it counts as hung.
@@ -39,11 +39,11 @@ class InferenceOptions(Settings):
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of the images; it alone is the cache key.
+    """A part of the images. The shard alone is the cache key.
 
     Attributes:
         number, count: this is shard `number`, from 0, of `count`.
-        first, last: its images, the last one not included.
+        first, last: the range of its images, the last one not included.
         key: hash of everything that determines the predictions: weights, network, images, code.
     """
 
@@ -60,7 +60,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One shard, as a rank's job.
+    """A shard, as a rank's job.
 
     Attributes:
         data: folder of the prepared dataset that the model was trained on.
@@ -87,11 +87,13 @@ class ModelFile:
 
 
 class Row(NamedTuple):
-    """The result for one image, as text; in a file, an apostrophe precedes what a spreadsheet would take for a formula.
+    """The result for one image, as text.
+
+    In a file, an apostrophe precedes text that a spreadsheet would take for a formula.
 
     Attributes:
-        image: its index in the split, from 0, or its path below the folder.
-        label: its class, empty if unknown.
+        image: the image's index in the split, from 0, or its path below the folder.
+        label: the image's class, empty if unknown.
         prediction: the predicted class.
         score: the predicted probability of this class.
         error: why there is no prediction.
@@ -105,7 +107,7 @@ class Row(NamedTuple):
 
 
 def write_rows(path: Path, rows: Iterator[Row]) -> None:
-    # file names may be invalid Unicode
+    # Names of files may be invalid Unicode
     with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
@@ -121,7 +123,7 @@ def read_rows(*paths: Path) -> Iterator[Row]:
 
 
 def _quoted(row: Row) -> Row:
-    """With an apostrophe before what a spreadsheet would take for a formula: names of files are anyone's."""
+    """Put an apostrophe before text that a spreadsheet would take for a formula: anybody may have named the files."""
     return Row._make(f"'{cell}" if cell.startswith(FORMULA) else cell for cell in row)
 
 

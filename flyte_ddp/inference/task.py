@@ -36,14 +36,14 @@ from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.whole_files import content_digest, remove_leftovers, temporary_beside, writing_to
 
-# names, because importing them would import torch
+# Names of functions, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_images"
 INSPECTOR = "flyte_ddp.inference.rank:check_model"
 INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__), ("torch", "pillow"))
 
 
 def one_device() -> dict[str, Any]:
-    """Arguments of @task for predicting a shard: as for training, but with one GPU at most, and no tracker."""
+    """Return the arguments of @task for predicting a shard: those of training, with at most one GPU, and no tracker."""
     gpus = min(1, registration().training_gpus)
     return {
         **training_resources(INFERENCE_CODE),
@@ -65,9 +65,9 @@ class Checked(NamedTuple):
 def check_inputs(
     model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
-    """Fill in what the weights say of themselves; refuses invalid inputs before the dataset is downloaded."""
+    """Fill in what the weights say of themselves. Refuses invalid inputs before the dataset is downloaded."""
     known = classifier_metadata(model_state)
-    Listing.of(folder)  # refuses one without files
+    Listing.of(folder)  # refuses a folder without files
     dataset = dataset_of(known, options.dataset, "load it with flyte_ddp.load_model")
     if options.model == "auto":
         options = replace(options, model=known.facts["network"] if known else "mnist_cnn")
@@ -86,7 +86,7 @@ class Plan(NamedTuple):
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Plan:
-    """Split the images into shards, if the model fits them; never cached, because contents may have changed."""
+    """Split the images into shards, if the model fits them. Never cached, because contents may have changed."""
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
     weights = Path(model_state.download())
@@ -129,7 +129,7 @@ def predict_shard(
     listing: FlyteFile,
     options: InferenceOptions,
 ) -> CSVFile:
-    """The rows of one shard. On a cluster Flyte retries and caches each shard; a local run caches it here."""
+    """Predict one shard. On a cluster Flyte retries and caches each shard; a local run caches it on this machine."""
     part = part_path(shard)
     settings = LocalConfig.auto()
     if part.exists() and settings.cache_enabled and not settings.cache_overwrite:
@@ -145,7 +145,7 @@ def predict_shard(
         job = ShardJob(shard, options, model_state.download(), data.download(), files, str(beside))
         try:
             run_alone(PREDICTOR, job, options.timeout_seconds, Console(), choose_world("auto", 1, 1))
-            planned.verify(folder)  # after they have been read
+            planned.verify(folder)  # after the files were read, so that no change is missed
             os.replace(beside, part)
         finally:
             beside.unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def predict_shard(
 
 
 def part_path(shard: Shard) -> Path:
-    """The file for a shard's rows, which later local runs find by the shard's key."""
+    """Return the file for a shard's rows, which later local runs find by the shard's key."""
     if not is_local():
         return working_folder() / "part.csv"
     folder = runs_dir() / "shards"

@@ -1,5 +1,7 @@
-"""The weights that a recipe's model() itself freezes, such as the base of a LoRA: they are in no file that training
-writes, since model() provides them each time. A digest tells whether they are still the same.
+"""The weights that a recipe's model() itself freezes, such as the base of a LoRA.
+
+No file that training writes has them, since model() provides them each time. A digest tells whether they are still the
+same.
 """
 
 import hashlib
@@ -11,14 +13,14 @@ from torch import Tensor, nn
 
 
 def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
-    """By name, the parameters that are not trained."""
-    weights = model.state_dict(keep_vars=True)  # unlike named_parameters, with every name of tied weights
+    """Return the parameters that are not trained, by name."""
+    weights = model.state_dict(keep_vars=True)  # named_parameters() would lack the other names of tied weights
     is_frozen = {name: isinstance(value, nn.Parameter) and not value.requires_grad for name, value in weights.items()}
     return {name: value.detach() for name, value in weights.items() if is_frozen[name]}
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 as hex of names, types, shapes and values; empty without weights."""
+    """Return the SHA-256 of names, types, shapes and values as hex; empty if there are no weights."""
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
@@ -35,11 +37,11 @@ class FrozenBase:
 
     @cached_property
     def digest(self) -> str:
-        """Computed at first use, once per start."""
+        """Return the digest of the base at its first use, which computes it once."""
         return self._digest_now()
 
     def has_changed(self) -> bool:
-        """Return whether a weight has other bits than at the start; takes as long as the digest."""
+        """Return whether a weight has other bits than at the start. It takes as long as the digest."""
         return self._digest_now() != self.digest
 
     def _digest_now(self) -> str:
@@ -47,10 +49,10 @@ class FrozenBase:
         return digest_of({name: weights[name] for name in self.names})
 
     def without(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state_dict of the network, or of its average, but for the base."""
+        """Return the state_dict of the network, or of its average, without the base."""
         return {name: value for name, value in model.state_dict().items() if name not in self.names}
 
     def load(self, model: nn.Module, rest: Mapping[str, Tensor]) -> None:
-        """Load what `without` returned; RuntimeError if it does not fit."""
+        """Load what `without` returned. Raises RuntimeError if it does not fit."""
         own = model.state_dict()
         model.load_state_dict({**{name: own[name] for name in self.names}, **rest})

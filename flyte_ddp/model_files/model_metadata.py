@@ -1,7 +1,7 @@
 """Metadata in a weights file, from which its network can be rebuilt. Imports no torch.
 
-It is one more entry in the zip archive that torch.save writes, which torch.load ignores; in a safetensors file it is in
-the header.
+In a file of torch.save, the metadata is one more entry in the zip archive, which torch.load ignores. In a safetensors
+file it is in the header.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from flyte_ddp.fields import Settings, plain
 
 FORMAT = 1
 HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
-ENTRY = "flyte_ddp.json"  # and in a zip archive
-MOST_BYTES = 2**20  # of an entry: ours have a few thousand
-MOST_HEADER_BYTES = 10**8  # as in safetensors itself
+ENTRY = "flyte_ddp.json"  # the metadata's entry in a zip archive
+MOST_BYTES = 2**20  # the limit of an entry; ours have a few thousand
+MOST_HEADER_BYTES = 10**8  # the limit of safetensors itself
 Kind = TypeVar("Kind")
 
 
@@ -29,16 +29,18 @@ class ModelMetadata:
     """Metadata of a trained network.
 
     Attributes:
-        recipe: "package.module:Name" of the recipe that trained it.
+        recipe: "package.module:Name" of the recipe that trained the network.
         settings_class: "package.module:Name" of the class of the settings.
+        settings: the settings of the training, by name.
         data: the name of the data, and their digest if a file or folder was given.
         facts: what Recipe.facts returned.
-        headline: the name of its main measure.
-        measures: on the test split, or for last.pt on the validation split, as the training reported them, by name.
+        headline: the name of the main measure.
+        measures: measures by name on the test split, or for last.pt on the validation split, as the training reported
+            them.
         training: world_size, hardware and precision.
-        versions: of Python and torch.
-        base_digest: see FrozenBase; empty if the file has all weights.
-        weights_digest: that of the weights, as the training reported it, see flyte_ddp.engine.digest.
+        versions: the versions of Python and torch.
+        base_digest: the digest of the FrozenBase; empty if the file has all weights.
+        weights_digest: the digest of the weights that the training reported, by flyte_ddp.engine.digest.
     """
 
     recipe: str
@@ -55,15 +57,19 @@ class ModelMetadata:
     format: int = FORMAT
 
     def as_json(self) -> str:
-        return json.dumps(plain(asdict(self)), indent=2, default=str)  # a recipe's facts may be anything
+        return json.dumps(plain(asdict(self)), indent=2, default=str)  # a recipe's facts may have any type
 
     @property
     def digest(self) -> str:
-        """The same for the same weights, whatever the format of their file, and nearly always another for others."""
+        """Return a digest that equal weights share, whatever their file's format, and others nearly never."""
         return hashlib.sha256(self.as_json().encode()).hexdigest()
 
     def load_settings(self, path: str | Path) -> Settings:
-        """The settings of the training; imports the module of their class. path: of these weights."""
+        """Return the settings of the training, after importing the module of their class.
+
+        Args:
+            path: the file of these weights, for messages.
+        """
         kind = class_named(self.settings_class, Settings, f"{path}: the class of the settings")
         try:
             return kind.from_dict(self.settings)
@@ -74,8 +80,15 @@ class ModelMetadata:
 
 
 def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
-    """The class "package.module:Name", which imports its module; InputError if it cannot be imported, or is not derived
-    from base. what: begins the sentence.
+    """Return the class "package.module:Name", after importing its module.
+
+    Args:
+        name: the class's name.
+        base: the class that it must be derived from.
+        what: the beginning of the error's sentence.
+
+    Raises:
+        InputError: the class cannot be imported, or is not derived from base.
     """
     try:
         kind = pkgutil.resolve_name(name)
@@ -90,7 +103,10 @@ def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
 
 
 def read_metadata(weights: str | Path) -> ModelMetadata | None:
-    """The metadata of a weights file; None if it has none, or cannot be read, which loading the weights will report."""
+    """Return the metadata of a weights file.
+
+    None if the file has none, or cannot be read: loading the weights reports that.
+    """
     try:
         text = _header(weights) if is_safetensors(weights) else _entry(weights)
         return ModelMetadata(**_of_our_format(json.loads(text)))
@@ -99,16 +115,17 @@ def read_metadata(weights: str | Path) -> ModelMetadata | None:
 
 
 def is_safetensors(weights: str | Path) -> bool:
-    """Whether it is a safetensors file, by its content: eight bytes with a length, then JSON. Raises OSError."""
+    """Return whether a file's content is safetensors: eight bytes with a length, then JSON. Raises OSError."""
     with open(weights, "rb") as file:
         return file.read(9)[8:] == b"{"
 
 
 def add_metadata(weights: Path | IO[bytes], metadata: ModelMetadata) -> None:
-    """Add them to a file of torch.save that has none."""
+    """Add metadata to a file of torch.save that has none."""
     with ZipFile(weights, "a") as archive:
-        folder = archive.namelist()[0].partition("/")[0]  # torch's entries are all in one
-        archive.writestr(ZipInfo(f"{folder}/{ENTRY}"), metadata.as_json())  # no date: equal trainings, equal files
+        folder = archive.namelist()[0].partition("/")[0]  # all of torch's entries are in one folder
+        # Without a date, equal trainings write equal files
+        archive.writestr(ZipInfo(f"{folder}/{ENTRY}"), metadata.as_json())
 
 
 def plain_remedy(weights: str | Path) -> str:
@@ -118,7 +135,7 @@ def plain_remedy(weights: str | Path) -> str:
 
 
 def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
-    """The metadata of a weights file; InputError if it has none."""
+    """Return the metadata of a weights file. Raises InputError if the file has none."""
     check_is_file(weights)
     metadata = read_metadata(weights)
     if metadata is None and not is_safetensors(weights) and not is_zipfile(weights):
@@ -142,7 +159,7 @@ def _of_our_format(content: Any) -> dict[str, Any]:
         raise ValueError
     kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(ModelMetadata).items()}
     known = {name: value for name, value in content.items() if name in kinds}
-    if isinstance(measures := known.get("measures"), dict):  # see plain
+    if isinstance(measures := known.get("measures"), dict):  # fields.plain writes NaN as null
         known["measures"] = {name: math.nan if value is None else value for name, value in measures.items()}
     if not all(isinstance(value, kinds[name]) for name, value in known.items()):
         raise ValueError
@@ -152,7 +169,7 @@ def _of_our_format(content: Any) -> dict[str, Any]:
 def _entry(path: str | Path) -> str:
     with ZipFile(path) as archive:
         (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith(f"/{ENTRY}"))
-        if entry.compress_type != ZIP_STORED or entry.file_size > MOST_BYTES:  # which could fill the memory
+        if entry.compress_type != ZIP_STORED or entry.file_size > MOST_BYTES:  # such an entry could fill the memory
             raise ValueError
         return archive.read(entry).decode()
 

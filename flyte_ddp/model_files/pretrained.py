@@ -7,10 +7,10 @@ from typing import Any
 
 from flyte_ddp.errors import InputError
 
-CONFIGS = ("config.json", "adapter_config.json")  # of transformers and timm; of peft
+CONFIGS = ("config.json", "adapter_config.json")  # transformers and timm write the first, peft the second
 INDEX = "*.safetensors.index.json"
 ONE_OF_SEVERAL = re.compile(r"-\d+-of-\d+\.safetensors$")
-MOST_HEADER_BYTES = 100 << 20  # the format's own limit
+MOST_HEADER_BYTES = 100 << 20  # the limit of the format
 REMEDY = "write it anew with save_pretrained"
 
 
@@ -40,7 +40,10 @@ def check_pretrained(folder: Path) -> None:
 
 
 def _names_in(file: Path) -> list[str]:
-    """The names of the tensors in a safetensors file: eight bytes with a length, JSON of this length, then the data."""
+    """Return the names of the tensors in a safetensors file.
+
+    The file has eight bytes with a length, JSON of this length, then the data.
+    """
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = _json(opened.read(min(length, MOST_HEADER_BYTES)), file)

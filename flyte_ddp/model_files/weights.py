@@ -21,9 +21,16 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def load_weights(model: Network, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> Network:
-    """Load the weights of a file into a network and return it; InputError if they do not fit.
+    """Load the weights of a file into a network, and return it.
 
-    called, remedy: how the error names the file, and what it advises.
+    Args:
+        model: the network.
+        path: the file.
+        called: what messages call the file.
+        remedy: what messages tell the user to do.
+
+    Raises:
+        InputError: the weights do not fit the network.
     """
     own = model.state_dict()
     weights = with_base(with_tied(read_weights(path, called, remedy), own), model, path, called)
@@ -35,7 +42,10 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 
 
 def read_weights(path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> dict[str, Tensor]:
-    """The state_dict of a model_state or safetensors file, on the CPU; InputError if the file is neither."""
+    """Return the state_dict of a model_state or safetensors file, on the CPU.
+
+    Raises InputError if the file is neither.
+    """
     try:
         if is_safetensors(path):
             content: Any = _read_safetensors(path)
@@ -44,7 +54,7 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
         problem = f"holds something else ({type(content).__name__})"
     except InputError:  # a library is missing
         raise
-    except Exception as error:  # of zipfile, pickle, torch and safetensors, which would advise to trust the file
+    except Exception as error:  # zipfile, pickle, torch and safetensors have many types, and advise to trust the file
         if is_cut_short(path):
             raise InputError(
                 f"{called} must be a whole file, but {path} is damaged, or cut short: copy it again"
@@ -57,14 +67,14 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
 
 
 def is_cut_short(path: str | Path) -> bool:
-    """Whether it begins as the zip file that torch writes, and lacks the list of contents at its end."""
+    """Return whether a file begins as the zip file that torch writes, but lacks the list of contents at its end."""
     with suppress(OSError), open(path, "rb") as file:
         return file.read(4) == b"PK\x03\x04" and not is_zipfile(path)
     return False
 
 
 def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
-    """For each name the first one of the same tensor: tied weights have several."""
+    """Return for each name the first name of the same tensor: tied weights have several."""
     firsts: dict[Any, Name] = {}
     return {
         name: firsts.setdefault((value.device, value.data_ptr(), value.dtype, value.shape, value.stride()), name)
@@ -75,10 +85,12 @@ def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
 
 
 def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None = None) -> dict[Name, Tensor]:
-    """Copy in the host's memory, one for all names of tied weights.
+    """Copy weights to the host's memory. All names of tied weights share one copy.
 
-    room: copies of an earlier call, which are overwritten, or none. They are in page-locked memory, into which a GPU
-    copies at ten times the speed.
+    Args:
+        weights: tensors by name.
+        room: copies of an earlier call, which are overwritten, or an empty dict, which gets them. They are in
+            page-locked memory, into which a GPU copies at ten times the speed.
     """
     firsts = first_names(weights)
     is_kept = room is not None
@@ -95,7 +107,10 @@ def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | No
 
 
 def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a file that has tied ones under their first name alone, with their other names in the network."""
+    """Return a file's weights with all names of tied weights.
+
+    The file may have tied weights under their first name alone.
+    """
     others = {name: first for name, first in first_names(own).items() if name not in weights and first in weights}
     return {**weights, **{name: weights[first] for name, first in others.items()}}
 
@@ -103,8 +118,10 @@ def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
 def with_base(
     weights: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
 ) -> dict[str, Tensor]:
-    """Weights of a file with those that it leaves out because the network's recipe freezes them; InputError if these
-    are not the same as in its training.
+    """Return a file's weights with those that it leaves out because the network's recipe freezes them.
+
+    Raises:
+        InputError: the frozen weights are not the same as in the file's training.
     """
     base = {name: value for name, value in frozen_weights(model).items() if name not in weights}
     metadata = read_metadata(path) if base else None
@@ -119,13 +136,13 @@ def with_base(
 
 
 def misfits(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors that only one of the two has, or whose shapes differ."""
+    """Return the names of tensors that only one of the two has, or whose shapes differ."""
     shapes = [{name: value.shape for name, value in one.items()} for one in (weights, own)]
     return [name for name in sorted({*weights, *own}) if shapes[0].get(name) != shapes[1].get(name)]
 
 
 def describe_misfits(names: Sequence[str], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Why tensors of given weights do not fit, in torch's words."""
+    """Say why tensors of given weights do not fit, in torch's words."""
     both = [name for name in names if name in weights and name in own]
     kinds = {
         "missing keys": [name for name in names if name not in weights],
@@ -144,11 +161,17 @@ def _read_safetensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def save(content: Any, file: IO[bytes], checksums: bool = True) -> None:
-    """torch.save; raises OSError if the file cannot be written. checksums: torch's own, which take half of the time."""
+    """Save the content by torch.save. Raises OSError if the file cannot be written.
+
+    Args:
+        content: what to save.
+        file: an open file.
+        checksums: whether to write torch's own checksums, which take half of the time.
+    """
     try:
         with serialization_config.patch("save.compute_crc32", checksums):  # type: ignore[attr-defined]
             torch.save(content, file)
     except Exception as error:
-        if isinstance(error.__context__, OSError):  # torch wraps what a small write raises
+        if isinstance(error.__context__, OSError):  # torch wraps the error of a small write
             raise error.__context__ from None
         raise

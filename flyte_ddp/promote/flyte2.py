@@ -1,4 +1,6 @@
-"""Promotion within a task of Flyte 2. For a recipe, in a task of your own:
+"""Promotion within a task of Flyte 2.
+
+A task of your own can promote a recipe's model:
 
 @env.task(**promotion_arguments())
 async def promote_flowers(model_state: File, settings: Settings, place: str) -> PromotionOutputs:
@@ -53,12 +55,12 @@ class RollBackOutputs:
 
 
 def promotion_arguments() -> dict[str, Any]:
-    """Arguments of a task that promotes; it is never cached."""
+    """Return the arguments of a task that promotes, which is never cached."""
     return {"retries": flyte.RetryStrategy(2, PAUSES), "report": True}
 
 
 def resolve_place(place: str) -> str:
-    """The root of a Place that can be written to, also before anything is trained; a local run has a default."""
+    """Return the root of a Place that can be written to, even before anything is trained. A local run has a default."""
     with one_attempt():
         return writable_place(platform, place).root
 
@@ -66,7 +68,7 @@ def resolve_place(place: str) -> str:
 def promote_images(
     model_state: File, data: Dir, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promotes the weights of hp.model, if they are better than those promoted at the place."""
+    """Promote the weights of hp.model, if they are better than those promoted at the place."""
     with one_attempt():
         check_gpus(visible_gpus())
         folder = downloaded(data)
@@ -75,8 +77,13 @@ def promote_images(
 
 
 def promote_model(subject: Subject, model_state: File, place: str, options: PromotionOptions) -> PromotionOutputs:
-    """Promotes the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does; place: a URL, or
-    an absolute path.
+    """Promote the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does.
+
+    Args:
+        subject: what was trained.
+        model_state: the weights.
+        place: a URL, or an absolute path.
+        options: when to promote.
     """
     model = downloaded(model_state)
     assert model
@@ -87,7 +94,10 @@ def promote_model(subject: Subject, model_state: File, place: str, options: Prom
 
 
 def artifact_of(model_state: File, summary: PromotionSummary, name: str) -> Any:
-    """What was promoted as a version of Flyte's artifact of that name: the output of a task with produces_artifacts."""
+    """Return what was promoted as a version of Flyte's artifact of that name.
+
+    A task with produces_artifacts can return it.
+    """
     measured = f"{summary.measure} {summary.candidate:g} on {summary.samples:,} test samples"
     metadata = artifacts.Metadata(
         name=name, version=summary.version, description=measured, attrs={"place": summary.place}, kind="model"
@@ -96,7 +106,7 @@ def artifact_of(model_state: File, summary: PromotionSummary, name: str) -> Any:
 
 
 def roll_back_to(place: str, name: str) -> RollBackOutputs:
-    """Promotes an earlier version again; without a name it only shows the history and the versions."""
+    """Promote an earlier version again. Without a name, only show the history and the versions."""
     with one_attempt():
         version, report = return_to(platform, place, name)
         return RollBackOutputs(version, output_file(report))

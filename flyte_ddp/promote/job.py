@@ -1,4 +1,4 @@
-"""A promotion's options, the models that its rank measures, and the verdict. No torch."""
+"""The options of a promotion, the models that its rank measures, and the verdict. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ BETTER = ("auto", "higher", "lower")
 
 @dataclass(frozen=True)
 class PromotionOptions(Settings):
-    """When a candidate is promoted.
+    """The options that say when a candidate is promoted.
 
     Attributes:
         measure: name of the measure on the test split that decides; empty is the recipe's headline.
@@ -31,7 +31,7 @@ class PromotionOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if set(self.registered_model) & set("/:'\""):  # MLflow refuses the first two, and its searches the others
+        if set(self.registered_model) & set("/:'\""):  # MLflow refuses / and :, and its searches refuse ' and "
             raise InputError(
                 f"PromotionOptions.registered_model must have no /, :, ' or \", got {self.registered_model!r}: choose "
                 "another name"
@@ -40,7 +40,11 @@ class PromotionOptions(Settings):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the candidate is better, by which measure, and both scores; current is None if there is none."""
+    """A decision about a candidate: the measure, both scores, and whether the candidate is better.
+
+    Attributes:
+        current: the promoted model's score; None if there is no such model.
+    """
 
     measure: str
     higher: bool
@@ -57,8 +61,11 @@ class Verdict:
 
 
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
-    """Raise InputError if the measure or its better direction is unknown, or the candidate's value or loss is not
-    finite: of outputs that are NaN, an accuracy is that of always guessing the first class.
+    """Compare the candidate with the promoted model.
+
+    Raises:
+        InputError: the measure or its better direction is unknown, or the candidate's value or loss is not finite.
+            Outputs that are NaN have the accuracy of always guessing the first class.
     """
     name = options.measure or candidate.headline
     if name not in candidate.measures:

@@ -13,7 +13,7 @@ MOST_EVENTS = 50
 
 
 def outcome(verdict: Verdict, percent: Sequence[str]) -> str:
-    """Both scores and the decision, on one line."""
+    """Return both scores and the decision, on one line."""
     candidate = written(verdict.measure, verdict.candidate, percent)
     if verdict.current is None:
         return f"promoted with {in_words(verdict.measure)} {candidate}, as the first model"
@@ -31,7 +31,15 @@ def promotion_page(
     pointer: Pointer,
     facts: Sequence[Sequence[str]],
 ) -> str:
-    """models: the candidate and, if there is one, the model that was promoted before, each with a name."""
+    """Return the page of a promotion.
+
+    Args:
+        title: the page's title.
+        verdict: the decision.
+        models: the candidate and, if there is one, the model that was promoted before, each with a name.
+        pointer: the promoted version and the history.
+        facts: labels and texts of the set-up.
+    """
     first = models[0][1]
     lines = [
         (capitalised(in_words(name)), *(written(name, one.measures[name], one.percent) for _, one in models))

@@ -1,4 +1,4 @@
-"""Where promoted models are kept: a folder, or a URL of the platform's storage.
+"""The place of promoted models: a folder, or a URL of the platform's storage.
 
 PLACE/current.json                 the promoted version, and all promotions so far, oldest first
 PLACE/versions/NAME/model.pt       its weights
@@ -29,15 +29,16 @@ from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.whole_files import absolute, content_digest, whole_file, write_whole
 
 FORMAT = 1
-UNWRITABLE = (errno.EDQUOT, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)  # of a disk; a retry would not help
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON that is not ours
-NAME = re.compile(r"\w[\w.-]*")  # of a version: no path out of the place
+# Errors of a disk that a retry would not mend
+UNWRITABLE = (errno.EDQUOT, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS)
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # errors of JSON that is not ours
+NAME = re.compile(r"\w[\w.-]*")  # a version's name is no path out of the place
 PROMOTED, ROLLED_BACK = "promoted", "rolled back"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the promoted version: its name, when (UTC), and whether it was promoted or rolled back to."""
+    """A change of the promoted version: its name, the time (UTC), and whether it was promoted or rolled back to."""
 
     name: str
     time: str
@@ -46,14 +47,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Pointer:
-    """The content of current.json; version is empty if nothing has been promoted yet."""
+    """The content of current.json. The version is empty if nothing has been promoted yet."""
 
     version: str = ""
     history: tuple[Change, ...] = ()
 
     @classmethod
     def parse(cls, text: bytes) -> "Pointer":
-        """Raise one of UNREADABLE."""
+        """Parse current.json. Raises one of UNREADABLE."""
         content = json.loads(text)
         check_format(content["format"])
         history = tuple(Change(**change) for change in content["history"])
@@ -68,7 +69,7 @@ class Pointer:
 
 
 def local_root(place: str) -> str:
-    """A URL as it is, a folder by its absolute path; InputError for a URL of which a slash is missing."""
+    """Return a URL as it is, and a folder as an absolute path. Raises InputError for a URL that lacks a slash."""
     if re.match(r"\w{2,}:/(?!/)", place):
         raise InputError(f"place must be a folder, or a URL such as s3://bucket/mnist, got {place!r}: add a slash")
     return place if "://" in place else str(absolute(place, "place"))
@@ -77,11 +78,11 @@ def local_root(place: str) -> str:
 class Place:
     """A place of promoted models.
 
-    In a folder, a lock makes simultaneous promotions take turns. Object storage has no lock: see point.
+    In a folder, a lock makes simultaneous promotions take turns. Object storage has no lock; point() says what follows.
     """
 
     def __init__(self, platform: Platform, root: str):
-        """Raise InputError if root is neither an absolute path nor a URL."""
+        """Open the place. Raises InputError if root is neither an absolute path nor a URL."""
         self.root = root.removeprefix("file://").rstrip("/")
         self._in_storage = "://" in self.root
         if not self._in_storage and not os.path.isabs(self.root):
@@ -89,18 +90,21 @@ class Place:
         self._files, _ = files_at(platform, self.root)
 
     def read(self) -> Pointer:
-        """Raise ReportedError if current.json is damaged, or missing although there are versions, and InputError if a
-        newer program has written it.
+        """Read current.json.
+
+        Raises:
+            ReportedError: the file is damaged, or missing although there are versions.
+            InputError: a newer program has written the file.
         """
         problem = "is missing"
-        for _ in range(2):  # another process may write both between the two looks
+        for _ in range(2):  # another process may write current.json and a version between the two checks
             text = self._read("current.json")
             if text is None and not self.versions():
                 return Pointer()
             if text is not None:
                 try:
                     return Pointer.parse(text)
-                except NewerFormatError as error:  # of a program beside this one, whose history must stay
+                except NewerFormatError as error:  # the history of a newer program beside this one must stay
                     raise InputError(
                         f"{self.root}/current.json must be of a format that this program knows: {error}: use the newer "
                         "one, or another place"
@@ -111,20 +115,22 @@ class Place:
         raise ReportedError(f"{self.root}/current.json {problem}: put it back, or roll back to a version: {names}")
 
     def begin(self) -> None:
-        """Write an empty current.json before the first version, so that a lost one is noticed later."""
+        """Write an empty current.json before the first version, so that a lost file is noticed later."""
         with self._locked():
             if self._read("current.json") is None:
                 self._write("current.json", encoded(asdict(Pointer())), mode="create")
 
     def versions(self) -> list[str]:
-        """Names of all complete versions, oldest first."""
+        """Return the names of all complete versions, oldest first."""
         with self._own_errors():
             self._files.invalidate_cache()
-            paths = self._files.find(f"{self.root}/versions")  # for a glob, a root such as models[1] is a pattern
+            paths = self._files.find(
+                f"{self.root}/versions"
+            )  # glob() would take a root such as models[1] for a pattern
         return sorted(str(path).split("/")[-2] for path in paths if str(path).endswith("/version.json"))
 
     def facts(self, version: str) -> dict[str, Any]:
-        """The content of version.json; raises ReportedError if it is missing or unreadable."""
+        """Return the content of version.json. Raises ReportedError if it is missing or unreadable."""
         text = self._read(f"versions/{version}/version.json")
         if text is None:
             raise self._damaged(version, "has no version.json")
@@ -136,7 +142,10 @@ class Place:
             raise self._damaged(version, f"has an unreadable version.json ({error})") from None
 
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
-        """Copy a version's weights to a file, and return its facts; ReportedError if the weights have changed."""
+        """Copy a version's weights to a file, and return its facts.
+
+        Raises ReportedError if the weights have changed.
+        """
         facts = self.facts(version)
         path = f"{self.root}/versions/{version}/model.pt"
         with self._own_errors():
@@ -161,10 +170,10 @@ class Place:
         self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> bool:
-        """Promotes a version atomically; returns False, without a change, if the pointer is no longer `seen`.
+        """Promote a version atomically. Returns False, without a change, if the pointer is no longer `seen`.
 
         In a folder this is exact. In object storage, if two promotions write after both have read, the last write wins,
-        and the other is missing from the history; its version stays.
+        and the other promotion is missing from the history; its version stays.
         """
         with self._locked():
             if self.read() != seen:
@@ -173,7 +182,7 @@ class Place:
             return True
 
     def roll_back(self, version: str) -> Pointer:
-        """Promotes an earlier version again; replaces a current.json that is damaged or missing."""
+        """Promote an earlier version again, and replace a current.json that is damaged or missing."""
         versions = self.versions()
         if not versions:
             raise InputError(f"place {self.root} must have a version to roll back to, but has none: promote one first")
@@ -199,7 +208,7 @@ class Place:
         )
 
     def _read(self, path: str) -> bytes | None:
-        """None if there is no such file."""
+        """Return a file's content; None if there is no such file."""
         with self._own_errors(), suppress(FileNotFoundError):
             content: bytes = self._files.cat_file(f"{self.root}/{path}")
             return content
@@ -207,7 +216,7 @@ class Place:
 
     def _write(self, path: str, content: bytes, mode: str = "overwrite") -> None:
         with self._own_errors(), suppress(FileExistsError):
-            if self._in_storage:  # a put, which is atomic
+            if self._in_storage:  # writing an object is atomic
                 self._files.pipe_file(f"{self.root}/{path}", content, mode=mode)
             else:
                 write_whole(self._local(path), content)
@@ -219,7 +228,7 @@ class Place:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """While the block runs, no other process changes the pointer of a folder."""
+        """Keep other processes from changing the pointer of a folder while the block runs."""
         if self._in_storage:
             yield
             return
@@ -230,7 +239,7 @@ class Place:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Turn errors of storage and disk into ours."""
+        """Turn errors of storage and disk into this library's."""
         try:
             yield
         except click.ClickException:
@@ -261,5 +270,5 @@ def now() -> str:
 
 
 def version_name(digest: str) -> str:
-    """The time and the start of the hash: 20261122-030412-1f2e3d4c."""
+    """Return a name from the time and the start of the hash: 20261122-030412-1f2e3d4c."""
     return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{digest[:8]}"

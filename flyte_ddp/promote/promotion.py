@@ -1,4 +1,4 @@
-"""Measures a candidate beside the promoted model, and promotes it if it is better; for any recipe, on any platform."""
+"""The promotion of a candidate that is better than the promoted model, for any recipe, on any platform."""
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +22,7 @@ from flyte_ddp.report.console import Console, say, say_last
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.whole_files import content_digest
 
-MEASURE = "flyte_ddp.promote.rank:measure_models"  # a name, because importing it would import torch
+MEASURE = "flyte_ddp.promote.rank:measure_models"  # the function's name, because importing it would import torch
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class PromotionSummary:
     Attributes:
         place: where models are promoted to.
         version: the promoted version, a folder in the place's folder versions.
-        promoted: whether that is the candidate.
+        promoted: whether the promoted version is the candidate.
         measure: the measure that decided, on the test split.
-        candidate: its value for the candidate.
-        current: its value for the model that was promoted before; None if there was none.
+        candidate: the measure of the candidate.
+        current: the measure of the model that was promoted before; None if there was none.
         margin: the candidate had to be better by more than this.
         samples: number of samples of the test split.
-        registered: its entry in MLflow's registry, models:/NAME/NUMBER; empty if none was asked for, or made.
+        registered: the entry in MLflow's registry, models:/NAME/NUMBER; empty if none was asked for, or made.
     """
 
     place: str
@@ -67,7 +67,10 @@ class Promotion:
 
 
 def writable_place(platform: Platform, place: str) -> Place:
-    """That of place_of; raises now, rather than after training, what Place raises if it is damaged or not writable."""
+    """Return the place that place_of returns, if it can be read and written to.
+
+    The errors of a damaged or read-only place are raised now rather than after training.
+    """
     models = place_of(platform, place)
     models.read()
     models.begin()
@@ -75,7 +78,7 @@ def writable_place(platform: Platform, place: str) -> Place:
 
 
 def place_of(platform: Platform, place: str) -> Place:
-    """A local run has a default, and may use relative paths."""
+    """Return the place. A local run has a default, and may use relative paths."""
     if platform.is_local():
         place = local_root(place or str(runs_dir().with_name("promoted")))
     if not place:
@@ -84,10 +87,17 @@ def place_of(platform: Platform, place: str) -> Place:
 
 
 def promote(platform: Platform, subject: Subject, model: Path, place: Place, options: PromotionOptions) -> Promotion:
-    """subject: from RecipeTraining.subject(settings, data); model: the weights of such a training.
+    """Measure a candidate beside the promoted model, and promote it if it is better.
 
     If another promotion happens in the meantime, the candidate is compared again, with that model. Raises the errors of
     launcher.launch, Place and judge.
+
+    Args:
+        platform: the platform.
+        subject: what was trained, from RecipeTraining.subject(settings, data).
+        model: the weights of such a training.
+        place: where models are promoted to.
+        options: when to promote.
     """
     digest = content_digest(model)
     with run_folder(platform, f"{subject.dataset}-promotion") as folder:
@@ -95,7 +105,7 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
         while True:
             pointer = place.read()
             before = place.facts(pointer.version) if pointer.version else {}
-            done = (before.get("run"), before.get("sha256")) == (run, digest)  # by the previous attempt
+            done = (before.get("run"), before.get("sha256")) == (run, digest)  # the previous attempt has promoted it
             against = before["against"] if done else pointer.version
             models = measure_both(subject, model, place, against, folder / "before.pt", options)
             verdict = judge(models[0][1], models[1][1] if against else None, options)
@@ -128,10 +138,10 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
 
 
 def roll_back(place: Place, version: str) -> Pointer:
-    """Promotes an earlier version again, also in the registered models that it, or what was promoted before, is in."""
+    """Promote an earlier version again, also in the registered models of this version and of the promoted one."""
     try:
         before = [place.read().version]
-    except ReportedError:  # which a roll-back mends
+    except ReportedError:  # a roll-back mends such a place
         before = []
     pointer = place.roll_back(version)
     names = []
@@ -144,8 +154,10 @@ def roll_back(place: Place, version: str) -> Pointer:
 
 
 def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
-    """Roll back, or without a version only shows the history and the versions; the version that is promoted now, and a
-    page.
+    """Roll back to a version, or only show the history and the versions if none is given.
+
+    Returns:
+        The version that is promoted now, and a page.
     """
     with run_folder(platform, "roll-back") as folder:
         models = place_of(platform, place)
@@ -172,7 +184,10 @@ def measure_both(
 
 
 def settings_of_version(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
-    """The settings of a version's training; InputError if its recipe or data differ from the candidate's."""
+    """Return the settings of a version's training.
+
+    Raises InputError if its recipe or data differ from the candidate's.
+    """
     own = facts_of_data(subject)
     saved = {name: facts.get(name) for name in own}
     if own != saved:
@@ -188,7 +203,7 @@ def settings_of_version(subject: Subject, place: Place, version: str, facts: dic
 
 
 def facts_of(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]:
-    """The content of version.json, without hash and run."""
+    """Return the content of version.json, without hash and run."""
     return {
         "time": now(),
         **facts_of_data(subject),
@@ -205,7 +220,7 @@ def facts_of(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]
 
 
 def facts_of_data(subject: Subject) -> dict[str, Any]:
-    """The facts that all models of a place have in common, as JSON values."""
+    """Return the facts that all models of a place have in common, as JSON values."""
     facts: dict[str, Any] = {"recipe": subject.recipe}
     if about := subject.description:
         facts |= {"data": about.name, "classes": list(about.classes), "image_shape": list(about.image_shape)}

@@ -1,4 +1,4 @@
-"""Measures models side by side in a process of its own: the same samples, the same measures, in float32."""
+"""The measuring of models side by side in a process of its own: the same samples, the same measures, in float32."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,15 @@ from flyte_ddp.launch.link import Link
 
 
 def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
-    """Measure the jobs' models, in order. The first one is the candidate, whose recipe provides samples and measures
-    for all, so that a change since the last promotion affects all alike.
+    """Measure the jobs' models, in order.
 
-    argument: the jobs, and the promoted model in words, for an error.
+    The first one is the candidate, whose recipe provides samples and measures for all. So a change since the last
+    promotion affects all alike.
+
+    Args:
+        environment: the rank's environment.
+        link: the link to the parent.
+        argument: the jobs, and the promoted model in words, for an error.
     """
     (candidate, *others), current = argument
     torch.set_num_threads(environment.threads)
@@ -30,7 +35,7 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
         measured = [measure(recipe, network, test, link)]
         for job in others:
             other = load_recipe(job, device)
-            other.share = recipe.share  # measure() updates the share of one recipe only
+            other.share = recipe.share  # measure() updates only the share of the recipe that it gets
             network = other.trained_model(job.model_path, current, "choose another place").to(device)
             measured.append(measure(recipe, network, test, link, other.forward))
     return measured

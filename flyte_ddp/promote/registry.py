@@ -1,5 +1,7 @@
-"""The promoted model in MLflow's model registry: an entry that points to its place, and an alias that goes with the
-promoted version. By a client of its own: MLflow's global run and address are the user's.
+"""The promoted model in MLflow's model registry.
+
+An entry points to the model's place, and an alias follows the promoted version. The registry has a client of its own,
+because MLflow's global run and address belong to the user.
 """
 
 import contextvars
@@ -14,17 +16,17 @@ from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
 from flyte_ddp.report.mlflow_run import ADDRESS, new_client, run_of, text_of
 
-ALIAS = "champion"  # as MLflow's own documentation calls it
-VERSION = "flyte_ddp.version"  # a tag: the version's name in its place
+ALIAS = "champion"  # MLflow's own documentation has this name
+VERSION = "flyte_ddp.version"  # the tag with the version's name in its place
 TAGS = ("sha256", "dataset", "measure", "score", "run")  # facts of a version that are tags of its entry, too
-SECONDS = 30.0  # for all requests together
+SECONDS = 30.0  # the time limit for all requests together
 
 
 def register(place: Place, version: str, name: str) -> str:
-    """Has the registered model's alias point to the promoted version; returns the entry, models:/NAME/NUMBER.
+    """Point the registered model's alias to the promoted version, and return its entry, models:/NAME/NUMBER.
 
-    Never fails: what has been promoted stays so. If the server refuses, hangs or is not there, a warning says why, and
-    how to do it later, and the entry is empty.
+    This never fails, because the promotion stands. If the server refuses, hangs or is not there, a warning says why,
+    and how to do it later, and the entry is empty.
     """
     entry = [""]
     problem = [f"no answer within {SECONDS:g} s"]
@@ -33,10 +35,10 @@ def register(place: Place, version: str, name: str) -> str:
         try:
             entry[0] = f"models:/{name}/{_register(place, version, name)}"
             problem[0] = ""
-        except Exception as error:  # MLflow's own, the network's, and those of the place
+        except Exception as error:  # MLflow, the network and the place have errors of their own
             problem[0] = one_line(error) or type(error).__name__
 
-    # In this one's context, in which the platform knows its storage; a daemon does not keep the process from ending
+    # Only in this thread's context does the platform know its storage. A daemon thread does not keep the process alive.
     run = contextvars.copy_context().run
     thread = threading.Thread(target=run, args=(work,), name="MLflow's registry", daemon=True)
     thread.start()
@@ -52,7 +54,7 @@ def register(place: Place, version: str, name: str) -> str:
 
 
 def _register(place: Place, version: str, name: str) -> str:
-    """The number of the version's entry, which is made if there is none."""
+    """Return the number of the version's entry, after creating the entry if there is none."""
     if find_spec("mlflow") is None:
         raise RuntimeError(f"it needs {not_installed('mlflow-skinny', 'mlflow')}")
     if not (address := os.environ.get(ADDRESS)):
@@ -64,7 +66,7 @@ def _register(place: Place, version: str, name: str) -> str:
     source = f"{place.root}/versions/{version}"
     known = client.search_model_versions(f"name = '{name}' and tags.`{VERSION}` = '{version}'")
     entry = next((one for one in known if one.source == source), None) or _entry(client, name, source, version, facts)
-    if place.read().version == version:  # else another one has been promoted meanwhile, which sees to the alias
+    if place.read().version == version:  # a later promotion sets the alias itself
         client.set_registered_model_alias(name, ALIAS, entry.version)
     return str(entry.version)
 
@@ -75,12 +77,12 @@ def _create(client: Any, name: str) -> None:
     try:
         client.create_registered_model(name)
     except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":  # by another promotion
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another promotion may have created the model
             raise
 
 
 def _entry(client: Any, name: str, source: str, version: str, facts: dict[str, Any]) -> Any:
-    """A new entry, with a link to the run of the version's training, if that is known."""
+    """Create an entry, with a link to the run of the version's training if the run is known."""
     run = run_of(client, facts.get("metadata", ""))
     tags = {VERSION: version, **{tag: text_of(facts[tag]) for tag in TAGS if tag in facts}}
     return client.create_model_version(

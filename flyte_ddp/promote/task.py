@@ -1,4 +1,6 @@
-"""Promotion and roll-back as Flyte tasks. For a recipe, in a task of your own:
+"""Promotion and roll-back as Flyte tasks.
+
+A task of your own can promote a recipe's model:
 
 @task(**promotion_arguments())
 @platform_errors(platform)  # of flyte_ddp.attempt.failures and flyte_ddp.flyte1
@@ -34,7 +36,7 @@ from flyte_ddp.settings import RunOptions
 
 
 class PromotionTarget(NamedTuple):
-    """The name of the dataset, where to promote to, and the hyperparameters of the candidate."""
+    """The name of the dataset, the place to promote to, and the hyperparameters of the candidate."""
 
     dataset: str
     place: str
@@ -65,7 +67,7 @@ class RollBackOutputs(NamedTuple):
 
 
 def promotion_arguments() -> dict[str, Any]:
-    """Arguments of a @task that promotes: as for training, but with one GPU at most, and never cached."""
+    """Return the arguments of a @task that promotes: as for training, but with at most one GPU, and never cached."""
     gpus = min(1, registration().training_gpus)
     return {
         **training_resources(),
@@ -79,7 +81,7 @@ def promotion_arguments() -> dict[str, Any]:
 
 
 def mlflow_secret() -> list[Secret] | None:
-    """The address of the server with the registry, if it is a secret."""
+    """Return the secret with the address of the registry's server, if the address is a secret."""
     asked = training_resources()["secret_requests"] or []
     return [secret for secret in asked if secret.env_var == ADDRESS] or None
 
@@ -89,7 +91,7 @@ def mlflow_secret() -> list[Secret] | None:
 def check_promotion(
     place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
-    """Fill in what the weights say of themselves; refuses invalid inputs before anything is downloaded or trained."""
+    """Fill in what the weights say of themselves. Refuses invalid inputs before anything is downloaded or trained."""
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root
     if model_state is None:
@@ -103,7 +105,7 @@ def check_promotion(
 def promote_images(
     model_state: PythonPickledFile, data: PreparedDataset, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promotes the weights of hp.model, if they are better than those promoted at the place."""
+    """Promote the weights of hp.model, if they are better than those promoted at the place."""
     check_gpus(visible_gpus())
     subject = image_subject(hp, Path(data.download()))
     return promote_model(subject, model_state, place, options)
@@ -112,8 +114,13 @@ def promote_images(
 def promote_model(
     subject: Subject, model_state: PythonPickledFile, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promotes the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does; place: a URL, or
-    an absolute path.
+    """Promote the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does.
+
+    Args:
+        subject: what was trained.
+        model_state: the weights.
+        place: a URL, or an absolute path.
+        options: when to promote.
     """
     promotion = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
     model = output_file(promotion.model, PythonPickledFile)
@@ -122,6 +129,6 @@ def promote_model(
 
 @task(enable_deck=True, deck_fields=(), secret_requests=mlflow_secret(), **small_resources())
 def roll_back(place: str, name: str) -> RollBackOutputs:
-    """Promotes an earlier version again; without a name it only shows the history and the versions."""
+    """Promote an earlier version again. Without a name, only show the history and the versions."""
     version, report = return_to(platform, place, name)
     return RollBackOutputs(version, output_file(report))

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SAMPLES = 500  # each has about a thousand patches, for a covariance of 12 by 12
-EPSILON = 5e-4  # added to the covariance's eigenvalues; the paper's, as are all other constants here
+SAMPLES = 500  # each image has about a thousand patches, for a covariance of 12 by 12
+EPSILON = 5e-4  # is added to the covariance's eigenvalues; the paper has this and all other constants here
 
 
 class Airbench94(nn.Module):
-    """Fixed whitening of patches, then three blocks of two convolutions: 1,972,792 parameters for (3, 32, 32).
+    """A fixed whitening of patches, then three blocks of two convolutions: 1,972,792 parameters for (3, 32, 32).
 
     In evaluation mode, the logits are the mean over an image and its mirror image.
     """
@@ -23,10 +23,15 @@ class Airbench94(nn.Module):
         self.fc = nn.Linear(256, classes, bias=False)
 
     def whiten(self, images: Tensor) -> None:
-        """Set the first layer to filters, and their negatives, that map the patches of 2 by 2 pixels of images
-        (n, C, H, W), normalised, to features without correlation and of variance 1.
+        """Set the first layer to filters, and their negatives, that whiten patches of 2 by 2 pixels.
+
+        The features of the images' patches then have no correlation and variance 1.
+
+        Args:
+            images: (n, C, H, W), normalised.
         """
-        patches = F.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)  # float64: the same for any thread count
+        # In float64 the rounded result is the same for any number of threads
+        patches = F.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)
         variances, directions = torch.linalg.eigh(patches.T @ patches / len(patches))
         filters = directions.T / (variances[:, None] + EPSILON).sqrt()
         with torch.no_grad():
@@ -42,7 +47,7 @@ class Airbench94(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions, which begin as the identity on their first channels, each with batch norm and GELU."""
+    """Two convolutions, each with batch norm and GELU. They begin as the identity on their first channels."""
 
     def __init__(self, channels: int, filters: int) -> None:
         super().__init__()

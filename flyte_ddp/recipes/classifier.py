@@ -1,4 +1,4 @@
-"""Classification of any samples: subclasses only add data and model."""
+"""The recipe for classifying any samples. Subclasses only add data and model."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Measures, Recipe
 
-IGNORED = -100  # torch's losses leave such samples out
+IGNORED = -100  # torch's losses leave out samples with this label
 
 
 class Classifier(Recipe):
-    """Batches (inputs (n, ...), labels (n,) int64), and a network that returns logits (n, classes).
+    """A recipe for batches (inputs (n, ...), labels (n,) int64) and a network that returns logits (n, classes).
 
     Attributes:
         label_smoothing: share of the target that is spread evenly over all classes.
@@ -26,10 +26,10 @@ class Classifier(Recipe):
         labels = batch[1]
         self._check(outputs, labels)
         logarithms = F.log_softmax(outputs.float(), dim=1)
-        # without smoothing, so that it can be compared with the loss on the test split
+        # The loss has no smoothing, so that it can be compared with the loss on the test split
         try:
             loss = F.nll_loss(logarithms, labels, reduction="none")
-        except IndexError:  # a GPU has none, so there the trial looks
+        except IndexError:  # a GPU does not raise it, so the trial checks the range
             self._check_range(outputs, labels)
             raise
         measures: dict[str, Any] = {"loss": loss, "accuracy": outputs.argmax(1) == labels}
@@ -38,7 +38,7 @@ class Classifier(Recipe):
         return measures
 
     def _check(self, outputs: Any, labels: Any) -> None:
-        """Raise InputError for what torch refuses without naming data or network."""
+        """Raise InputError for outputs or labels that torch would refuse without naming data or network."""
         owner = type(self).__name__
         count = len(labels)
         self._check_logits(outputs)
@@ -70,6 +70,6 @@ class Classifier(Recipe):
             )
 
     def predictions(self, outputs: Tensor, batch: Any) -> Tensor:
-        """(n, classes) log-probabilities."""
+        """Return log-probabilities, (n, classes)."""
         self._check_logits(outputs)
         return F.log_softmax(outputs.float(), dim=1)

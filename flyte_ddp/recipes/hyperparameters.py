@@ -13,12 +13,12 @@ SCHEDULES = ("onecycle", "constant")
 
 @dataclass(frozen=True)
 class Hyperparameters(TrainingSettings):
-    """What determines the result of the built-in image classifiers.
+    """The settings that determine the result of the built-in image classifiers.
 
     Attributes:
         sgd_momentum: momentum of SGD.
         learning_rate: of SGD; the peak rate if the schedule is onecycle.
-        model: name of the network, see flyte_ddp/recipes/models.py.
+        model: name of the network; flyte_ddp/recipes/models.py has them.
         dataset: auto is the workflow's own dataset, or digits in a local run that cannot download it.
         schedule: onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.
         warmup_fraction: share of all steps in which the onecycle rate rises.
@@ -83,7 +83,7 @@ class CIFAR10Hyperparameters(Hyperparameters):
 
 @dataclass(frozen=True)
 class FolderHyperparameters(Hyperparameters):
-    """Hyperparameters with other defaults: image folders tend to have fewer and larger images than MNIST."""
+    """Hyperparameters for image folders, which tend to have fewer and larger images than MNIST."""
 
     dataset: str = setting("image_folder", choices=("image_folder",))
     batch_size: int = setting(64, minimum=1)

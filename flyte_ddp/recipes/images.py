@@ -1,4 +1,4 @@
-"""The built-in recipe: classifies the images of a prepared dataset or of a folder of files."""
+"""The built-in recipe, which classifies the images of a prepared dataset or of a folder of files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +20,13 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 
 class ImageClassifier(Classifier):
-    """A network of flyte_ddp.recipes.models on the prepared dataset in the folder data_path."""
+    """A recipe for a network of flyte_ddp.recipes.models on the prepared dataset in the folder data_path."""
 
     samples = "images"
 
     def __init__(self, settings: Hyperparameters, data_path: Path | None = None):
         super().__init__(settings, data_path)
-        assert data_path is not None  # the task gives it
+        assert data_path is not None  # the task always gives a folder
         self.description = prepared.read_description(data_path)
         self.folder = data_path
         self.passes_per_epoch = self.description.passes_per_epoch
@@ -42,7 +42,7 @@ class ImageClassifier(Classifier):
         data_path: Path | None = None,
         init_path: Path | None = None,
     ) -> nn.Module:
-        """See flyte_ddp.recipes.models.load_model; all that it needs is in the file's metadata."""
+        """Load the trained network by flyte_ddp.recipes.models.load_model, which needs the file's metadata alone."""
         return models.load_model(path)
 
     def facts(self) -> dict[str, Any]:
@@ -84,10 +84,10 @@ class ImageClassifier(Classifier):
         return images, batch[1]
 
     def mirrored(self, images: Tensor, random: Random) -> Tensor:
-        """(n, 1, 1, 1) bool: which images to mirror."""
+        """Return which images to mirror: (n, 1, 1, 1) bool."""
         if not self.settings.alternate_flips:
             return random.integers(0, 2, 1, 1, 1).bool()
-        # The parity of its pixels' sum is like a coin toss for each image, always with the same outcome
+        # The parity of the sum of an image's pixels is like a coin toss that always has the same outcome
         return (images.sum((1, 2, 3), keepdim=True, dtype=torch.int64) + random.epoch) % 2 == 1
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -103,12 +103,16 @@ class ImageClassifier(Classifier):
         return schedules.one_cycle(step, steps, self.settings.warmup_fraction)
 
     def constant_loss(self) -> float:
-        split = "train" if self.settings.validation_fraction else "test"  # with validation, test labels are for the end
+        # With a validation split, nothing may use the test labels before the end
+        split = "train" if self.settings.validation_fraction else "test"
         return entropy(torch.from_numpy(prepared.open_images(self.folder, split)[1]))
 
 
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> list[dict[str, Any]]:
-    """For the optimizer: batch norm's biases are a group of their own if their learning rate has a factor."""
+    """Return the optimizer's groups.
+
+    Batch norm's biases are a group of their own if their learning rate has a factor.
+    """
     biases = [layer.bias for layer in model.modules() if hasattr(layer, "running_mean")]
     if hp.norm_bias_factor == 1 or not biases:
         return [{"params": list(model.parameters())}]
@@ -119,12 +123,18 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> list[dict[str, An
 
 
 class Normaliser:
-    """Pixels (n, C, H, W) uint8 to float32 with mean 0 and standard deviation 1 by channel."""
+    """A function from pixels (n, C, H, W) uint8 to float32 with mean 0 and standard deviation 1 by channel."""
 
     def __init__(self, means: Sequence[float], deviations: Sequence[float], device: torch.device):
-        """means, deviations: by channel, of pixels from 0 to 1."""
+        """Prepare one multiplication and one addition.
+
+        Args:
+            means: the mean of each channel, for pixels from 0 to 1.
+            deviations: the standard deviation of each channel, for pixels from 0 to 1.
+            device: where the images are.
+        """
         mean, std = torch.tensor(means), torch.tensor(deviations)
-        # (x / 255 - mean) / std as one multiplication and one addition
+        # (x / 255 - mean) / std is x * scale + offset
         self.scale = (1 / (255 * std)).view(1, -1, 1, 1).to(device)
         self.offset = (-mean / std).view(1, -1, 1, 1).to(device)
 
@@ -143,7 +153,10 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
         return len(self.labels)
 
     def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Images (n, C, H, W) uint8 and labels (n,) int64; DataError naming the file if one cannot be decoded."""
+        """Read images (n, C, H, W) uint8 and labels (n,) int64.
+
+        Raises DataError naming a file that cannot be decoded.
+        """
         images = np.empty((len(indices), *self.files.shape), np.uint8)
         for image, index in zip(images, indices, strict=True):
             image[:] = self.files[index]
@@ -151,7 +164,7 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
 
 
 def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
-    """Shifts each image (n, C, H, W) by its own offset (down, right) of at most reach pixels, and pads with zeros."""
+    """Shift each image (n, C, H, W) by its own offset (down, right) of at most reach pixels, and pad with zeros."""
     n, _, height, width = images.shape
     padded = F.pad(images, (reach, reach, reach, reach))
     rows = torch.arange(height, device=images.device) + reach - offsets[:, :1]
@@ -161,6 +174,6 @@ def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
 
 
 def entropy(labels: Tensor) -> float:
-    """Of the frequencies of labels (N,) int64: the lowest mean loss of a constant prediction."""
+    """Return the entropy of the frequencies of labels (N,) int64: the lowest mean loss of a constant prediction."""
     counts = labels.bincount().double()
     return torch.special.entr(counts / counts.sum()).sum().item()

@@ -15,9 +15,9 @@ from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.airbench import Airbench94
 
-OURS = "flyte_ddp.recipes.images:ImageClassifier"  # a name, because its module imports this one
+OURS = "flyte_ddp.recipes.images:ImageClassifier"  # the class's name, because its module imports this one
 MNIST = {"network": "mnist_cnn", "image_shape": (1, 28, 28), "classes": range(10)}
-Shape = tuple[int, int, int]  # of an image: channels, height, width
+Shape = tuple[int, int, int]  # channels, height and width of an image
 
 
 class MnistCNN(nn.Module):
@@ -65,7 +65,7 @@ class FashionCNN(nn.Module):
 
 
 class CifarCNN(nn.Module):
-    """Three convolutions (32, 64, 128 channels) and three linear layers (120, 84): the network of Oracle's example."""
+    """The network of Oracle's example: three convolutions (32, 64, 128 channels) and three linear layers (120, 84)."""
 
     def __init__(self, image_shape: Shape, classes: int) -> None:
         super().__init__()
@@ -88,9 +88,9 @@ class CifarCNN(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """The nine-layer residual network of the DAWNBench entries for CIFAR-10 (David Page, 2018), which are 64 wide.
+    """The nine-layer residual network of the DAWNBench entries for CIFAR-10 (David Page, 2018), whose width is 64.
 
-    The number of channels starts at width and doubles three times; the cost grows with its square.
+    The number of channels starts at width and doubles three times. The cost grows with the square of width.
     """
 
     def __init__(self, image_shape: Shape, classes: int, width: int) -> None:
@@ -128,7 +128,7 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 
 
 def build_model(name: str, seed: int, image_shape: Shape, classes: int) -> nn.Module:
-    """The named network with initial weights drawn from the seed."""
+    """Return the named network with initial weights drawn from the seed."""
     torch.manual_seed(seed)
     return MODELS[name](image_shape, classes)
 
@@ -141,12 +141,19 @@ def load_model(
     data_path: Path | None = None,
     init_path: Path | None = None,
 ) -> nn.Module:
-    """The trained network from a model_state or safetensors file, in evaluation mode on the CPU.
+    """Load the trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-    What is not given is taken from the file's metadata; without metadata, the network is MNIST's. Nothing in the file
-    is executed, but if another recipe trained it, the modules that it names, of the recipe and its settings, are
-    imported to build the network, from data_path and init_path too if needed: any that this process can import. Of a
-    file that you do not trust, look at read_metadata(path).recipe and .settings_class first.
+    Nothing in the file is executed. But if another recipe trained the network, the modules that the file names, of the
+    recipe and its settings, are imported to build the network: any modules that this process can import. If you do not
+    trust a file, look at read_metadata(path).recipe and .settings_class first.
+
+    Args:
+        path: the file.
+        name: the name of the network; by default that in the file's metadata, or MNIST's network without metadata.
+        image_shape: (C, H, W); by default that in the metadata, or MNIST's.
+        classes: the number of classes; by default that in the metadata, or ten.
+        data_path: the training's data, if another recipe's model() needs them.
+        init_path: the training's init, if another recipe's model() needs it.
     """
     check_is_file(path)
     metadata = read_metadata(path)

@@ -1,4 +1,4 @@
-"""A feature: trials of several settings side by side, and which of them is the best.
+"""A feature: trials of several settings side by side, and the best of them.
 
 Only its entry files import it.
 """

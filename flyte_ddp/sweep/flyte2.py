@@ -50,16 +50,16 @@ class SweepComparison:
 
 
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
-    """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
+    """Return the hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     with one_attempt():
         return classifier_trials(platform, sweep, hp, options)
 
 
 def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
-    """Train from the entrant's checkpoint; if that is gone, from the start, with the same result.
+    """Train from the entrant's checkpoint. If that is gone, train from the start, with the same result.
 
-    A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
-    them, such as a full disk or GPU memory, follow from the settings.
+    A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but some
+    failures, such as a full disk or GPU memory, do not follow from the settings.
     """
     started = time.time()
     hp = Hyperparameters.from_json(entrant.settings)
@@ -87,7 +87,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
         async with slots:
             try:
                 return await run(entrant)
-            except BaseRuntimeError as error:  # also of a lost pod, which is the system's
+            except BaseRuntimeError as error:  # a lost pod, too, which is an error of the system
                 return TrialResult(failure=f"{error.code}: {one_line(error)}")
 
     for _ in rungs_of(sweep, settings):
@@ -96,7 +96,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
 
 
 def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
-    """Rank the trials by the sweep's measure; raises ReportedError if none has one."""
+    """Rank the trials by the sweep's measure. Raises ReportedError if all have failed."""
     with one_attempt():
         best = compared(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)
         return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

@@ -1,9 +1,10 @@
 """Successive halving: after each rung only the best trials continue, from their checkpoints.
 
-As in a bracket of Hyperband (Li et al., 2018): with a reduction factor of 3, nine trials of nine epochs train for one
+This is a bracket of Hyperband (Li et al., 2018): with a reduction factor of 3, nine trials of nine epochs train for one
 epoch, the best three of them for two more, and the best of those for the remaining six. A factor of 1 cuts none.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +21,17 @@ from flyte_ddp.report.console import say
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.search import Sweep, trials_of
 
-VALIDATION_FRACTION = 1 / 12  # of MNIST: 55,000 images to train on, 5,000 to compare by
+VALIDATION_FRACTION = 1 / 12  # leaves 55,000 of MNIST's images to train on, and 5,000 to compare by
 NO_RESULT = "no result: the log of its pod says why"
 
 
 class Rung(NamedTuple):
-    """trials: how many run in it. stop_after: the number of epochs, from the start, after which they stop; 0 is all."""
+    """A rung of the ladder.
+
+    Attributes:
+        trials: how many trials run in it.
+        stop_after: the number of epochs, from the start, after which the trials stop; 0 is all.
+    """
 
     trials: int
     stop_after: int
@@ -33,7 +39,12 @@ class Rung(NamedTuple):
 
 @dataclass(frozen=True)
 class Entrant:
-    """A trial in a rung. settings: as JSON. checkpoint: what it continues from; empty to train from the start."""
+    """A trial in a rung.
+
+    Attributes:
+        settings: the trial's settings as JSON.
+        checkpoint: the checkpoint that the trial continues from; empty to train from the start.
+    """
 
     settings: str
     checkpoint: str = ""
@@ -44,13 +55,14 @@ class TrialResult:
     """The result of one trial.
 
     Attributes:
-        measures: after the last epoch, by name, of the samples that trials are compared on.
-        samples, split: how many these are, and of which split: validation or, where there is none, test.
-        seconds: of training, from the checkpoint that it continued from.
-        report: path or address of its page.
+        measures: measures by name after the last epoch, on the samples that trials are compared on.
+        samples: how many samples trials are compared on.
+        split: the split of these samples: validation or, if there is none, test.
+        seconds: the time of training, from the checkpoint that it continued from.
+        report: path or address of the trial's page.
         failure: why there are no measures; empty if there are.
         checkpoint: path or address of the checkpoint to continue from; empty if training is complete.
-        stop_after: the number of epochs, in total, after which it was stopped; 0 if it was not.
+        stop_after: the number of epochs, in total, after which the trial was stopped; 0 if it was not.
     """
 
     measures: dict[str, float] = field(default_factory=dict)
@@ -63,7 +75,7 @@ class TrialResult:
     stop_after: int = 0
 
 
-AllTrials = Sequence[Mapping[str, Any]]  # the settings of each, by name
+AllTrials = Sequence[Mapping[str, Any]]  # the settings of each trial, by name
 Rungs = list[list[TrialResult | None]]  # the results of each rung's entrants; None where a pod has failed for good
 
 
@@ -76,11 +88,11 @@ class Ranked(NamedTuple):
 
     @property
     def epochs(self) -> int:
-        """How many it has trained."""
+        """Return how many epochs the trial has trained."""
         return int(self.result.stop_after or self.settings["epochs"])
 
     def values(self, names: Iterable[str]) -> str:
-        """The values that it has for these settings, in words."""
+        """Return the trial's values of these settings, in words."""
         return ", ".join(f"{name} {value_text(self.settings[name])}" for name in names)
 
 
@@ -89,7 +101,7 @@ def value_text(value: Any) -> str:
 
 
 def rungs_of(sweep: Sweep, trials: AllTrials) -> list[Rung]:
-    """As many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
+    """Return as many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
     last = 0
@@ -124,8 +136,9 @@ def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
 def classifier_trials(
     platform: Platform, sweep: Sweep, hp: Hyperparameters, options: RunOptions
 ) -> list[Hyperparameters]:
-    """The hyperparameters of each trial of an image classifier, all checked before anything is downloaded or
-    spawned.
+    """Return the hyperparameters of each trial of an image classifier.
+
+    All are checked before anything is downloaded or spawned.
     """
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
@@ -147,7 +160,7 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
             say(f"\nTrial {number} of {len(trials)}: {trial.values(sweep.values)}{until}")
             try:
                 results.append(run(entrant))
-            except (InputError, RankError) as error:  # of the trial's own settings, or in training
+            except (InputError, RankError) as error:  # the trial's settings are wrong, or its training has failed
                 results.append(failed(getattr(error, "failure", None) or from_exception(error, None, "")))
         rungs.append(results)
     return rungs
@@ -156,7 +169,15 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
 def result_of(
     figures: RunSummary, measures: dict[str, float], loss: float, report: str, checkpoint: str
 ) -> TrialResult:
-    """The result of a training that has ended, by its figures, and its measures and loss after the last epoch."""
+    """Build the result of a training that has ended.
+
+    Args:
+        figures: the training's summary.
+        measures: the measures after the last epoch.
+        loss: the loss after the last epoch.
+        report: path or address of the page.
+        checkpoint: path or address of the checkpoint to continue from.
+    """
     return TrialResult(
         measures=measures,
         samples=figures.validation_samples or figures.test_samples,
@@ -175,7 +196,13 @@ def failed(failure: Failure, seconds: float = 0.0) -> TrialResult:
 
 
 def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> dict[int, Entrant]:
-    """The trials of the next rung by number, given the results of those so far; ReportedError if all have failed."""
+    """Return the trials of the next rung by number. Raises ReportedError if all trials have failed.
+
+    Args:
+        sweep: the sweep.
+        trials: the settings of all trials.
+        rungs: the results of the rungs so far.
+    """
     latest = standings(sweep, trials, rungs)
     advancing = _entrants(sweep, rungs_of(sweep, trials)[len(rungs)], latest)
     if not advancing:
@@ -184,7 +211,7 @@ def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResu
 
 
 def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
-    """Each trial with its latest result, given those of the rungs so far; seconds are the sum over its rungs."""
+    """Return each trial with its latest result, given those of the rungs so far; seconds are the sum over its rungs."""
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(rungs_of(sweep, trials), rungs, strict=False):
         for number, result in zip(_entrants(sweep, rung, latest), results, strict=True):
@@ -198,8 +225,9 @@ def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialRes
 
 
 def _measured(sweep: Sweep, result: TrialResult) -> TrialResult:
-    """The result, as a failure if what trials are compared by is not finite, or is not there: it could come out as the
-    best.
+    """Return the result, as a failure if its measure is not finite, or is missing.
+
+    It could come out as the best otherwise.
     """
     value = result.measures.get(sweep.measure, math.nan if result.measures else 0.0)
     reason = f"{sweep.measure} after the last epoch is not finite ({value})"
@@ -209,33 +237,37 @@ def _measured(sweep: Sweep, result: TrialResult) -> TrialResult:
 
 
 def _stop_after(rung: Rung, settings: Mapping[str, Any]) -> int:
-    return int(rung.stop_after or settings.get("stop_after", 0))  # those for Lightning have none
+    return int(rung.stop_after or settings.get("stop_after", 0))  # settings for Lightning have no stop_after
 
 
 def _entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:
-    """The best trials that have not failed, in their original order; a trial cut earlier can replace a failed one."""
+    """Return the best trials that have not failed, in their original order.
+
+    A trial cut earlier can replace a failed one.
+    """
     best = ranked(sweep, latest)[: rung.trials]
+    stop = {"stop_after": rung.stop_after} if rung.stop_after else {}
     return {
-        number: Entrant(
-            json.dumps({**settings, **({"stop_after": rung.stop_after} if rung.stop_after else {})}), result.checkpoint
-        )
+        number: Entrant(json.dumps({**settings, **stop}), result.checkpoint)
         for number, settings, result in sorted(best)
         if not result.failure
     }
 
 
 def ranked(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
-    """The trials that trained longest first, then by the sweep's measure, then by number; failed ones last.
+    """Sort the trials: those that trained longest first, then by the sweep's measure, then by number; failed ones last.
 
-    Raises InputError if there is no such measure.
+    Raises:
+        InputError: no trial has the sweep's measure.
     """
 
     def order(trial: Ranked) -> tuple[bool, float, float]:
         value = trial.result.measures.get(sweep.measure, math.nan)
-        score = math.inf if not math.isfinite(value) else -value if sweep.largest else value
+        value = -value if sweep.largest else value
+        score = value if math.isfinite(value) else math.inf
         return bool(trial.result.failure), -(trial.result.stop_after or math.inf), score
 
-    measures = dict.fromkeys(name for trial in latest for name in trial.result.measures)
+    measures = dict.fromkeys(itertools.chain.from_iterable(trial.result.measures for trial in latest))
     if measures and sweep.measure not in measures:
         raise InputError(f"Sweep.measure must be one of {', '.join(measures)}, got {sweep.measure!r}")
     return sorted(latest, key=order)
@@ -246,7 +278,7 @@ def all_failed(sweep: Sweep, latest: Sequence[Ranked]) -> ReportedError:
 
 
 def failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
-    """A line for each trial that failed, with its reason."""
+    """Return a line for each trial that failed, with its reason."""
     return [
         f"Trial {trial.number} ({trial.values(sweep.values)}): {trial.result.failure}"
         for trial in latest
@@ -255,7 +287,7 @@ def failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
 
 
 def saving(sweep: Sweep, latest: Sequence[Ranked]) -> str:
-    """How the trials were cut, and how many epochs that saved, in words; empty without successive halving."""
+    """Say how the trials were cut, and how many epochs that saved; empty without successive halving."""
     epochs = latest[0].settings["epochs"]
     first, *others = rungs_of(sweep, [trial.settings for trial in latest])
     if not others:

@@ -30,7 +30,7 @@ PERCENT = ("accuracy",)
 
 
 class Best(NamedTuple):
-    """The number of the best trial; files with all of them, as a table and as a page."""
+    """The number of the best trial, and files with all trials, as a table and as a page."""
 
     number: int
     table: Path
@@ -38,7 +38,7 @@ class Best(NamedTuple):
 
 
 def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
-    """Rank the trials by the sweep's measure, and says which is the best; ReportedError if all have failed."""
+    """Rank the trials by the sweep's measure, and print which is the best. Raises ReportedError if all have failed."""
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = standings(sweep, trials, rungs)
         ranking = ranked(sweep, latest)
@@ -55,27 +55,27 @@ def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, 
 
 
 def heads_of(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
-    """Of the columns that the table and the page have in common; the first trial has not failed."""
+    """Return the heads of the columns that the table and the page share. The first trial must not have failed."""
     best = trials[0].result
     epochs = ["trained_epochs"] if _are_cut(trials) else []
     return ["trial", *sweep.values, *epochs, *(f"{best.split}_{name}" for name in best.measures), "seconds"]
 
 
 def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
-    """One line per trial, best first; measures are empty if it failed."""
+    """Write a line per trial, best first. The measures of a failed trial are empty."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow([*heads_of(sweep, trials), "report", "failure"])
         for trial in trials:
             values = [trial.settings[name] for name in sweep.values] + [trial.epochs] * _are_cut(trials)
             result = trial.result
-            # those of the best: what a trial measures may depend on its settings
+            # The columns are the best trial's measures: what a trial measures may depend on its settings
             measures = ["" if result.failure else result.measures.get(name, "") for name in trials[0].result.measures]
             table.writerow([trial.number, *values, *measures, f"{result.seconds:.1f}", result.report, result.failure])
 
 
 def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
-    """The content of <body>; the first trial is the best and has not failed."""
+    """Return the content of <body>. The first trial is the best and has not failed."""
     best = trials[0]
     measure = in_words(sweep.measure)
     result = best.result
@@ -85,7 +85,7 @@ def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     paragraphs = [f"By {measure} on {result.samples:,} {split} samples after the last epoch, {order} first."]
     if sweep.measure == "accuracy" and result.samples:
         paragraphs[0] += " The figures show the share of errors."
-        # One right and one wrong more, or zero errors would mean certainty
+        # One more right and one more wrong sample: without them, zero errors would mean certainty
         fraction = (result.measures["accuracy"] * result.samples + 1) / (result.samples + 2)
         chance = 2 * (fraction * (1 - fraction) / result.samples) ** 0.5
         paragraphs.append(f"Trials within {chance:.1%} of each other may differ by chance alone.")
@@ -133,7 +133,7 @@ def _figure(sweep: Sweep, name: str, trials: Sequence[Ranked]) -> Drawing:
     numeric = all(type(value) in (int, float) for value in values)
     x = values if numeric else [value_text(value) for value in values]
     y = [None if trial.result.failure else trial.result.measures[sweep.measure] for trial in trials]
-    if sweep.measure != "accuracy" or not trials[0].result.samples:  # unknown under Lightning, of some loaders
+    if sweep.measure != "accuracy" or not trials[0].result.samples:  # some loaders of Lightning don't tell the samples
         return Drawing(f"By {name}", scatter(name, x, in_words(sweep.measure), y))
     least = 0.5 / trials[0].result.samples  # the axis is logarithmic
     errors = [None if accuracy is None else max(1 - accuracy, least) for accuracy in y]

@@ -21,16 +21,16 @@ MOST_TRIALS = 200
 
 @dataclass(frozen=True)
 class Sweep(Settings):
-    """Which settings to try; all others are those of the base.
+    """The settings to try. All other settings are those of the base.
 
     Attributes:
         values: name of a setting -> list of the values to try or, in a random search, a Range to draw from.
-        measure: what trials are compared by: accuracy, or a measure of the recipe.
+        measure: the measure that trials are compared by: accuracy, or a measure of the recipe.
         largest: whether larger values of the measure are better.
         search: grid tries every combination, random draws them.
         trials: number of draws in a random search; duplicates are tried once.
         seed: of the random search.
-        reduction_factor: of successive halving (see flyte_ddp.sweep.halving): after each rung one trial in this many
+        reduction_factor: of successive halving (flyte_ddp.sweep.halving): after each rung one trial in this many
             continues, the others are cut. 1 cuts none; 4 or more trains less than half of all epochs.
         concurrency: number of trials that run at a time on a cluster, each in its own pod. A local run trains one after
             another, because the ranks of each use all cores.
@@ -63,13 +63,16 @@ class Range(Settings):
 
 
 def trials_of(sweep: Sweep, base: T) -> list[T]:
-    """The settings of each trial, the same for the same sweep; InputError for values that cannot be tried."""
+    """Return the settings of each trial, the same for the same sweep.
+
+    Raises InputError for values that cannot be tried.
+    """
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
     if sweep.measure == "loss" and sweep.largest:
         raise InputError("Sweep.largest must be false for the loss, got true: the largest is that of the worst trial")
     ends = {name: _ends(sweep, name, space) for name, space in sweep.values.items()}
-    first = {name: values[0] for name, values in ends.items()}  # a rule may be about two of them
+    first = {name: values[0] for name, values in ends.items()}  # a rule may concern two settings
     for name, values in ends.items():
         for value in values:
             _with(base, {**first, name: value})
@@ -79,11 +82,11 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
             )
     chosen = _grid(sweep) if sweep.search == "grid" else _draws(sweep, base)
     trials = (_with(base, dict(zip(sweep.values, values, strict=True))) for values in chosen)
-    return list({trial.to_json(): trial for trial in trials}.values())  # a setting of a dict has no hash
+    return list({trial.to_json(): trial for trial in trials}.values())  # settings may have a dict, which has no hash
 
 
 def _ends(sweep: Sweep, name: str, space: Any) -> list[Any]:
-    """The values to try, or the ends of the range that they are drawn from."""
+    """Return the values to try, or the ends of the range that values are drawn from."""
     ends = space
     if sweep.search == "random" and isinstance(space, dict):
         drawn = Range.from_dict(space)
@@ -117,7 +120,7 @@ def _draws(sweep: Sweep, base: AnySettings) -> Iterable[Any]:
 
 
 def _drawn(position: float, space: Any, whole: bool) -> Any:
-    """The value at a position, from 0 to 1, of a list or range."""
+    """Return the value at a position, from 0 to 1, of a list or range."""
     if isinstance(space, list):
         return space[int(position * len(space))]
     drawn = Range.from_dict(space)
@@ -125,7 +128,7 @@ def _drawn(position: float, space: Any, whole: bool) -> Any:
     least = drawn.minimum - margin
     most = drawn.maximum + margin
     value = least * (most / least) ** position if drawn.scale == "log" else least + (most - least) * position
-    value = round(value) if whole else float(f"{value:.4g}")  # short enough to read and retype
+    value = round(value) if whole else float(f"{value:.4g}")  # four digits can be read and retyped
     return min(max(value, drawn.minimum), drawn.maximum)
 
 

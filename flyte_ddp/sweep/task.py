@@ -1,4 +1,4 @@
-"""A sweep in Flyte: the parts of workflows/sweep.py, and of one over a recipe of yours: examples/tabular/sweep.py."""
+"""A sweep in Flyte: the parts of workflows/sweep.py, and of examples/tabular/sweep.py for a recipe of your own."""
 
 import dataclasses
 import time
@@ -51,9 +51,11 @@ class SweepComparison(NamedTuple):
 
 
 def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **inputs: Any) -> Any:
-    """Run the trials and compares them: a SweepComparison. For a @dynamic.
+    """Run the trials and compare them, in a @dynamic, and return the SweepComparison.
 
     Args:
+        sweep: the sweep.
+        trials: the settings of each trial.
         run: a task that returns the TrialResult of an Entrant; one of its pods may fail permanently.
         subject: what is trained, for the report.
         inputs: the task's other inputs.
@@ -61,7 +63,7 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_rungs(sweep, settings)
     texts = [trial.to_json() for trial in trials]
-    if is_local():  # each cached by itself, so that a sweep resumes: flytekit's local map task caches all or none
+    if is_local():  # flytekit's local map task caches all trials or none; one by one, a sweep resumes
         rungs = run_rungs(sweep, settings, lambda entrant: _value_of(run(entrant=entrant, **inputs)))
     else:
         # With a ratio of 1, a single pod that fails permanently would fail the map task; Flyte requires more than 0
@@ -73,7 +75,7 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
 
 
 def _value_of(result: Any) -> TrialResult:
-    """A task's output in a local run, where flytekit keeps outputs as literals."""
+    """Return a task's output in a local run, where flytekit keeps outputs as literals."""
     value: TrialResult = TypeEngine.to_python_value(FlyteContextManager.current_context(), result.val, TrialResult)
     return value
 
@@ -81,11 +83,16 @@ def _value_of(result: Any) -> TrialResult:
 def try_out(
     run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[AnySettings], entrant: Entrant, **inputs: Any
 ) -> TrialResult:
-    """Train, by run(settings, **inputs), with init=... from the entrant's checkpoint; if that is gone, from the start,
-    with the same result.
+    """Train from the entrant's checkpoint. If that is gone, train from the start, with the same result.
 
-    A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but not all of
-    them, such as a full disk or GPU memory, follow from the settings.
+    A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but some
+    failures, such as a full disk or GPU memory, do not follow from the settings.
+
+    Args:
+        run: is called as run(settings, **inputs), with init=... if there is a checkpoint.
+        kind: the class of the settings.
+        entrant: the trial.
+        inputs: other arguments of run.
     """
     started = time.time()
     storage = FlyteContextManager.current_context().file_access
@@ -104,8 +111,8 @@ def try_out(
     if not is_local():  # a map task shows no Deck
         report, final = (path and storage.put_raw_data(path) for path in (report, final))
     if isinstance(outputs, RecipeOutputs):
-        measures = outputs.epoch_measures[-1] or outputs.summary.measures  # without validation, under Lightning
-        loss = measures.get("loss", 0.0)  # which a LightningModule need not log
+        measures = outputs.epoch_measures[-1] or outputs.summary.measures  # Lightning without validation has no epochs'
+        loss = measures.get("loss", 0.0)  # a LightningModule need not log its loss
     else:
         measures = {"accuracy": outputs.epoch_accuracies[-1]}
         loss = outputs.summary.test_loss
@@ -115,13 +122,13 @@ def try_out(
 @task(**small_resources())
 @platform_errors(platform)
 def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
-    """The trials of the rung after these."""
+    """Return the entrants of the rung after these."""
     return list(entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
 @platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
-    """Rank the trials by the sweep's measure; raises ReportedError if none has one."""
+    """Rank the trials by the sweep's measure. Raises ReportedError if all have failed."""
     best = compared(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
     return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

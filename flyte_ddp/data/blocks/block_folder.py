@@ -1,7 +1,7 @@
-"""Folders of blocks: what write_blocks writes, and how it is read.
+"""Folders of blocks, which write_blocks writes and BlockFolder reads.
 
-block-000000.npy, …: blocks, see blocks.py.
-index.json: name, rows, bytes and SHA-256 of each, written last.
+block-000000.npy, …: the blocks, as blocks.py describes them.
+index.json: name, rows, bytes and SHA-256 of each block. It is written last.
 """
 
 import hashlib
@@ -18,13 +18,21 @@ from flyte_ddp.data.remote_files import INDEX, Stored
 from flyte_ddp.errors import DataError, InputError
 
 FORMAT = 1
+ENTRY = {"name": str, "rows": int, "bytes": int, "sha256": str}
 
 
 class Indexed(Blocks):
     """Files of samples in a folder with an index."""
 
     def __init__(self, url: str | Path):
-        """url: of the folder: s3://, gs://, abfs://, file:// or a path. Raises DataError if there is no such index."""
+        """Read the index.
+
+        Args:
+            url: the folder: s3://, gs://, abfs://, file:// or a path.
+
+        Raises:
+            DataError: there is no such index.
+        """
         self.stored = Stored(url)
         self.files = read_index(self.stored)
         super().__init__([file["rows"] for file in self.files])
@@ -33,7 +41,7 @@ class Indexed(Blocks):
         return self.stored.name(self.files[number]["name"])
 
     def pieces(self, number: int) -> Iterator[bytes]:
-        """The file's content, piece by piece; DataError at the end if it is not what was written."""
+        """Yield the file's content piece by piece. Raises DataError at the end if it is not what was written."""
         file = self.files[number]
         digest = hashlib.sha256()
         yield from self.stored.pieces(file["name"], file["bytes"], digest)
@@ -54,11 +62,12 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
     """Write samples as blocks for BlockFolder.
 
     Args:
-        folder: a path or URL, empty or not there yet. A pod's disk need not hold it: write to a URL of the storage.
-        data: a tree of arrays (N, ...), or an iterator of such trees, of any lengths but the same types: a single
-            array, or arrays in dicts and tuples.
-        rows: samples of a block, the last of which may be shorter. Blocks of 16 to 128 MiB are read at full speed, and
-            an epoch mixes a few hundred better than a few.
+        folder: a path or URL, empty or not there yet. A pod's disk need not hold the blocks: write to a URL of the
+            storage.
+        data: a tree of arrays (N, ...), or an iterator of such trees, of any lengths but the same types. A tree is a
+            single array, or arrays in dicts and tuples.
+        rows: samples of a block; the last block may be shorter. Blocks of 16 to 128 MiB are read at full speed, and an
+            epoch mixes a few hundred blocks better than a few.
     """
     check_count("rows", rows)
     stored = Stored(folder)
@@ -76,30 +85,30 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
 
 
 def entry(name: str, rows: int, size: int, digest: Any) -> dict[str, Any]:
-    """The entry of a file in an index; digest: a hashlib.sha256 of its content."""
+    """Return the entry of a file in an index; digest is a hashlib.sha256 of its content."""
     return {"name": name, "rows": rows, "bytes": size, "sha256": digest.hexdigest()}
 
 
 def write_index(stored: Stored, blocks: list[dict[str, Any]]) -> None:
-    """Raise InputError if there are no blocks."""
+    """Write the index of a folder. Raises InputError if there are no blocks."""
     if not blocks:
         raise InputError(f"there must be a sample, got none for {stored.url}")
     stored.write(INDEX, json.dumps({"format": FORMAT, "blocks": blocks}).encode())
 
 
 def read_index(stored: Stored) -> list[dict[str, Any]]:
-    """The entries of a folder's index; DataError says what is wrong with it."""
+    """Return the entries of a folder's index. Raises DataError that says what is wrong with the index."""
     where = stored.name(INDEX)
     try:
         content = json.loads(stored.read(INDEX))
         if content["format"] != FORMAT:
             raise DataError(f"{where} is of format {content['format']}, where this version reads {FORMAT}")
         blocks: list[dict[str, Any]] = content["blocks"]
-        kinds = {"name": str, "rows": int, "bytes": int, "sha256": str}
-        if not all(type(block[key]) is kind for block in blocks for key, kind in kinds.items()):
-            raise TypeError
-        if not all(0 < block["rows"] <= block["bytes"] for block in blocks):  # else numpy ends with an error of its own
-            raise ValueError
+        for block in blocks:
+            if not all(type(block[key]) is kind for key, kind in ENTRY.items()):
+                raise TypeError
+            if not 0 < block["rows"] <= block["bytes"]:  # numpy's error for this would not name the index
+                raise ValueError
         if not blocks:
             raise DataError(f"{where} has no blocks", "write the folder again")
         for path in (PurePosixPath(block["name"]) for block in blocks):
@@ -121,12 +130,12 @@ def _cut(tree: Any, rows: slice) -> Any:
 
 
 def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
-    """(rows, ...) arrays of rows, the last of which may be shorter, from trees of any lengths."""
+    """Join trees of any lengths to arrays of rows, (rows, ...). The last array may be shorter."""
     waiting: list[np.ndarray] = []
     count = 0
     for number, tree in enumerate(trees):
         found = rows_of(tree, f"tree {number}")
-        waiting.append(found.astype(found.dtype.newbyteorder("="), copy=False))  # as what numpy joins
+        waiting.append(found.astype(found.dtype.newbyteorder("="), copy=False))  # numpy joins arrays of native order
         if waiting[0].dtype != waiting[-1].dtype or waiting[0].shape[1:] != waiting[-1].shape[1:]:
             raise InputError(
                 f"all trees must have the same types and shapes, got {waiting[-1].dtype} after {waiting[0].dtype}"

@@ -1,11 +1,12 @@
-"""Samples in blocks, of which only those at hand are on this machine: for data larger than its disk.
+"""Samples in blocks, for data larger than a machine's disk. Only the blocks at hand are on this machine.
 
-A block is kept as one array of rows, a row being a sample: a plain array, or a structured one (numpy.dtype) that nests
-as the samples do. So a random sample is one read, and numpy alone can read and write a block, as an .npy file.
+A block is one array of rows, a row being a sample. The array is a plain one, or a structured one (numpy.dtype) that
+nests as the samples do. So a random sample is one read, and numpy alone can read and write a block, as an .npy file.
 """
 
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,18 @@ import numpy as np
 
 from flyte_ddp.errors import DataError, InputError, ReportedError
 
-MOST_HEADER_BYTES = 2**24  # of an .npy file; numpy's own limit is reached by the names of 400 arrays
+MOST_HEADER_BYTES = 2**24  # the limit of an .npy file's header; the names of 400 arrays reach numpy's own limit
 
 
 class Blocks:
-    """What Recipe.data may return: samples that are read block by block, each once per epoch and node.
+    """Samples that are read block by block, each once per epoch and node. Recipe.data may return such data.
 
     Attributes:
-        lengths: (blocks,) int64, the samples of each block; there is none of 0.
+        lengths: (blocks,) int64, the samples of each block, at least 1.
         window: how many samples of a stream are shuffled among one another. A node holds the blocks of a window of each
-            of its streams, so a larger one mixes better and needs a larger cache.
-        streams: how many places of the data an epoch reads from in turn, at most batch_size of them. Ranks share the
-            streams out, so there should be several for each rank.
+            of its streams, so a larger window mixes better and needs a larger cache.
+        streams: how many places of the data an epoch reads from in turn, at most batch_size of them. The ranks divide
+            the streams among themselves, so there should be several for each rank.
         threads: how many blocks a rank fetches at a time, each in a thread of its own.
     """
 
@@ -34,8 +35,13 @@ class Blocks:
     threads = 4
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, read: Callable[[int], Any] | None = None):
-        """read(number): the samples of a block, from 0, as a tree of arrays (lengths[number], ...): a single one, or
-        arrays in dicts and tuples. It must return the same ones each time. Without it, a subclass defines fetch.
+        """Describe the blocks.
+
+        Args:
+            lengths: the samples of each block.
+            read: read(number) returns the samples of a block, from 0, as a tree of arrays (lengths[number], ...): a
+                single array, or arrays in dicts and tuples. It must return the same samples each time. Without read, a
+                subclass defines fetch.
         """
         self.lengths = np.array(lengths, np.int64)
         if self.lengths.ndim != 1 or not len(self.lengths) or self.lengths.min() < 1:
@@ -43,12 +49,16 @@ class Blocks:
         self._read = read
 
     def name(self, number: int) -> str:
-        """The block in messages."""
+        """Return a block's name for messages."""
         return f"block {number}"
 
     def fetch(self, number: int, path: Path) -> None:
-        """Write the block to a new file, as an .npy of rows. Raises DataError, or DownloadError if trying again may
-        help, and OSError for the disk.
+        """Write the block to a new file, as an .npy of rows.
+
+        Raises:
+            DownloadError: the block could not be read, and trying again may help.
+            DataError: the block could not be read.
+            OSError: the file could not be written.
         """
         assert self._read is not None
         try:
@@ -70,7 +80,12 @@ def check_count(name: str, value: Any) -> None:
 
 
 def rows_of(tree: Any, name: str) -> np.ndarray:
-    """(n,) structured, or (n, ...) for a single array: the rows of a tree of arrays; DataError names the block."""
+    """Return the rows of a tree of arrays: (n,) structured, or (n, ...) for a single array. Raises DataError.
+
+    Args:
+        tree: a single array, or arrays in dicts and tuples.
+        name: the block's name for messages.
+    """
     length = length_of(tree, name)
     kind = _row_kind(tree, name)
     if kind.names is None:
@@ -81,7 +96,7 @@ def rows_of(tree: Any, name: str) -> np.ndarray:
 
 
 def length_of(tree: Any, name: str) -> int:
-    """How many samples a tree of arrays has; DataError, with the name, if it is none."""
+    """Return how many samples a tree of arrays has. Raises DataError, with the name, if it is no such tree."""
     _row_kind(tree, name)
     lengths = set(_lengths(tree))
     if len(lengths) != 1:
@@ -90,8 +105,11 @@ def length_of(tree: Any, name: str) -> int:
 
 
 def tree_of(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
-    """The tree of arrays (n, ...), each in memory of its own, that rows_of made the rows from; its lists are tuples.
-    order: of the rows, by index.
+    """Return the tree of arrays (n, ...) that rows_of made the rows from. The tree's lists are tuples.
+
+    Args:
+        rows: what rows_of returned.
+        order: the indices of the rows to take. Each array gets memory of its own.
     """
     names = rows.dtype.names
     if names is None:
@@ -106,10 +124,10 @@ def save_rows(path: Path, rows: np.ndarray) -> None:
 
 
 def open_rows(path: Path, length: int, name: str) -> np.ndarray:
-    """The rows of a block's file, which stay on disk; DataError if it is not as long as it should be."""
+    """Open the rows of a block's file, which stay on disk. Raises DataError if the file has another length."""
     try:
         rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False, max_header_size=MOST_HEADER_BYTES)
-    except ValueError as error:  # numpy's for a header that makes no sense, and for a file that is cut short
+    except ValueError as error:  # numpy raises it for a damaged header, and for a file that is cut short
         raise DataError(f"{name} is cut short, or no block: {error}") from None
     if len(rows) != length:
         raise DataError(f"{name} has {len(rows)} samples, where {length} were announced")
@@ -135,8 +153,10 @@ def _field(tree: Any, name: str) -> np.dtype:
 
 
 def _lengths(tree: Any) -> list[int]:
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else None
-    return [len(tree)] if parts is None else [length for part in parts for length in _lengths(part)]
+    if not isinstance(tree, (dict, tuple, list)):
+        return [len(tree)]
+    parts = tree.values() if isinstance(tree, dict) else tree
+    return [*chain.from_iterable(_lengths(part) for part in parts)]
 
 
 def _fill(rows: np.ndarray, tree: Any) -> None:

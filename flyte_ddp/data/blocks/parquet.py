@@ -1,4 +1,4 @@
-"""Parquet files as blocks: each row group is one."""
+"""Parquet files as blocks. Each row group is a block."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,19 +17,26 @@ try:
 except ModuleNotFoundError:
     pa = None
 
-FOOTERS_AT_ONCE = 16  # each is a request or two
+FOOTERS_AT_ONCE = 16  # reading a footer takes a request or two
 
 
 class Parquet(Blocks):
-    """The row groups of the Parquet files in a folder, or of one file; its samples are dicts of arrays by column.
+    """The row groups of the Parquet files in a folder, or of one file. Its samples are dicts of arrays by column.
 
-    Columns of numbers become arrays (n,), those of lists with one length arrays (n, length), of nested ones likewise.
+    Columns of numbers become arrays (n,). Columns of lists of one length become arrays (n, length), and nested ones
+    likewise.
     """
 
     def __init__(self, url: str | Path, columns: Sequence[str]):
-        """url: of the folder or file: s3://, gs://, abfs://, file:// or a path. Hidden files, and those that begin with
-        an underscore, are left out. Raises DataError if there are no rows, or a column is missing or of another type in
-        one of the files.
+        """Read the files' footers.
+
+        Args:
+            url: the folder or file: s3://, gs://, abfs://, file:// or a path. Hidden files, and those that begin with
+                an underscore, are left out.
+            columns: the names of the columns to read.
+
+        Raises:
+            DataError: there are no rows, or a column is missing or of another type in one of the files.
         """
         if pa is None:
             raise InputError(not_installed("Parquet needs pyarrow", "parquet"))
@@ -47,12 +54,10 @@ class Parquet(Blocks):
             if types != expected:
                 raise DataError(f"{self.stored.name(file)} has columns of {types}, where others have {expected}")
         self._sizes = sizes
-        self._groups = [
-            (file, group)
-            for file, footer in self._footers.items()
-            for group in range(footer.num_row_groups)
-            if footer.row_group(group).num_rows
-        ]
+        self._groups: list[tuple[str, int]] = []
+        for file, footer in self._footers.items():
+            groups = range(footer.num_row_groups)
+            self._groups += [(file, group) for group in groups if footer.row_group(group).num_rows]
         if not self._groups:
             raise DataError(f"{self.stored.url} has no rows", "it must be a folder of Parquet files, or one of them")
         rows = [self._footers[file].row_group(group).num_rows for file, group in self._groups]
@@ -81,7 +86,7 @@ class Parquet(Blocks):
         file, group = self._groups[number]
         opened = pa.PythonFile(StoredFile(self.stored, file, self._sizes[file]), mode="r")
         try:
-            # pre_buffer: a request for columns that lie side by side, instead of one for each
+            # With pre_buffer, columns that lie side by side need one request together
             source = parquet.ParquetFile(opened, metadata=self._footers[file], pre_buffer=True)
             table = source.read_row_group(group, columns=self.columns)
         except (pa.ArrowException, OSError) as error:

@@ -1,4 +1,4 @@
-"""Tar files in webdataset's layout as blocks: each tar file is one.
+"""Tar files in webdataset's layout as blocks. Each tar file is a block.
 
 Files that follow one another and have the same name up to its first dot are a sample: 000.jpg and 000.cls.
 """
@@ -22,9 +22,11 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 
 
 class TarImages(Indexed):
-    """The images (n, C, H, W) uint8 and labels (n,) int64 of a folder of tar files that index_tars has been called for.
+    """The images (n, C, H, W) uint8 and labels (n,) int64 of a folder of tar files.
 
-    Each is decoded when its file is fetched, so the node's cache holds images of one size.
+    index_tars must have indexed the folder.
+
+    Images are decoded when their file is fetched, so the node's cache holds images of one size.
     """
 
     def __init__(
@@ -34,8 +36,13 @@ class TarImages(Indexed):
         images: Sequence[str] = IMAGE_EXTENSIONS,
         labels: str = "cls",
     ):
-        """shape: C, H and W, C being 1 or 3: images are scaled to cover it, and cropped around the centre. images: the
-        extensions that may hold a sample's image. labels: that of its label, a whole number as text.
+        """Read the index.
+
+        Args:
+            url: the folder: s3://, gs://, abfs://, file:// or a path.
+            shape: C, H and W, C being 1 or 3. Images are scaled to cover it, and cropped around the centre.
+            images: the extensions that may hold a sample's image.
+            labels: the extension of its label, a whole number as text.
         """
         super().__init__(url)
         self.shape = shape
@@ -54,7 +61,7 @@ class TarImages(Indexed):
             for key, files in samples_of(pieces, name):
                 file.write(rows_of(self._decoded(f"{name}: {key}", files), name).tobytes())
                 samples += 1
-        for _ in pieces:  # what follows the last file; the end checks the digest
+        for _ in pieces:  # reading on to the end of the tar file checks its digest
             pass
         if samples != length:
             raise DataError(f"{name} has {samples} samples, where {length} were announced", "call index_tars again")
@@ -70,7 +77,7 @@ class TarImages(Indexed):
 
 
 def index_tars(url: str | Path) -> None:
-    """Write the index.json of a folder of tar files, reading each once: its samples and its SHA-256."""
+    """Write the index.json of a folder of tar files, with the samples and SHA-256 of each. Each file is read once."""
     stored = Stored(url)
     blocks = []
     for name, size in stored.sizes().items():
@@ -78,7 +85,7 @@ def index_tars(url: str | Path) -> None:
             digest = hashlib.sha256()
             pieces = stored.pieces(name, size, digest)
             count = sum(1 for _ in samples_of(pieces, stored.name(name)))
-            for _ in pieces:  # what follows the last file
+            for _ in pieces:  # the digest needs the rest of the tar file, too
                 pass
             if not count:
                 raise InputError(f"{stored.name(name)} has no samples: remove it")
@@ -87,7 +94,11 @@ def index_tars(url: str | Path) -> None:
 
 
 def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Each sample's key and its files' contents by extension; DataError if the tar file is damaged, or hides some."""
+    """Yield each sample's key, and the contents of its files by extension.
+
+    Raises:
+        DataError: the tar file is damaged, or hides some samples.
+    """
     key = ""
     files = dict[str, bytes]()
     try:
@@ -121,8 +132,9 @@ def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[s
 
 
 def _check_end(opened: tarfile.TarFile, name: str) -> None:
-    """Tarfile takes a header that it cannot read, other than the first, for the end, and so it does that of the file;
-    a whole one has a block of zeros there.
+    """Check that a tar file is whole. A whole one ends with a block of zeros.
+
+    tarfile takes the end of a file for the end of the archive, and a damaged header (other than the first) as well.
     """
     file: Any = opened.fileobj
     more = False

@@ -1,4 +1,4 @@
-"""Prepared datasets: the format of the folder, and what writes, verifies and opens it.
+"""Prepared datasets: the format of the folder, and the functions that write, verify and open it.
 
-Where their images come from is not known here.
+Nothing here knows where the images come from.
 """

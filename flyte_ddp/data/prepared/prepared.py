@@ -1,4 +1,4 @@
-"""Reads prepared datasets: four .npy files and a dataset.json in one folder, whatever the source. See writer.py.
+"""The reader of prepared datasets, which are four .npy files and a dataset.json in one folder. writer.py writes them.
 
 train_images.npy, test_images.npy: (N, C, H, W) uint8; or, for a folder of image files,
 train_files.npy, test_files.npy: (N,) names as bytes, relative to the folder that the images stay in (image_files.py).
@@ -19,13 +19,16 @@ from flyte_ddp.whole_files import content_digest
 
 DESCRIPTION = "dataset.json"
 SPLITS = ("train", "test")
-FILES = tuple(f"{split}_{kind}.npy" for split in SPLITS for kind in ("images", "labels"))
+FILES = ("train_images.npy", "train_labels.npy", "test_images.npy", "test_labels.npy")
 
 PathLike = str | Path
 
 
 def read_description(directory: PathLike) -> DatasetDescription:
-    """Read dataset.json and checks the files' sizes and shapes, in milliseconds; DataError says what is wrong."""
+    """Read dataset.json and check the files' sizes and shapes, in milliseconds.
+
+    Raises DataError that says what is wrong.
+    """
     path = Path(directory) / DESCRIPTION
     try:
         content = json.loads(path.read_bytes())
@@ -44,7 +47,7 @@ def read_description(directory: PathLike) -> DatasetDescription:
         expected = _expected_arrays(description)
     except (KeyError, TypeError, ValueError):
         raise _damaged(path, "incomplete") from None
-    if 0 in description.std:  # an earlier version's, for a channel with one value only
+    if 0 in description.std:  # an earlier version wrote 0 for a channel with one value only
         raise _damaged(path, "with a standard deviation of 0, by which nothing can be divided")
     for filename, (shape, dtype) in expected.items():
         array = _open_array(Path(directory) / filename)
@@ -54,7 +57,7 @@ def read_description(directory: PathLike) -> DatasetDescription:
 
 
 def verify(directory: PathLike) -> DatasetDescription:
-    """Read the description and every byte of the files; DataError if any differs from what was written."""
+    """Read the description and every byte of the files. Raises DataError if anything differs from what was written."""
     description = read_description(directory)
     for filename, expected in description.sha256.items():
         path = Path(directory) / filename
@@ -68,10 +71,10 @@ def verify(directory: PathLike) -> DatasetDescription:
 
 
 def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-maps images (N, C, H, W) uint8 and labels (N,) int64 of "train" or "test"; raises DataError.
+    """Memory-map images (N, C, H, W) uint8 and labels (N,) int64 of "train" or "test". Raises DataError.
 
-    The maps are copy-on-write: all processes of a host share one copy, no write reaches the files, and
-    torch.from_numpy takes them without its warning about read-only arrays.
+    The maps are copy-on-write: all processes of a host share one copy, no write reaches the files, and torch.from_numpy
+    takes the maps without its warning about read-only arrays.
     """
     if split not in SPLITS:
         raise InputError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -80,7 +83,7 @@ def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFiles, np.ndarray]:
-    """Like open_split; if the dataset is a folder of image files, images[index] decodes that file."""
+    """Open a split like open_split. If the dataset is a folder of image files, images[index] decodes that file."""
     path = Path(directory) / f"{split}_files.npy"
     if not path.exists():
         return open_split(directory, split)

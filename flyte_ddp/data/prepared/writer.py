@@ -1,4 +1,4 @@
-"""Writes prepared datasets (see prepared.py): a folder appears whole or not at all. Ranks only read them."""
+"""The writer of prepared datasets. A folder appears whole or not at all; ranks only read it."""
 
 import contextlib
 import dataclasses
@@ -30,10 +30,22 @@ def write_prepared(
     test_labels: np.ndarray,
     passes_per_epoch: int = 1,
 ) -> DatasetDescription:
-    """Write the dataset; a folder that holds anything else is replaced.
+    """Write the dataset. A folder that holds anything else is replaced.
 
-    Images are (N, C, H, W) uint8, labels (N,) of any integer type from 0 to len(classes) - 1; InputError if not, or if
-    the disk is full or read-only. Concurrent writers of the same dataset don't disturb each other.
+    Concurrent writers of the same dataset don't disturb each other.
+
+    Args:
+        directory: the folder.
+        name: the dataset's name.
+        classes: names, in the order of the labels.
+        train_images: (N, C, H, W) uint8.
+        train_labels: (N,) of any integer type, from 0 to len(classes) - 1.
+        test_images: like train_images.
+        test_labels: like train_labels.
+        passes_per_epoch: how often an epoch goes over the training images.
+
+    Raises:
+        InputError: an array is not as described, or the disk is full or read-only.
     """
     arrays = dict(zip(FILES, (train_images, train_labels, test_images, test_labels), strict=True))
     _check_arrays(name, len(classes), arrays)
@@ -92,7 +104,7 @@ def _check_arrays(name: str, classes: int, arrays: Mapping[str, np.ndarray]) -> 
 
 
 def pixel_counts(images: np.ndarray) -> np.ndarray:
-    """Histograms (C, 256) int64 of the values in each channel of images (N, C, H, W) uint8."""
+    """Return histograms (C, 256) int64 of the values in each channel of images (N, C, H, W) uint8."""
     counts = np.zeros((images.shape[1], 256), np.int64)
     for block in np.array_split(images, max(1, images.nbytes // 2**23)):  # bincount takes 8 bytes per pixel
         for channel in range(len(counts)):
@@ -101,12 +113,14 @@ def pixel_counts(images: np.ndarray) -> np.ndarray:
 
 
 def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Per channel, from the histograms of pixel_counts: exact, so the same digits on every machine. To 4 decimals, or
-    as many as make 4 digits of the standard deviation. Where a channel has one value only, that is 1 instead of 0.
+    """Return mean and standard deviation of each channel, from the histograms of pixel_counts.
+
+    They are exact, so they have the same digits on every machine. They have 4 decimals, or as many as give 4 digits of
+    the standard deviation. A channel with one value only has a standard deviation of 1 instead of 0.
     """
     means, stds = [], []
     for channel in counts:
-        there = channel.nonzero()[0]  # of one value alone the rounding of sums would leave a deviation
+        there = channel.nonzero()[0]  # a single value needs no sums, whose rounding would leave a deviation
         weights = channel[there] / channel.sum()
         mean = float(weights @ (there / 255))
         std = math.sqrt(float(weights @ (there / 255 - mean) ** 2)) if len(there) > 1 else 1.0
@@ -117,9 +131,9 @@ def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 def _write_array(path: Path, array: np.ndarray) -> str:
-    """Write a .npy file (labels as int64) and returns its SHA-256.
+    """Write a .npy file, labels as int64, and return its SHA-256.
 
-    Not with np.save, which reports a full disk without saying why, and whose bytes would have to be read again to hash.
+    np.save would report a full disk without saying why, and the bytes would have to be read again for the hash.
     """
     array = np.ascontiguousarray(array, dtype=np.int64 if array.dtype.kind in "iu" and array.ndim == 1 else None)
     header = io.BytesIO()
@@ -133,7 +147,7 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 
 
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
-    """Rename the folder, unless another writer has put the same dataset there; anything else there is replaced."""
+    """Rename the folder, unless another writer has put the same dataset there. Anything else there is replaced."""
     sync_folder(directory.parent)
     with _locked(directory):
         if os.path.lexists(directory):
@@ -157,13 +171,13 @@ def discard(directory: Path) -> None:
 
 def _remove(directory: Path) -> None:
     discarded = temporary_beside(directory)
-    os.rename(directory, discarded)  # atomic; readers that have it mapped keep it
+    os.rename(directory, discarded)  # renaming is atomic, and readers that have mapped the files keep them
     shutil.rmtree(discarded) if discarded.is_dir() else discarded.unlink()
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """No other process writes the dataset there, or removes it, while the block runs."""
+    """Keep other processes from writing or removing the dataset while the block runs."""
     lock = FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False)
     with contextlib.suppress(OSError):  # not every network file system has locks; without one, the last writer wins
         lock.acquire()
@@ -171,6 +185,6 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            # While it is held: whoever has waited for it sees that it is gone, and makes another
+            # The file is removed while its lock is held, so a waiting process sees that, and makes another file
             os.unlink(lock.lock_file)
             lock.release()

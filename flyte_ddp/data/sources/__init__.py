@@ -1,4 +1,4 @@
-"""What prepared datasets are made from: datasets known by name, folders of images, downloads.
+"""The sources of prepared datasets: datasets known by name, folders of images, and downloads.
 
-Ranks read what has been prepared, and never import this.
+Ranks read what has been prepared, and never import this room.
 """

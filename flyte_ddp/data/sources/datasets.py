@@ -21,11 +21,11 @@ from flyte_ddp.whole_files import absolute, remove_leftovers, write_whole, writi
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[list[str]], Mirrors]  # takes the URLs of folders
+Ask = Callable[[list[str]], Mirrors]  # the argument has the URLs of folders
 
 
 class Originals(NamedTuple):
-    """A dataset from its source: images (N, C, H, W) uint8, labels (N,) integers."""
+    """A dataset as its source has it: images (N, C, H, W) uint8, labels (N,) integers."""
 
     classes: tuple[str, ...]
     train_images: np.ndarray
@@ -35,19 +35,19 @@ class Originals(NamedTuple):
     passes_per_epoch: int = 1
 
 
-# Below the folder for data, in which a user may have others: where downloads are, and what is made of them
+# Folders of downloads and prepared datasets below the folder for data, in which a user may have other folders
 OWN_FOLDERS = "", "prepared", "MNIST/raw", "FashionMNIST/raw", "CIFAR10", "CIFAR10/cifar-10-batches-py"
 
 
 def data_dir() -> Path:
-    """The folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
+    """Return the folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
     chosen, cache = os.environ.get("DDP_DATA_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     default = Path(cache if os.path.isabs(cache) else "~/.cache", "flyte-ddp")
     return absolute(chosen or default, "DDP_DATA_DIR")
 
 
 def prepared_dir(name: str) -> Path:
-    """Where the prepared dataset is, or will be."""
+    """Return the folder where the prepared dataset is, or will be."""
     if name not in SOURCES:
         raise InputError(f"dataset must be one of {', '.join(SOURCES)}, got {name!r}")
     return data_dir() / "prepared" / name
@@ -66,11 +66,18 @@ def discard_damaged(name: str) -> None:
 
 
 def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored | None = None) -> Path:
-    """Return the folder of the prepared dataset, downloading and writing whatever is missing or damaged.
+    """Return the folder of the prepared dataset, after downloading and writing whatever is missing or damaged.
 
-    open_stored is for a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
-    Any number of processes may do this at once. Raises DownloadError if the original files cannot be downloaded,
-    InputError for an unknown name, a bad DDP_DATA_MIRROR or a folder that cannot be written to.
+    Any number of processes may do this at once.
+
+    Args:
+        name: the dataset's name.
+        progress: called as Mirrors describes it.
+        open_stored: opens a file of a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
+
+    Raises:
+        DownloadError: the original files cannot be downloaded.
+        InputError: the name is unknown, DDP_DATA_MIRROR is wrong, or the folder cannot be written to.
     """
     directory = prepared_dir(name)
     discard_damaged(name)
@@ -86,7 +93,7 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
 
 
 def _mnist(class_name: str, ask: Ask) -> Originals:
-    """MNIST or a dataset in its format, whose mirrors, checksums and file format torchvision's class knows."""
+    """Fetch MNIST, or a dataset in its format. Torchvision's class knows its mirrors, checksums and file format."""
     mirror = mirror_from_environment()
     public, resources = _catalogue(class_name)
     # MNIST and Fashion-MNIST have the same file names, so torchvision's layout, with a folder for each, comes first
@@ -104,9 +111,9 @@ def _mnist(class_name: str, ask: Ask) -> Originals:
 
 
 def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """The URLs of folders that have the dataset, and its files with their MD5, as torchvision's class knows them.
+    """Return the URLs of folders that have the dataset, and its files with their MD5, from torchvision's class.
 
-    Cached in a file, because importing torchvision takes seconds.
+    They are cached in a file, because importing torchvision takes seconds.
     """
     path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
     if not path.exists():
@@ -120,9 +127,9 @@ def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any]:
-    """Torchvision's training and test split, from archives of what it looks for below a folder.
+    """Return torchvision's training and test split, from archives of the files below a folder.
 
-    They are unpacked to a fresh folder each time, because torchvision trusts what it finds unpacked.
+    The archives are unpacked to a new folder each time, because torchvision trusts unpacked files.
     """
     from torchvision import datasets
     from torchvision.datasets.utils import extract_archive
@@ -135,7 +142,7 @@ def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any
 
 
 def _cifar10(ask: Ask) -> Originals:
-    """CIFAR-10: from unpacked files, if they are here or the user's own mirror has them, else from the archive."""
+    """Fetch CIFAR-10: unpacked files if they are here or the user's own mirror has them, else the archive."""
     from torchvision.datasets import CIFAR10
 
     mirror = mirror_from_environment()
@@ -155,7 +162,9 @@ def _cifar10(ask: Ask) -> Originals:
 
 
 def _digits(ask: Ask) -> Originals:
-    """scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), 1,501 for training and 296 for testing.
+    """Return scikit-learn's 1,797 handwritten digits (UCI optdigits, test part).
+
+    1,501 are for training and 296 for testing.
 
     The 8 x 8 images are enlarged to 24 x 24 and padded to 28 x 28: of the sizes tried, the tutorial's network learns
     this one best.
@@ -168,15 +177,18 @@ def _digits(ask: Ask) -> Originals:
     within_class = np.zeros(len(labels), np.int64)
     for label in range(10):
         within_class[labels == label] = np.arange((labels == label).sum())
-    test = within_class % 6 == 5  # every sixth of each class: a random generator's numbers could change
+    test = within_class % 6 == 5  # the sixth of each class: a random generator's numbers could change
     names = tuple(digits.target_names.astype(str))
     # With 8 passes an epoch has 94 steps, and the default recipe needs only two epochs: benchmarks/stability.py
     return Originals(names, images[~test], labels[~test], images[test], labels[test], passes_per_epoch=8)
 
 
 def _enlarge(images: np.ndarray) -> np.ndarray:
-    """(N, 8, 8) values 0..16 to (N, 1, 28, 28) uint8, bilinear; in integers, so the bits are the same everywhere."""
-    thirds = np.clip(np.arange(24) - 1, 0, 21)  # the centre of each new pixel, in thirds of a source pixel
+    """Enlarge images (N, 8, 8) of values 0..16 to (N, 1, 28, 28) uint8, bilinearly.
+
+    Integers give the same bits everywhere.
+    """
+    thirds = np.clip(np.arange(24) - 1, 0, 21)  # the centres of the new pixels, in thirds of a source pixel
     left, part = np.divmod(thirds, 3)
     weights = np.zeros((24, 8), np.int64)
     weights[np.arange(24), left] += 3 - part

@@ -1,4 +1,4 @@
-"""Downloads original files from a list of mirrors; leaves nothing half-written."""
+"""Downloads of original files from a list of mirrors, which leave nothing half-written."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from flyte_ddp.text import masked
 from flyte_ddp.whole_files import content_digest, whole_file, writing_to
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
-STORAGES = ("s3", "gs", "abfs", "abfss")  # only Flyte's tasks read these, with their settings and keys
+STORAGES = ("s3", "gs", "abfs", "abfss")  # only Flyte's tasks, which have settings and keys, read from these
 SCHEMES = ", ".join(("http", "https", "file", *STORAGES))
 REMEDIES = (
     f"set {MIRROR_VARIABLE} to the URL ({SCHEMES}) of a folder with the original files, or train on the dataset "
@@ -30,8 +30,10 @@ class Mirrors:
     """The folders to try, in this order, and what became known about their hosts.
 
     Attributes:
-        urls: of folders.
+        urls: the URLs of the folders.
         progress: called with (file name, bytes so far, total bytes or None); the next mirror starts at 0 again.
+        opener: opens the URLs.
+        unreachable: hosts that are not worth asking again, each with the reason.
     """
 
     urls: Sequence[str]
@@ -40,9 +42,11 @@ class Mirrors:
     unreachable: dict[str, str] = field(default_factory=dict)
 
     def fetch(self, filename: str, md5: str, directory: Path) -> Path:
-        """Return the file in the directory, downloaded unless it is there with this MD5; it appears whole or never.
+        """Return the file in the directory, downloaded unless it is there with this MD5. It appears whole or never.
 
-        Raises DownloadError with the reason of each mirror, InputError if the directory cannot be written to.
+        Raises:
+            DownloadError: no mirror delivered the file; the message has the reason of each.
+            InputError: the directory cannot be written to.
         """
         target = Path(directory) / filename
         if target.is_file() and content_digest(target, "md5") == md5:
@@ -90,7 +94,7 @@ class Mirrors:
 
 
 def mirror_from_environment() -> str | None:
-    """DDP_DATA_MIRROR, or None if it is not set; InputError if it is not the URL of a folder."""
+    """Return DDP_DATA_MIRROR, or None if it is not set. Raises InputError if it is not the URL of a folder."""
     url = os.environ.get(MIRROR_VARIABLE, "").strip()
     if not url:
         return None

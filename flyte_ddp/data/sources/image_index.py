@@ -1,4 +1,4 @@
-"""Indexes a folder with one sub-folder of image files per class: finds, reads and describes every image."""
+"""The index of a folder with one sub-folder of image files per class: every image is found, read and described."""
 
 import hashlib
 import io
@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,23 +25,29 @@ from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.whole_files import files_below, reading, temporary_beside
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")  # in any case
+# Names of splits in users' folders; upper and lower case are the same
+SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")
 TEST_EVERY = 5
 MOST_NAMED = 5  # how many of the unreadable files are listed
 BLOCK = 256  # how many decoded images are held in memory at once
 
-Files = dict[str, dict[str, list[str]]]  # split -> class -> names; the split is "" if the folder is not divided
+# Names of files by split and class; the split is "" if the folder is not divided
+Files = dict[str, dict[str, list[str]]]
 
 
 class Sound(NamedTuple):
-    """A file that can be decoded: SHA-256 of its bytes, and a histogram of its image's values, (C, 256)."""
+    """A file that can be decoded: the SHA-256 of its bytes, and a histogram of its image's values, (C, 256)."""
 
     sha256: bytes
     counts: np.ndarray
 
 
 def list_images(folder: Path) -> Files:
-    """Names relative to folder, sorted, by split and class; InputError if there is nothing to train on."""
+    """Return the names of image files relative to folder, sorted, by split and class.
+
+    Raises:
+        InputError: there is nothing to train on.
+    """
     with reading():
         paths = _all_images(folder)
     for split, classes in paths.items():
@@ -75,8 +82,13 @@ def _all_images(folder: Path) -> Files:
 def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
     """Raise InputError for splits that would be left out, or taken for classes.
 
-    divided: the sub-folders beside train and test, and these. classes: the others' files. One class may be called train
-    or valid: its files lie in its folder itself, those of a split in folders of classes.
+    One class may be called train or valid: its files lie in its folder itself, but those of a split in folders of
+    classes.
+
+    Args:
+        folder: the folder.
+        divided: all sub-folders, if train and test are among them.
+        classes: the files of each class, if the folder is not divided.
     """
     named = [name for name in (*divided, *classes) if name.lower() in SPLIT_NAMES]
     files = classes[named[0]] if len(named) == 1 else []
@@ -93,7 +105,11 @@ def _sub_folders(folder: Path) -> list[str]:
 
 
 def lfw_folder() -> Path:
-    """Labeled Faces in the Wild, a sub-folder for each person, where torchvision keeps it; InputError without it."""
+    """Return the folder of Labeled Faces in the Wild where torchvision keeps it, with a sub-folder for each person.
+
+    Raises:
+        InputError: the folder is not there.
+    """
     folder = data_dir() / "lfw-py" / "lfw_funneled"
     if not folder.is_dir():
         raise InputError(
@@ -104,21 +120,31 @@ def lfw_folder() -> Path:
 
 
 def stamp_of(folder: Path) -> str:
-    """Change when an image file is added, removed or written to; looks only at names, sizes and times."""
+    """Return a digest that changes when an image file is added, removed or written to.
+
+    Only names, sizes and times are read.
+    """
     digest = hashlib.sha256()
-    names = (name for classes in list_images(folder).values() for files in classes.values() for name in files)
-    for name in names:
+    classes = chain.from_iterable(by_class.values() for by_class in list_images(folder).values())
+    for name in chain.from_iterable(classes):
         digest.update(os.fsencode(name) + b"\0")
-        with suppress(OSError):  # a broken link is counted when index_folder tries to read it
+        with suppress(OSError):  # index_folder counts a broken link when it tries to read the file
             status = (folder / name).stat()
             digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()
 
 
 def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[str], None]) -> Path:
-    """Read every image once and write what training needs to know about them; returns the folder of that index.
+    """Read every image once, write what training needs to know about the images, and return the folder of that index.
 
-    name: the dataset's name. Raises InputError if too many files cannot be read, or too few are left.
+    Args:
+        folder: the folder of the images.
+        name: the dataset's name.
+        images: which images to use.
+        say: prints a line.
+
+    Raises:
+        InputError: too many files cannot be read, or too few are left.
     """
     paths = list_images(folder)
     classes = _large_classes(paths, images.least_images)
@@ -154,7 +180,7 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 
 
 def verify_images(index: Path, folder: Path) -> None:
-    """Read every image that is in the index; DataError if their names or content are not what they were."""
+    """Read every image in the index. Raises DataError if names or content are not what they were."""
     content = hashlib.sha256()
     try:
         for split in SPLITS:
@@ -166,12 +192,24 @@ def verify_images(index: Path, folder: Path) -> None:
         raise DataError(f"{folder} has other images than when it was indexed", "run again")
 
 
-def _sound_images(
-    folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings
-) -> tuple[dict[str, list[tuple[int, str]]], list[str], str, np.ndarray]:
-    """The readable images of each split, what is wrong with the others, a digest of the former, and a histogram of the
-    training images' values, (C, 256).
+class Readable(NamedTuple):
+    """The images of a folder that can be read.
+
+    Attributes:
+        kept: labels and names of each split's images.
+        bad: the files that cannot be read, each with the reason.
+        content: the digest of the images' names and contents.
+        counts: a histogram of the training images' values, (C, 256).
     """
+
+    kept: dict[str, list[tuple[int, str]]]
+    bad: list[str]
+    content: str
+    counts: np.ndarray
+
+
+def _sound_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings) -> Readable:
+    """Read all images, and sort out those that cannot be read."""
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
     content = hashlib.sha256()
@@ -185,11 +223,11 @@ def _sound_images(
             content.update(os.fsencode(file) + b"\0" + read.sha256)
             if split == "train":
                 counts += read.counts
-    return kept, bad, content.hexdigest(), counts
+    return Readable(kept, bad, content.hexdigest(), counts)
 
 
 def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:
-    """Write images (N, C, H, W) as PNG files, with a sub-folder per class; the folder appears whole or not at all."""
+    """Write images (N, C, H, W) as PNG files, with a sub-folder per class. The folder appears whole or not at all."""
     from PIL import Image
 
     beside = temporary_beside(folder)
@@ -201,14 +239,14 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
             Image.fromarray(pixels).save(beside / classes[label] / f"{number:06}.png")
         os.rename(beside, folder)
     except OSError:
-        if not folder.is_dir():  # else another process has written it in the meantime
+        if not folder.is_dir():  # another process may have written the folder in the meantime
             raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
 def _large_classes(paths: Files, least_images: int) -> list[str]:
-    """InputError if fewer than two classes have as many images."""
+    """Return the classes with enough images. Raises InputError if they are fewer than two."""
     classes = [name for name, files in next(iter(paths.values())).items() if len(files) >= least_images]
     if len(classes) < 2:
         raise InputError(
@@ -219,18 +257,21 @@ def _large_classes(paths: Files, least_images: int) -> list[str]:
 
 
 def _divide(paths: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
-    """(label, name) of the images of train and test; classes alternate, so that any part of a split has all of them."""
+    """Return label and name of each image of train and test.
+
+    Classes alternate, so any part of a split has all of them.
+    """
     rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
     for label, name in enumerate(classes):
         for split, named in paths.items():
             for turn, file in enumerate(named.get(name, [])):
-                # the second image of a class is for testing, so that a class with only two is in both splits
+                # The second image of a class is for testing, so that a class with only two is in both splits
                 rows[split or SPLITS[turn % TEST_EVERY == 1]].append((turn, label, file))
     return {split: [(label, file) for _, label, file in sorted(rows[split])] for split in SPLITS}
 
 
 def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, int, int]) -> Iterator[Sound | str]:
-    """What is known of each file, or why it cannot be read, in this order."""
+    """Yield what is known of each file, or why it cannot be read, in the order of the rows."""
 
     def read(row: tuple[int, str]) -> Sound | str:
         try:
@@ -245,7 +286,7 @@ def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, i
 
 
 def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
-    """Report files that cannot be read; InputError if there are too many."""
+    """Print which files cannot be read. Raises InputError if they are too many."""
     if not bad:
         return
     listed = "; ".join(bad[:MOST_NAMED]) + ("; …" if len(bad) > MOST_NAMED else "")
@@ -259,11 +300,11 @@ def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Call
 
 
 def _image_names(folder: Path, below: Path) -> list[str]:
-    """The image files anywhere below a sub-folder, by names relative to the folder, sorted."""
+    """Return the image files anywhere below a sub-folder, by names relative to the folder, sorted."""
     files = (file for file in files_below(folder / below) if file.name.lower().endswith(EXTENSIONS))
     return sorted(os.path.relpath(file, folder) for file in files if not file.name.startswith("."))
 
 
 def _printable(name: str) -> str:
-    """File names are bytes, and not all bytes are text."""
+    """Return a file's name as text. File names are bytes, and not all bytes are text."""
     return os.fsencode(name).decode(errors="replace")

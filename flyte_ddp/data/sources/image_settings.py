@@ -1,4 +1,4 @@
-"""Which image files of a folder become a dataset, and how. Standard library only."""
+"""The settings that choose and prepare the image files of a folder. Standard library only."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from flyte_ddp.fields import Settings, setting
 
 @dataclass(frozen=True)
 class ImageSettings(Settings):
-    """Which images to use, and how each is prepared; determines the result.
+    """The images to use, and how each is prepared. They determine the result.
 
     Attributes:
-        source: "folder" is the given folder, or digits if none is given; "lfw" is Labeled Faces in the Wild, if it
-            is where torchvision keeps it.
+        source: "folder" is the given folder, or digits if none is given; "lfw" is Labeled Faces in the Wild, if it is
+            where torchvision keeps it.
         image_size: pixels; images are resized and cropped around their centre to squares of this size.
         channels: rgb or grayscale.
         unreadable_share: the largest allowed share of files that cannot be decoded; these are named and left out.

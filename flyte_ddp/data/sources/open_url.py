@@ -1,4 +1,4 @@
-"""Opens URLs as pieces of bytes: http, https, file, and object storage; a dead network is given up in seconds."""
+"""URLs (http, https, file and object storage) as pieces of bytes. A dead network is given up in seconds."""
 
 import queue
 import socket
@@ -22,13 +22,13 @@ Pieces = Generator[bytes, None, None]
 
 @dataclass(frozen=True)
 class Limits:
-    """How long there may be no data; a download itself may take any time.
+    """Limits on how long no data may come. A download itself may take any time.
 
     Attributes:
         connect_seconds: for one network address; a host can have several.
         answer_seconds: from the request to the first line of the answer, including name look-up and redirects.
-        window_seconds, window_bytes: this many bytes must arrive in each window; the default is 1 KiB/s.
-        silence_seconds: for all of an Opener's failed waits together.
+        window_seconds, window_bytes: so many bytes must arrive in each window; the default is 1 KiB/s.
+        silence_seconds: for all failed waits of an Opener together.
         max_bytes: for one file; the largest original file here, CIFAR-10, has 170 MB.
     """
 
@@ -41,20 +41,22 @@ class Limits:
 
 
 class RefusedError(Exception):
-    """This URL cannot be read; the message is the reason, on one line."""
+    """A URL that cannot be read. The message is the reason, on one line."""
 
 
 class UnreachableError(RefusedError):
-    """This URL's host is not worth asking again."""
+    """A URL whose host is not worth asking again."""
 
 
 @dataclass
 class Opener:
-    """Opens URLs, and adds up how long it has waited in vain.
+    """An opener of URLs, which adds up how long it has waited in vain.
 
     Attributes:
-        open_stored: for URLs of object storage, which this module knows nothing about; the limits don't apply to them.
-        waited_seconds: without data, so far.
+        limits: when to give up.
+        open_stored: opens URLs of object storage, which this module knows nothing about; the limits don't apply to
+            them.
+        waited_seconds: how long no data came, so far.
     """
 
     limits: Limits = Limits()
@@ -62,7 +64,15 @@ class Opener:
     waited_seconds: float = 0.0
 
     def open(self, url: str) -> tuple[Pieces, int | None]:
-        """The content and, if known, its size; raises RefusedError or UnreachableError, also while pieces are read."""
+        """Open a URL.
+
+        Returns:
+            The content and, if known, its size in bytes.
+
+        Raises:
+            RefusedError: the URL cannot be read; also raised while pieces are read.
+            UnreachableError: the host is not worth asking again; also raised while pieces are read.
+        """
         if url.startswith("file:"):
             return _open_file(url)
         if not url.startswith("http"):
@@ -81,13 +91,15 @@ class Opener:
             file = self.open_stored(url)
         except FileNotFoundError:
             raise RefusedError("no such file") from None
-        except Exception as error:  # each storage has its own
+        except Exception as error:  # each storage has errors of its own
             raise UnreachableError(_on_one_line(error)) from None
         return _read(file), getattr(file, "size", None)
 
     def _answer(self, url: str) -> requests.Response:
-        """Ask in a thread of its own, because name look-up, several addresses, redirects and slowly arriving headers
-        would each outlast the time-outs of requests.
+        """Send the request in a thread of its own, and wait for the answer.
+
+        Name look-up, several addresses, redirects and slowly arriving headers would each outlast the time-outs of
+        requests.
         """
         outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
         limits = self.limits
@@ -98,7 +110,7 @@ class Opener:
         def ask() -> None:
             try:
                 timeouts = (limits.connect_seconds, limits.window_seconds)
-                # identity: a .gz file must arrive as it is stored
+                # The encoding "identity" makes a .gz file arrive as it is stored
                 outcome.put(requests.get(url, stream=True, timeout=timeouts, headers={"Accept-Encoding": "identity"}))
             except Exception as error:
                 outcome.put(error)
@@ -117,7 +129,7 @@ class Opener:
         raise UnreachableError(_network_reason(answer))
 
     def _pieces(self, response: requests.Response) -> Pieces:
-        """The body as it is sent, without decoding; raises UnreachableError if a window brings too few bytes."""
+        """Yield the body as it is sent, without decoding. Raises UnreachableError if a window brings too few bytes."""
         window_start = time.monotonic()
         window_bytes = 0
         try:
@@ -158,7 +170,7 @@ def _read(file: BinaryIO) -> Pieces:
 
 
 def _network_reason(error: BaseException | None) -> str:
-    """The system's own message beneath what requests and urllib3 wrap around it."""
+    """Return the operating system's own message beneath what requests and urllib3 wrap around it."""
     if isinstance(error, (TimeoutError, requests.Timeout)):
         return "no answer in time"
     if isinstance(error, (requests.exceptions.InvalidSchema, requests.exceptions.InvalidURL)):
