@@ -72,7 +72,7 @@ class StopRequested(Exception):
     def __init__(self, epoch: int, step: int, is_evaluating: bool = False):
         """epoch, step: both from 0, of the step that comes next. is_evaluating: whether an evaluation comes before."""
         where = f"before epoch {epoch + 1}, step {step + 1}"
-        if is_evaluating:
+        if is_evaluating and (epoch or step):
             after = f"epoch {epoch + 1}, step {step}" if step else f"epoch {epoch}"
             where = f"in the evaluation after {after}, with which a resume begins"
         super().__init__(f"stopped on request {where}")

@@ -1,6 +1,7 @@
 """Agreement of all ranks on the batch at which they leave an evaluation, because one of them was asked to stop."""
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import distributed
@@ -20,8 +21,9 @@ class StopPoll:
         is_agreed: whether they leave.
     """
 
-    def __init__(self, device: torch.device):
-        self.is_agreed = False
+    def __init__(self, device: torch.device, is_shared: Callable[[], bool] = lambda: True):
+        """is_shared: asked before each exchange, whether all ranks still evaluate; if not, they ask no more."""
+        self.is_agreed, self._is_shared = False, is_shared
         self._device, self._size = device, distributed.get_world_size()
         self._every, self._batches, self._since = 1, 0, time.perf_counter()
         self._readback = Readback(device)
@@ -35,7 +37,7 @@ class StopPoll:
         self._batches += 1
         if self._size == 1:
             self.is_agreed = stop
-        elif self._batches == self._every:
+        elif self._batches == self._every and self._is_shared():
             self._exchange(stop)
         return self.is_agreed
 

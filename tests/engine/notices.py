@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp import Loop
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipes.images import ImageClassifier
+from tests.engine import own_loops
 
 LAUNCHER = "DDP_TEST_LAUNCHER"  # its process id; not set where there is to be no notice
 PHASE = "DDP_TEST_PHASE"
@@ -56,3 +58,56 @@ class Noticed(ImageClassifier):
     def pictures(self, outputs: Any, batch: Any) -> list[tuple[str, Tensor]]:
         reach("results")
         return []
+
+
+def own_loop(loop: Loop, swaps: bool = False) -> None:
+    """Evaluates as in training, so that buffers change, once in each epoch and once after the last."""
+    torch.manual_seed(0)
+    model = loop.wrap(own_loops.network(dropout=0.3))
+    batches, tests = loop.batches(own_loops.Drawn()), loop.evaluation(own_loops.few(40))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    average = own_loops.Average(model)
+    loop.keep(model=model, optimizer=optimizer, schedule=schedule, average=average)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            reach("step")
+            own_loops.step(loop, model, optimizer, inputs, labels)
+            average.update(model)
+        schedule.step()
+        before = [weight.detach().clone() for weight in model.parameters()]
+        if swaps:
+            put(model, average.weights)
+        evaluate(loop, model, tests)
+        loop.evaluated()
+        put(model, before)
+    evaluate(loop, model, tests)
+
+
+def own_loop_that_swaps(loop: Loop) -> None:
+    own_loop(loop, swaps=True)
+
+
+def own_loop_that_leaves(loop: Loop) -> None:
+    """Its ranks leave an evaluation after other batches than one another."""
+    model, batches, tests, optimizer = own_loops.linear(loop, test=41)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            own_loops.step(loop, model, optimizer, inputs, labels)
+        evaluate(loop, model, tests, batches=3 * loop.rank + 1)
+        loop.evaluated()
+
+
+def put(model: nn.Module, weights: list[Tensor]) -> None:
+    """As people write it: torch does not count this as a change of the weights."""
+    for weight, value in zip(model.parameters(), weights, strict=True):
+        weight.data.copy_(value)
+
+
+def evaluate(loop: Loop, model: nn.Module, tests: Any, batches: int = 100) -> None:
+    for number, (inputs, labels) in enumerate(tests, 1):
+        reach("evaluation")
+        with torch.no_grad():
+            loop.measured(loss=nn.functional.cross_entropy(model(inputs), labels, reduction="none"))
+        if number == batches:
+            break

@@ -60,3 +60,35 @@ def test_a_notice_while_the_results_are_written_ends_the_training_whole(train, w
     expected = whole(2, **RECIPE)
     notice("results 2", rank=0)
     assert identical(expected, train(2, **RECIPE))
+
+
+OWN = {
+    "target": "tests.engine.notices:train", "epochs": 2, "batch_size": 12, "test_batch_size": 4, "log_interval": 3,
+    "keep_checkpoint": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loop", "phase", "said", "begins"),
+    [
+        ("own_loop", "step 3", "stopped on request before epoch 1, step 4$", (0, 3)),
+        ("own_loop", "evaluation 3", "stopped on request in the evaluation after epoch 1, step 7, .*$", (0, 7)),
+        ("own_loop", "evaluation 25", "stopped on request in the evaluation after epoch 2, .*$", (2, 0)),
+        ("own_loop_that_swaps", "evaluation 3", "stopped on request before epoch 2, step 1$", (1, 0)),
+    ],
+)
+def test_an_own_loop_obeys_a_notice_in_each_phase(train, whole, notice, loop, phase, said, begins):
+    """With other weights than those of the last step, which no checkpoint could have, it evaluates to the end."""
+    recipe = {"recipe": f"tests.engine.notices:{loop}", **OWN}
+    expected = whole(2, **recipe)
+    notice(phase)
+    with pytest.raises(PreemptedError, match=f"^all ranks on .*: SIGTERM: {said}"):
+        train(2, name="cut", **recipe)
+    notice("")
+    resumed = train(2, name="cut", **recipe)
+    assert (resumed.events[0].first_epoch, resumed.events[0].first_step) == begins
+    assert identical(expected, resumed)
+
+
+def test_ranks_may_leave_an_evaluation_of_their_own_loop_after_other_batches(train):
+    assert len(train(2, recipe="tests.engine.notices:own_loop_that_leaves", **OWN).result.epochs) == 2

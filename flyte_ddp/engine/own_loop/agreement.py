@@ -14,12 +14,14 @@ class Call(Enum):
     BACKWARD = "computes gradients"
     STEP_END = "ends the step"
     EVALUATION = "begins an evaluation"
+    BATCH = "is in an evaluation"
     EVALUATED = "calls loop.evaluated"
     EPOCH_END = "ends the epoch"
 
 
-def agree(call: Call, epoch: int, step: int) -> None:
-    """Raise InputError on all ranks if one of them does something else; a collective.
+def agree(call: Call, epoch: int, step: int) -> bool:
+    """Return whether all ranks do the same. Raises InputError on all of them if not, unless some have left an
+    evaluation earlier than others, who hear of it; a collective.
 
     gloo would abort the process. Under NCCL, where asking would make the host wait for the device, ranks that differ
     hang, and the message of the hang has their stacks.
@@ -30,14 +32,19 @@ def agree(call: Call, epoch: int, step: int) -> None:
         step: how many steps of the epoch are done.
     """
     if distributed.get_world_size() == 1 or distributed.get_backend() != "gloo":
-        return
+        return True
     number = [*Call].index(call)
-    extremes = torch.tensor([number, -number])
-    distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
-    if extremes[0] == -extremes[1]:
-        return
-    calls: list[str] = [""] * distributed.get_world_size()
-    distributed.all_gather_object(calls, call.value)
+    while True:
+        extremes = torch.tensor([number, -number])
+        distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
+        if extremes[0] == -extremes[1]:
+            return True
+        calls: list[str] = [""] * distributed.get_world_size()
+        distributed.all_gather_object(calls, call.value)
+        if call == Call.BATCH:
+            return False
+        if Call.BATCH.value not in calls:
+            break
     other = next(rank for rank, does in enumerate(calls) if does != calls[0])
     place = f"after {step} step{'s' * (step != 1)} of epoch {epoch + 1}"
     raise InputError(

@@ -12,6 +12,7 @@ from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.parts import Parts
 from flyte_ddp.engine.own_loop.state import LoopState
 from flyte_ddp.engine.seeds import seed_all, seed_part
+from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -111,14 +112,20 @@ class Evaluation:
         state, parts, outer = self._state, self._batches.virtual_ranks, self._state.part
         versions = state.buffer_versions() if parts else {}
         state.is_cut = True
+        # A step that has begun is ended first
+        poll = None if state.is_stepping else StopPoll(state.device, state.all_evaluate)
         try:
-            for batch in self._batches:
-                self._link.heartbeat()
-                if not batch.share.borrowed:
-                    if not state.is_stepping:  # a step's own numbers go on
-                        seed_part(batch.seed, batch.share.part)
-                    state.part = batch.share.part if parts else 0
-                    yield batch.tree
+            for shares in self._batches.steps():
+                for batch in shares:
+                    self._link.heartbeat()
+                    if not batch.share.borrowed:
+                        if not state.is_stepping:  # a step's own numbers go on
+                            seed_part(batch.seed, batch.share.part)
+                        state.part = batch.share.part if parts else 0
+                        yield batch.tree
+                if poll and poll.after_batch(self._link.stop_requested):
+                    state.leave_evaluation()
+                    poll = None  # it could not be left
             state.is_cut = False
         finally:
             state.part = outer

@@ -20,12 +20,14 @@ from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.agreement import Call, agree
 from flyte_ddp.engine.own_loop.arrangement import arrangement, load, without_later_groups
+from flyte_ddp.engine.own_loop.last_step import LastStep
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers, PendingGradients
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.progress import Plan, Progress, StepFigures
 from flyte_ddp.engine.results import export_model
 from flyte_ddp.engine.step import Totals, constants
+from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.engine.torch_compat import norms, version
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
@@ -91,6 +93,8 @@ class LoopState:
         self._environment, self._link, self._job = environment, link, job
         self._flag = torch.zeros((), dtype=torch.bool, device=device)  # whether a step of this epoch was bad
         self._rate = self._norm = 0.0
+        self._can_leave = True  # an evaluation, because there is nothing to save, or because _last_step has it
+        self._last_step: LastStep | None = None  # on rank 0
         self._pending = PendingGradients(self.optimizers, device)
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
 
@@ -126,8 +130,13 @@ class LoopState:
         """Raise InputError if another rank does something else here; a collective."""
         agree(call, self.progress.epoch, self.progress.step)
 
+    def all_evaluate(self) -> bool:
+        """Return whether no rank has left the evaluation that this one is in; a collective."""
+        return agree(Call.BATCH, self.progress.epoch, self.progress.step)
+
     def begin_step(self) -> None:
         self.is_stepping = True
+        self._can_leave, self._last_step = False, None
         progress = self.progress
         self.step_seed = key_of(Use.OWN_STEP, self._job.settings.seed, progress.epoch, progress.step)
         self.backward_calls = 0
@@ -194,6 +203,24 @@ class LoopState:
             self._save(asked.stop)
             if asked.stop:
                 raise StopRequested(progress.epoch, progress.step)
+        if progress.step == self.steps and not self._owes_checkpoint and not self._waits():
+            self._can_leave = True
+            if self._environment.rank == 0:
+                self._last_step = LastStep(self.state_dict(), self.parts, progress, self.device)
+
+    def leave_evaluation(self) -> None:
+        """Raise StopRequested, after a checkpoint of the last step, unless the user's code has changed the state since
+        then; a collective.
+        """
+        progress, last = self.progress, self._last_step
+        is_possible = self._can_leave and (last is None or last.is_whole())
+        flag = torch.tensor(is_possible, dtype=torch.uint8, device=self.device)
+        distributed.broadcast(flag, src=0)
+        if not flag:
+            return
+        if last:
+            progress.save(last, is_last=True)
+        raise StopRequested(progress.epoch, progress.step, is_evaluating=True)
 
     def _add_up(self, own: Tensor) -> None:
         """Add the ranks' measures, and what they ask for, to the sums; a collective."""
@@ -254,8 +281,12 @@ class LoopState:
         self.trains_on = self._resumed = None
         is_over = progress.epoch == self._job.settings.epochs
         self._owes_checkpoint = not is_over and self._waits()
+        self._can_leave, self._last_step = not self._owes_checkpoint, None
+        stop = not is_over and StopPoll(self.device).at_end(self._link.stop_requested)
         if not self._owes_checkpoint:
-            self._save(is_over)
+            self._save(is_over or stop)
+            if stop:
+                raise StopRequested(progress.epoch, progress.step)
         progress.go_on()
 
     def _look_once_more(self) -> None:
