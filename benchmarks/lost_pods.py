@@ -25,8 +25,6 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.remote import FlyteRemote
 
 from examples.charlm.settings import Settings
-from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
-from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
@@ -64,14 +62,11 @@ def victims(epochs: int, seed: int) -> dict[str, Victim]:
     """By name; the seed keeps Flyte from remembering an earlier one."""
     hp = Hyperparameters(dataset="digits", epochs=epochs, train_fraction=0.25, seed=seed)
     inputs = {"hp": hp, "options": RunOptions(checkpoint_seconds=2.0)}
-    autoencoder = AutoencoderHyperparameters(dataset="digits", epochs=6 * epochs, limit_train_batches=0.25, seed=seed)
     large = Settings(epochs=4 * epochs, width=256, characters=120_000, seed=seed)
     sharded = {"settings": large, "options": RunOptions(sharding="full", checkpoint_seconds=2.0)}
-    several = {"gpus": 0, "hp": autoencoder, "options": LightningOptions(tracking="off")}
     return {
         "training": Victim("workflows.mnist.pytorch_training_wf", inputs, "console.log", "Epoch 1 of "),
         "two nodes": Victim("workflows.multinode.pytorch_multinode_wf", inputs, "rank-0.log", "Epoch 1 of "),
-        "autoencoder": Victim("workflows.autoencoder.autoencoder_wf", several, "console.log", "Epoch 3 of "),
         "sharded on two nodes": Victim("charlm.multinode.charlm_multinode_wf", sharded, "rank-0.log", "Epoch 1 of "),
     }
 

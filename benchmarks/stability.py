@@ -11,7 +11,6 @@ time share the work. Use a new folder after changing the code.
 import argparse
 import json
 import math
-import pkgutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,9 +20,8 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from benchmarks.engine import hardware, percent, spread, train
+from benchmarks.engine import hardware, percent, train
 from benchmarks.gpu_rows.training import IMAGES
-from examples.autoencoder.settings import Settings as AutoencoderSettings
 from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.prepared.prepared import SPLITS, open_split
 from flyte_ddp.data.sources.datasets import data_dir, prepare
@@ -39,9 +37,8 @@ from flyte_ddp.recipes.hyperparameters import (
     FolderHyperparameters,
     Hyperparameters,
 )
-from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.recipes.images import ImageClassifier
 
-AUTOENCODER = "examples.autoencoder.recipe:AutoencoderRecipe"
 PRESETS = Path(__file__).parents[1] / "presets"
 FACTORS = (2.0, 3.0, 4.0, 6.0, 8.0)
 EDGE_SEEDS = 10
@@ -54,10 +51,9 @@ class Suite:
     dataset: str
     seeds: int
     hp: Mapping[str, Any] = field(default_factory=dict)
-    kind: type[Hyperparameters | AutoencoderSettings] = Hyperparameters
-    recipe: str = IMAGES
+    kind: type[Hyperparameters] = Hyperparameters
 
-    def hyperparameters(self, seed: int, factor: float = 1.0) -> TrainingSettings:
+    def hyperparameters(self, seed: int, factor: float = 1.0) -> Hyperparameters:
         rate = self.kind(**self.hp).learning_rate * factor
         return self.kind(**{**self.hp, "seed": seed, "learning_rate": rate})
 
@@ -78,13 +74,11 @@ SUITES = {
     "cifar10": Suite("cifar10", 5, kind=CIFAR10Hyperparameters),
     "cifar10, presets/cifar10-94.yaml": Suite("cifar10", 3, preset("cifar10-94.yaml"), CIFAR10Hyperparameters),
     "image_folder": Suite("image_folder", 10, kind=FolderHyperparameters),
-    "autoencoder": Suite("digits", 10, kind=AutoencoderSettings, recipe=AUTOENCODER),
 }
 EDGES = {
     "digits": Suite("digits", EDGE_SEEDS),
     "mnist": Suite("mnist", EDGE_SEEDS),
     "image_folder": Suite("image_folder", EDGE_SEEDS, kind=FolderHyperparameters),
-    "autoencoder": Suite("digits", EDGE_SEEDS, kind=AutoencoderSettings, recipe=AUTOENCODER),
 }
 
 
@@ -93,7 +87,7 @@ class Outcome:
     """The outcome of one run.
 
     Attributes:
-        score: test accuracy in per cent, of the autoencoder the mean squared error; 0 if the run failed.
+        score: test accuracy in per cent; 0 if the run failed.
         rise: the largest difference between a logged training loss and the lowest before it.
         guessing: whether it ended no better than guessing, or failed.
         leaps: how often its loss leapt.
@@ -117,7 +111,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name in arguments.suites:
         outcomes = run_all(SUITES[name], arguments.folder)
-        print(f"| {name} | {counts(outcomes)} | {shown(SUITES[name], outcomes)} |", flush=True)
+        print(f"| {name} | {counts(outcomes)} | {percent([one.score for one in outcomes])} |", flush=True)
     print("\n| recipe | learning rate x | runs | no better than guessing | with a leap | largest rise of the loss |")
     print("|---|---|---|---|---|---|")
     for name in arguments.edges:
@@ -126,11 +120,6 @@ def main() -> None:
             print(f"| {name} | {factor:g} | {counts(outcomes)} |", flush=True)
             if any(one.guessing or one.leaps for one in outcomes):
                 break
-
-
-def shown(suite: Suite, outcomes: list[Outcome]) -> str:
-    scores = [one.score for one in outcomes]
-    return percent(scores) if suite.recipe == IMAGES else f"squared error {spread(scores, 4)}"
 
 
 def counts(outcomes: list[Outcome]) -> str:
@@ -144,10 +133,10 @@ def run_all(suite: Suite, folder: Path, factor: float = 1.0) -> list[Outcome]:
     for seed in range(1, suite.seeds + 1):
         hp = suite.hyperparameters(seed, factor)
         settings = "-".join(f"{key}={value}" for key, value in suite.hp.items())
-        place = folder / f"{suite.recipe.rpartition(':')[2]}-{suite.dataset}-{settings}-x{factor:g}-{seed}"
+        place = folder / f"{suite.dataset}-{settings}-x{factor:g}-{seed}"
         with suppress(Timeout), FileLock(f"{place}.lock", blocking=False):
             if not place.exists():
-                place.write_text(json.dumps(vars(run(suite.recipe, hp, data, 1 + seed % 2))))
+                place.write_text(json.dumps(vars(run(hp, data, 1 + seed % 2))))
             outcomes.append(Outcome(**json.loads(place.read_text())))
     return outcomes
 
@@ -166,7 +155,7 @@ def data_of(dataset: str) -> Path:
     return data
 
 
-def run(recipe: str, hp: TrainingSettings, data: Path, ranks: int) -> Outcome:
+def run(hp: Hyperparameters, data: Path, ranks: int) -> Outcome:
     lowest, rise = math.inf, 0.0
 
     def on_event(event: Event) -> None:
@@ -176,14 +165,14 @@ def run(recipe: str, hp: TrainingSettings, data: Path, ranks: int) -> Outcome:
             lowest, rise = min(lowest, loss), max(rise, loss - lowest)
 
     try:
-        result = train(hp, data, ranks, on_event=on_event, recipe=recipe)[0]
+        result = train(hp, data, ranks, on_event=on_event, recipe=IMAGES)[0]
     except RankError as error:
         if error.failure.cause != NonFiniteError.__name__:
             raise
         return Outcome(0.0, math.inf, guessing=True, leaps=1)
     test, leaps = result.epochs[-1].test, [warning for warning in result.warnings if "leapt" in warning.reason]
-    guessing = test["loss"] >= GUESSING * pkgutil.resolve_name(recipe)(hp, data).constant_loss()
-    return Outcome(100 * test["accuracy"] if "accuracy" in test else test["loss"], rise, guessing, len(leaps))
+    guessing = test["loss"] >= GUESSING * ImageClassifier(hp, data).constant_loss()
+    return Outcome(100 * test["accuracy"], rise, guessing, len(leaps))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from flytekit.remote import FlyteRemote
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.registration import registration
-from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
 from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import ClassifierExport
 from flyte_ddp.inference.shards import InferenceOptions
@@ -61,9 +60,6 @@ def small_inputs(seed: int) -> dict[str, dict[str, Any]]:
         },
         "workflows.multinode.pytorch_multinode_wf": {"hp": mnist},
         "workflows.multinode.cifar10_multinode_wf": {"hp": cifar10},
-        "workflows.autoencoder.autoencoder_wf": {
-            "hp": AutoencoderHyperparameters(dataset="digits", epochs=1, limit_train_batches=0.1, seed=seed)
-        },
         "workflows.image_folder.image_folder_wf": {"hp": FolderHyperparameters(seed=seed, **once)},
         "workflows.export.export_wf": {"options": ClassifierExport(dataset="digits")},
         "workflows.export.export_folder_wf": {},

@@ -18,9 +18,6 @@ from sklearn.datasets import load_digits
 
 from examples.stream.waves import waves
 from flyte_ddp.data.blocks.block_folder import write_blocks
-from flyte_ddp.data.prepared import prepared
-from flyte_ddp.data.prepared.writer import write_prepared
-from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
@@ -28,7 +25,6 @@ from tests.commands import ROOT
 from tests.once import made_once
 
 RECIPES = {
-    "autoencoder": "AutoencoderRecipe",
     "charlm": "CharLM",
     "contrastive": "Contrastive",
     "finetune_images": "FinetuneImages",
@@ -40,7 +36,6 @@ RECIPES = {
 }
 # A few steps, the last one of another size
 SMALL: dict[str, dict[str, Any]] = {
-    "autoencoder": {"batch_size": 16},
     "charlm": {"characters": 12_000, "batch_size": 64, "width": 16, "layers": 1},
     "contrastive": {"batch_size": 400},
     "finetune_images": {"batch_size": 20, "side": 32, "network": "test_convnext", "freeze": "stem, stages"},
@@ -84,11 +79,6 @@ def write_images(folder: Path) -> None:
             pixels.save(folder / str(label) / f"{number}.png")
 
 
-def write_small_dataset(folder: Path) -> None:
-    images, labels = prepared.open_split(prepare("digits"), "train")
-    write_prepared(folder, "small", list("0123456789"), images[:300], labels[:300], images[:50], labels[:50])
-
-
 def write_timm_weights(folder: Path) -> None:
     import timm  # it takes seconds, which only one of the examples needs
 
@@ -109,7 +99,6 @@ def write_waves(folder: Path) -> None:
 def data_of(name: str) -> str | None:
     """The folder that an example is trained on, if it takes one."""
     writers = {
-        "autoencoder": ("small", write_small_dataset),
         "finetune_images": ("images", write_images),
         "resnet": ("images", write_images),
         "stream": ("blocks", write_waves),

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES = (
     "flyte_ddp.recipes.images:ImageClassifier",
     "contrastive.recipe:Contrastive",
-    "autoencoder.recipe:AutoencoderRecipe",
+    "tabular.recipe:Tabular",
 )
 OF_ALL = (
     "flyte_ddp/engine/loop.py", "flyte_ddp/engine/checks/probe.py", "flyte_ddp/engine/predict.py",
@@ -39,10 +39,9 @@ OF_SOME = {
     "flyte_ddp/recipes/airbench.py": RECIPES[:2],
     "flyte_ddp/recipes/images.py": RECIPES[:2],
     "flyte_ddp/recipes/models.py": RECIPES[:2],
-    "flyte_ddp/data/image_files.py": RECIPES,
-    "flyte_ddp/data/prepared/prepared.py": RECIPES,
-    "flyte_ddp/data/held_out.py": RECIPES[2:],
-    "examples/autoencoder/recipe.py": RECIPES[2:],
+    "flyte_ddp/data/image_files.py": RECIPES[:2],
+    "flyte_ddp/data/prepared/prepared.py": RECIPES[:2],
+    "examples/tabular/recipe.py": RECIPES[2:],
     RECIPE_FILE: RECIPES[1:2],
 }
 # What a cached task has a process of its own run, and what only tasks that are not cached do

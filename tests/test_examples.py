@@ -19,7 +19,7 @@ from tests.examples import RECIPES, data_of, init_of, project, small, train_smal
 
 # By the workflow: settings, and what the last epoch's measures have to be
 ENOUGH: dict[str, tuple[dict[str, Any], str]] = {
-    "autoencoder": ({"epochs": 1}, "0 < loss < 0.08"),
+    "autoencoder": ({"epochs": 3, "batch_size": 16}, "0 < loss < 0.08"),
     "charlm": (
         {"characters": 40_000, "batch_size": 16, "epochs": 3, "width": 16},
         "perplexity < 40 and accuracy > 0.1",
@@ -51,7 +51,7 @@ def test_an_example_is_short_and_its_settings_need_no_torch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RECIPES, "own_loop"])
+@pytest.mark.parametrize("name", [*RECIPES, "autoencoder", "own_loop"])
 def test_the_workflow_of_an_example_trains(name):
     settings, enough = ENOUGH[name]
     command = [f"{name}/workflow.py", f"{name}_wf", "--settings", json.dumps(settings)]

@@ -38,7 +38,6 @@ GROUND = (
 )
 FEATURES = (
     "__main__",
-    "autoencoder",
     "export",
     "flyte2",
     "inference",

@@ -9,8 +9,6 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.tasks_pb2 import Resources
 
-from flyte_ddp.autoencoder.settings import AutoencoderHyperparameters
-from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.progress import attempts_in
@@ -132,8 +130,8 @@ def for_large_pods():
 @pytest.mark.slow
 def test_pod_without_the_gpus_that_it_asked_for_is_tried_elsewhere(place, small):
     """That of a recipe raises the same: see tests/attempt/test_webhook.py."""
-    inputs = {"hp": literal(AutoencoderHyperparameters()), "data": small, "options": literal(LightningOptions())}
-    pod = Pod(for_large_pods().tasks["workflows.autoencoder.autoencoder_task"], inputs, place / "no-gpus")
+    inputs = {"hp": literal(HP), "data": small, "options": literal(RunOptions())}
+    pod = Pod(for_large_pods().tasks["workflows.mnist.pytorch_mnist_task"], inputs, place / "no-gpus")
     pod.finish()
     assert "as many GPUs as were registered (4), got 0 on " in pod.error.error.message
     assert pod.error.error.kind == ContainerError.RECOVERABLE

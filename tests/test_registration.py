@@ -169,9 +169,8 @@ def test_cache_does_not_depend_on_where_it_runs(gpu, sandbox):
     assert versions[0] == versions[1]
 
 
-@pytest.mark.parametrize("workflow", ["gpus.train_on_gpus", "autoencoder.train_on_gpus"])
-def test_a_cached_run_with_gpus_of_its_own_starts_no_pod_either(gpu, workflow):
-    metadata = gpu.tasks[f"workflows.{workflow}"].metadata
+def test_a_cached_run_with_gpus_of_its_own_starts_no_pod_either(gpu):
+    metadata = gpu.tasks["workflows.gpus.train_on_gpus"].metadata
     assert metadata.discoverable
     assert sorted(metadata.cache_ignore_input_vars) == ["gpus", "options"]
 
@@ -319,7 +318,7 @@ def test_modules_import_without_optional_packages():
     files = [file for file in code_files() if TEMPLATE not in file.parents]
     modules = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
     ranks = ("checkpoint", "measures", "modules", "observer", "rank", "results")  # for those who have the package
-    left_out = ("__init__", "flyte1.multinode", "autoencoder.module", *(f"lightning.{name}" for name in ranks))
+    left_out = ("__init__", "flyte1.multinode", *(f"lightning.{name}" for name in ranks))
     modules = [module for module in modules if not module.endswith(left_out)]
     result = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_rows import images
 from benchmarks.gpu_rows.row import Machine, Missing, Row, expect
 from benchmarks.gpu_rows.training import train
 
 # Recipe, settings, and what it needs besides torch and numpy
 EXAMPLES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "charlm": ("CharLM", {"characters": 20_000}, ()),
-    "autoencoder": ("AutoencoderRecipe", {"batch_size": 64}, ()),
     "stream": ("Stream", {"batch_size": 150}, ()),
     "tabular": ("Tabular", {"batch_size": 20}, ("sklearn",)),
     "segmentation": ("Segmentation", {"images": 120}, ("sklearn",)),
@@ -33,10 +31,8 @@ def example(name: str) -> Callable[[Machine], str]:
                 raise Missing(f"{package} is not installed")
         kind = importlib.import_module(f"examples.{name}.settings").Settings
         world, data = machine.world(1, "nccl" if machine.gpus else "gloo"), data_of(name, machine.place)
-        prepared = data if name == "autoencoder" else ""
-        more: dict[str, Any] = {} if prepared else {"source": data}
         result = train(
-            f"examples.{name}.recipe:{recipe}", kind(epochs=1, **settings), world, prepared, loader_workers=2, **more
+            f"examples.{name}.recipe:{recipe}", kind(epochs=1, **settings), world, "", loader_workers=2, source=data
         )[0]
         expect(all(map(math.isfinite, result.tested.values())), f"{result.tested}")
         return f"{result.precision}, {', '.join(f'{key} {value:.4g}' for key, value in result.tested.items())}"
@@ -47,8 +43,6 @@ def example(name: str) -> Callable[[Machine], str]:
 def data_of(name: str, place: Path) -> str:
     """What the example is trained on, made up; empty if it has its own."""
     folder = place / f"data-of-{name}"
-    if name == "autoencoder":
-        return str(images.made_up((1, 28, 28), 1270, place))
     if name == "stream":
         from examples.stream.waves import waves
         from flyte_ddp.data.blocks.block_folder import write_blocks

@@ -1,11 +1,10 @@
 from dataclasses import dataclass
 
-from flyte_ddp import TrainingSettings, setting
+from flyte_ddp import LightningSettings, setting
 
 
 @dataclass(frozen=True)
-class Settings(TrainingSettings):
+class Settings(LightningSettings):
     epochs: int = 10
+    batch_size: int = setting(64, minimum=1)  # of each rank
     learning_rate: float = setting(1e-3, above=0)
-    evaluate_on: str = setting("test", choices=("test", "held_out"))  # held_out is to choose settings by
-    precision: str = setting("float32", choices=("float32", "bfloat16"))

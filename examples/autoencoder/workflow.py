@@ -1,4 +1,4 @@
-"""Lightning's autoencoder as a recipe, on a prepared dataset.
+"""Lightning's autoencoder on a prepared dataset, under Lightning's Trainer.
 
 pyflyte run autoencoder/workflow.py autoencoder_wf --dataset digits --settings '{"epochs": 2}'
 """
@@ -6,18 +6,18 @@ pyflyte run autoencoder/workflow.py autoencoder_wf --dataset digits --settings '
 from flytekit import task, workflow
 
 from autoencoder.settings import Settings
-from flyte_ddp import PreparedDataset, RecipeOutputs, RecipeTraining, RunOptions, prepare_dataset
+from flyte_ddp import LightningOptions, LightningTraining, PreparedDataset, RecipeOutputs, prepare_dataset
 
-training = RecipeTraining("autoencoder.recipe:AutoencoderRecipe")
+training = LightningTraining("autoencoder.module:LitAutoencoder", "autoencoder.module:PreparedImages")
 
 
 @task(**training.arguments())
-def train_autoencoder(data: PreparedDataset, settings: Settings, options: RunOptions) -> RecipeOutputs:
+def train_autoencoder(data: PreparedDataset, settings: Settings, options: LightningOptions) -> RecipeOutputs:
     return training.run(settings, options, data)
 
 
 @workflow
 def autoencoder_wf(
-    dataset: str = "digits", settings: Settings = Settings(), options: RunOptions = RunOptions()
+    dataset: str = "digits", settings: Settings = Settings(), options: LightningOptions = LightningOptions()
 ) -> RecipeOutputs:
     return train_autoencoder(data=prepare_dataset(name=dataset), settings=settings, options=options)

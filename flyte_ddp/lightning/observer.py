@@ -118,7 +118,6 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
                 "to the number of batches that make an epoch"
             )
-        self.progress.monitor.constant_loss = float(getattr(trainer.datamodule, "constant_loss", 0.0))  # type: ignore[attr-defined]
         self._files.check(trainer)
         self._saved = time.monotonic()
         self._looked = self._saved - self._within.get("seconds", 0.0)
@@ -131,10 +130,9 @@ class RankObserver(Checkpoint):
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "
                 "give it more samples, a smaller batch size, or drop_last=False"
             )
-        progress, other_ranks = self.progress, ""
-        if not getattr(trainer.datamodule, "is_same_on_any_ranks", False):  # type: ignore[attr-defined]
-            other_ranks = problem_of_ranks(progress.ran_on, self._environment.world.size)
-            check_schedules(trainer, self.position[1], other_ranks)
+        progress = self.progress
+        other_ranks = problem_of_ranks(progress.ran_on, self._environment.world.size)
+        check_schedules(trainer, self.position[1], other_ranks)
         progress.epoch, progress.step = self.position
         progress.start(self._environment, self._job, plan_of(self._job, trainer), trainer.lightning_module)
         problems = [*filter(None, [other_ranks]), *self._loaders.problems]

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -76,34 +75,6 @@ def draw(curves: Curves) -> str:
     for mark, how in marks.items():
         plot.across(mark, how)
     return plot.svg(curves.description)
-
-
-def cloud(points: np.ndarray, labels: np.ndarray, names: Sequence[str], turned: float, description: str) -> str:
-    """Draw a 3D scatter plot as an SVG element.
-
-    Points of a label have one colour, with the label's name in their middle.
-
-    Args:
-        points: (N, 3).
-        labels: (N,), indices of names.
-        names: the name of each label.
-        turned: degrees by which the plot is rotated around the vertical.
-        description: the text alternative.
-    """
-    angle, height = math.radians(turned), math.radians(30)
-    right = [-math.sin(angle), math.cos(angle), 0.0]
-    up = [-math.sin(height) * math.cos(angle), -math.sin(height) * math.sin(angle), math.cos(height)]
-    seen = points @ np.array([right, up]).T
-    plot = Plot()
-    y = plot.vertical(seen[:, 1].tolist(), write=lambda value: "")
-    plot.axes(plot.horizontal(seen[:, 0].tolist(), y, write=lambda value: ""), y, "")
-    for label in range(len(names)):
-        plot.symbols(seen[labels == label].tolist(), f'<circle r="2" fill="{COLOURS[label % 8]}" opacity="0.7"/>')
-    for label, name in enumerate(names):
-        if len(cluster := seen[labels == label]):
-            across, upwards = np.median(cluster, axis=0).tolist()
-            plot.words(across, upwards, name)
-    return plot.svg(description)
 
 
 def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None], are_fractions: bool = False) -> str:

@@ -181,9 +181,6 @@ class Plot:
             if math.isfinite(self._x(x) + self._y(y)):
                 self._put(self._x(x), self._y(y), symbol)
 
-    def words(self, x: float, y: float, text: str) -> None:
-        self._write(self._x(x), self._y(y), text, "middle")
-
     def svg(self, description: str) -> str:
         """Return the plot as an SVG element, with a description as its text alternative."""
         head = f'<svg role="img" aria-label="{html.escape(description)}" xmlns="http://www.w3.org/2000/svg" '

@@ -100,7 +100,7 @@ def test_every_format_gives_the_measures_that_the_training_reported(example):
     model = Path(outputs.model.path)
     assert_load_by_name_alone([trained.folder / "model.pt", model / "model.safetensors"], trained.weights, data)
     card = (model / "model_card.md").read_text()
-    has_forward = example in ("autoencoder", "charlm", "contrastive", "stream")
+    has_forward = example in ("charlm", "contrastive", "stream")
     assert ("The files contain only the network" in card) == has_forward
     assert ("data\\_path=DATA" in card) == (data is not None)
     assert Path(outputs.report.path).read_text() == (model / "model_card.html").read_text()

@@ -19,7 +19,7 @@ from flyte_ddp.events import (
     StepLogged,
     digests_of,
 )  # fmt: skip
-from flyte_ddp.report.figures import Curves, cloud, draw, scatter, thinned
+from flyte_ddp.report.figures import Curves, draw, scatter, thinned
 from flyte_ddp.report.plot import axis_of
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
@@ -255,9 +255,3 @@ def test_a_scatter_plot_marks_the_best_and_what_is_missing():
     assert words == ["error", "best", "failed", "5%", "10%", "20%", "50%", "1", "3", "20", "size"]
     words = re.findall(r">([^<>]+)</text>", scatter("model", ["cnn", "mlp", "cnn"], "r2", [0.9, 0.5, None]))
     assert {"cnn", "mlp"} < {*words}
-
-
-def test_a_cloud_names_its_clusters():
-    svg = cloud(np.eye(3), np.arange(3), ["a", "<b>", "c"], 45, "a > b")
-    assert svg.startswith('<svg role="img" aria-label="a &gt; b"')
-    assert re.findall(r">([^<>]+)</text>", svg) == ["a", "&lt;b&gt;", "c"]
