@@ -1,6 +1,8 @@
 """The last step of batch prediction, which joins the rows of all shards in one file, counts them, and writes a page."""
 
+import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +16,15 @@ from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.data.image_files import decode
 from flyte_ddp.data.prepared import prepared
+from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
+from flyte_ddp.flyte1.data import fetch, list_files
 from flyte_ddp.flyte1.outputs import output_file, output_page
 from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import preparation_resources
-from flyte_ddp.inference.listing import Listing
 from flyte_ddp.inference.page import Tally, predicted_article, tally
-from flyte_ddp.inference.shards import InferenceOptions, read_rows, write_rows
+from flyte_ddp.inference.shards import InferenceOptions, Shard, read_rows, write_rows
 from flyte_ddp.report.console import say_last
 
 
@@ -100,3 +103,55 @@ def images_of(
             return [decode(Path(path), shape) for _, path in shown.fetch(folder, Path(copies))]
         finally:
             shown.verify(folder)  # verify() says why an image cannot be read
+
+
+# --- listing ---
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Names of files below a folder, with details that change when the files do; empty if there is no folder."""
+
+    files: Sequence[tuple[str, str]]
+
+    @classmethod
+    def of(cls, folder: FlyteDirectory | None) -> "Listing":
+        """List the files.
+
+        Raises InputError for a folder without files: an empty listing stands for the dataset's split.
+        """
+        files = [] if folder is None else [*list_files(folder).items()]
+        if folder is not None and not files:
+            raise InputError(f"folder must contain image files, got {folder.path} without any: choose another folder")
+        return cls(files)
+
+    @classmethod
+    def read(cls, path: Path) -> "Listing":
+        return cls([(name, details) for name, details in json.loads(path.read_bytes())])
+
+    def write(self, path: Path) -> Path:
+        path.write_text(json.dumps(self.files), encoding="utf-8")
+        return path
+
+    def part(self, shard: Shard) -> "Listing":
+        return Listing(self.files[shard.first : shard.last])
+
+    def fetch(self, folder: FlyteDirectory | None, into: Path) -> list[tuple[str, str]]:
+        """Return each name with the path of its file on this machine."""
+        if folder is None:
+            return []
+        try:
+            return fetch(folder, [name for name, _ in self.files], into)
+        except FileNotFoundError:
+            self.verify(folder)
+            raise
+
+    def verify(self, folder: FlyteDirectory | None) -> None:
+        """Raise ReportedError if a file is no longer what it was when it was listed."""
+        now = {} if folder is None else list_files(folder)
+        changed = [name for name, details in self.files if now.get(name) != details]
+        if changed:
+            raise ReportedError(
+                f"{len(changed):,} image files have changed while they were predicted, such as {changed[0]}: run "
+                "again, and leave the folder as it is until the run has ended"
+            )

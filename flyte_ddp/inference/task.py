@@ -29,7 +29,7 @@ from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.platform import is_local, working_folder
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import preparation_resources, small_resources, training_resources, training_sizes
-from flyte_ddp.inference.listing import Listing
+from flyte_ddp.inference.gather import Listing
 from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus

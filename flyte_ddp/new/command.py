@@ -1,12 +1,25 @@
 """The command `python -m flyte_ddp new NAME`, which creates a project, ready to train."""
 
+import json
+import keyword
+import os
+import re
 import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import click
 
-from flyte_ddp.new.library import check_requirement, installed_from, with_extra
-from flyte_ddp.new.project import write_project
+import flyte_ddp
+from flyte_ddp.code.code_version import LIBRARY, is_installed
+from flyte_ddp.errors import InputError
+from flyte_ddp.text import shortened
+from flyte_ddp.whole_files import absolute, temporary_beside, writing_to
 
 
 @click.command()
@@ -29,3 +42,112 @@ def new(name: Path, library: str, flyte2: bool) -> None:
         requirement = with_extra(requirement, "flyte2")
     write_project(name, requirement, flyte2)
     click.echo(f"Project:  {name}\nLibrary:  {requirement}\nNext:     make -C {shlex.quote(str(name))} test run")
+
+
+# --- files of a project ---
+
+# Itself a working project, whose package's name is replaced in all paths and files
+TEMPLATE = Path(__file__).with_name("template")
+FLYTE2 = Path(__file__).with_name("flyte2") / "template"  # the files that differ for Flyte 2
+TEMPLATE_NAME = "my_project"
+
+
+def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
+    """Write the whole project or nothing.
+
+    Args:
+        folder: the new folder, whose name is the package's.
+        library: the requirement for this library in the project's pyproject.toml.
+        flyte2: whether the project is for Flyte 2.
+
+    Raises:
+        InputError: the name is invalid, or the folder exists.
+    """
+    folder = absolute(folder, "NAME")
+    check_name(folder.name)
+    if os.path.lexists(folder):
+        raise InputError(f"NAME must be a new folder, got {folder}, which exists: choose another name or folder")
+    beside = temporary_beside(folder)
+    with writing_to(folder.parent, "NAME"):
+        try:
+            for path, text in project_files(folder.name, library, flyte2):
+                (beside / path).parent.mkdir(parents=True, exist_ok=True)
+                (beside / path).write_text(text)
+            beside.rename(folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path, str]]:
+    """Yield each file's path in the project, and its text."""
+    for common in sorted(TEMPLATE.rglob("*")):
+        if common.is_file() and common.suffix != ".pyc":  # pip compiles the template along with the library
+            place = common.relative_to(TEMPLATE)
+            file = FLYTE2 / place if flyte2 and (FLYTE2 / place).exists() else common
+            path = str(place).replace(TEMPLATE_NAME, name)
+            text = file.read_text().replace(TEMPLATE_NAME, name)
+            if path == "pyproject.toml":
+                text = text.replace(f'"{DISTRIBUTION}"', f'"{library}"')
+            yield Path(path), text
+
+
+def check_name(name: str) -> None:
+    """Raise InputError for a name that is not valid for a package, a distribution and an image, or hides another."""
+    if len(name) > 100 or not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise InputError(
+            "NAME must be a Python package name of at most 100 lower-case letters, digits and single underscores, not "
+            f"a keyword, got {shortened(name, 100)!r}: choose one like flower_images"
+        )
+    installed = [folder for folder in sys.path if is_installed(folder)]
+    is_taken = name in sys.stdlib_module_names or name in (LIBRARY, "tests") or PathFinder.find_spec(name, installed)
+    if is_taken:
+        raise InputError(f"NAME must not be the name of an existing package, got {name!r}: choose one like my_{name}")
+
+
+# --- requirement ---
+
+# No public index has this library, so a user's project must say from where
+DISTRIBUTION = "flyte-ddp-training"
+REMEDY = f"write it as '{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT'"
+
+
+def check_requirement(text: str) -> str:
+    """Return the text if it is a requirement of this library. Only pip can find out whether it can be installed.
+
+    Raises:
+        InputError: the text is something else.
+    """
+    if not re.fullmatch(rf"{DISTRIBUTION}(\[[a-z0-9,]+\])? *(@|[=<>~!]=?) *[^\s\"\\]+", text):
+        raise InputError(f"--library must be a requirement of {DISTRIBUTION}, got {text!r}: {REMEDY}")
+    return text
+
+
+def with_extra(requirement: str, extra: str) -> str:
+    """Return the requirement with one more of the library's extras."""
+    extras, rest = re.fullmatch(rf"{DISTRIBUTION}(?:\[([a-z0-9,]+)\])?(.*)", requirement).groups()  # type: ignore[union-attr]
+    names = sorted({*(extras or extra).split(","), extra})
+    return f"{DISTRIBUTION}[{','.join(names)}]{rest}"
+
+
+def installed_from() -> str:
+    """Return the requirement for the library that runs here: its checkout, or what pip installed it from (PEP 610)."""
+    source = Path(flyte_ddp.__path__[0]).absolute().parent
+    project = source / "pyproject.toml"
+    # An editable installation, too, has the checkout's pyproject.toml
+    if project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text():
+        return f"{DISTRIBUTION} @ {source.as_uri()}"
+    try:
+        installed = distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        raise InputError(
+            f"--library must be given if the library was not installed by pip, as in {source}: {REMEDY}"
+        ) from None
+    origin = installed.read_text("direct_url.json")
+    return f"{DISTRIBUTION} @ {_url(json.loads(origin))}" if origin else f"{DISTRIBUTION}=={installed.version}"
+
+
+def _url(origin: dict[str, Any]) -> str:
+    folder = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
+    if "vcs_info" not in origin:
+        return f"{origin['url']}{folder}"
+    return f"{origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}{folder}"
