@@ -13,12 +13,8 @@ BENCHMARKS = {
     "Recipes": "training --runs {runs}",
     "Overheads": "overheads --runs {runs}",
     "What the engine costs": "engine_cost --runs {runs}",
-    "Scaling with images and ranks": "scaling --runs {runs} --plot benchmarks/scaling.svg",
-    "Beside other programs": "spinning --runs {runs}",
-    "Cost of the observers": "observers_cost --dataset mnist --runs {runs}",
     "Memory of a checkpoint": "checkpoint_memory --ranks 1 2",
     "Compared with the tutorial": "against_tutorial --runs {runs}",
-    "Compared with Lightning": "against_lightning --runs {runs}",
 }
 
 

@@ -6,12 +6,15 @@ no rank may be named. Each rank has a core of its own, as on a node. Needs two c
 
 import argparse
 import itertools
+import multiprocessing
+import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from benchmarks.engine import hardware, train
 from benchmarks.slowed_settings import SLOWED, WAYS, Settings, core_of
-from benchmarks.spinning import busy_processes
 from flyte_ddp.events import Event, SlowRank
 
 BUSY = "busy core"
@@ -51,6 +54,26 @@ def outcome(way: str, rank: int, milliseconds: float) -> str:
     if said == ({(rank, CAUSES[way])} if CAUSES[way] else set()):
         return "right"
     return " and ".join(f"rank {who} for {cause}" for who, cause in sorted(said)) or "nothing"
+
+
+@contextmanager
+def busy_processes(number: int, core: int) -> Iterator[None]:
+    """While the block runs, so many processes compute on this core."""
+    processes = [multiprocessing.Process(target=turn, daemon=True) for _ in range(number)]
+    try:
+        for process in processes:
+            process.start()
+            os.sched_setaffinity(process.pid or 0, {core})
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def turn() -> None:
+    while True:
+        pass
 
 
 if __name__ == "__main__":
