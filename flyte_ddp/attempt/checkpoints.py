@@ -2,6 +2,7 @@
 
 import contextvars
 import itertools
+import math
 import os
 import shutil
 import tempfile
@@ -18,6 +19,8 @@ from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import CheckpointWritten, Observer
+from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.launch.grace import GRACE_VARIABLE
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import models_beside, read_manifest, remove_checkpoint, shards_beside, write_manifest
 from flyte_ddp.report.background import one_line
@@ -157,11 +160,16 @@ class PlatformStore(Store):
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         self._new.set()
 
-    def close(self) -> None:
-        """Wait for the newest checkpoint to be uploaded."""
+    def close(self, until: float = math.inf) -> bool:
+        """Wait for the newest checkpoint to be uploaded, at most until this time, as of time.monotonic().
+
+        Returns:
+            Whether it is no longer being uploaded.
+        """
         self._closing = True
         self._new.set()
-        self._thread.join()
+        self._thread.join(None if until == math.inf else max(0.0, until - time.monotonic()))
+        return not self._thread.is_alive()
 
     def _upload(self) -> None:
         while True:
@@ -264,7 +272,17 @@ def checkpoint_store(
         store.restore(resume)
         store.fetch_given(resume_from)
         yield store
-    finally:
+    except PreemptedError as stopped:
+        if store.close(stopped.until):
+            raise
+        raise PreemptedError(
+            f"{stopped}; its checkpoint was not uploaded within the grace, so a resume begins with the one before it: "
+            f"if the platform gives longer, say so by {GRACE_VARIABLE}"
+        ) from None
+    except BaseException:
+        store.close()
+        raise
+    else:
         store.close()
 
 

@@ -17,6 +17,7 @@ from flyte_ddp.engine.job import Subject, TrainingResult, job_of
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.launch.signals import finishing
 from flyte_ddp.report.console import say_interrupted, say_summary
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.observers import Observers
@@ -96,7 +97,11 @@ def train_by(
     """
     started = time.time()
     subject = fetch()
-    with training_run(platform, subject.dataset, subject.key, options.resume, options.resume_from, stored) as run:
+    names = subject.dataset, subject.key
+    with (
+        finishing() as finish_first,
+        training_run(platform, *names, options.resume, options.resume_from, stored) as run,
+    ):
         model = run.folder / "model.pt"
         report = run.folder / "report.html"
         logs = run.logs.folder
@@ -113,6 +118,7 @@ def train_by(
         ) as observers:
             leave_progress(platform, run)
             observers(StartUp("importing torch"))
+            finish_first()
             try:
                 results = start(job, observers)
             except (KeyboardInterrupt, PreemptedError):

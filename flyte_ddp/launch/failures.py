@@ -1,5 +1,6 @@
 """Which rank failed, why, and whether trying again can help. Imports no torch."""
 
+import math
 import re
 import signal
 import time
@@ -95,7 +96,15 @@ class RecoverableRankError(RankError, RecoverableError):
 
 
 class PreemptedError(RecoverableError):
-    """The process was asked to end (SIGTERM); a checkpoint has been written if that was possible."""
+    """The process was asked to end (SIGTERM); a checkpoint has been written if that was possible.
+
+    Attributes:
+        until: the time, as of time.monotonic(), until which it may be uploaded.
+    """
+
+    def __init__(self, message: str, until: float = math.inf):
+        super().__init__(message)
+        self.until = until
 
 
 def from_exception(error: BaseException, rank: int | None, host: str) -> Failure:

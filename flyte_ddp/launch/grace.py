@@ -41,6 +41,11 @@ def seconds_of_ranks(grace: float) -> float:
     return grace - min(LAST_SECONDS, grace / 5)
 
 
+def seconds_of_upload(grace: float) -> float:
+    """Return how many seconds of a grace there are until the upload of a checkpoint is no longer waited for."""
+    return grace - min(LAST_SECONDS, grace / 5) / 2
+
+
 class Saved:
     """What a run has saved so far.
 

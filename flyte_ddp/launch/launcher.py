@@ -3,6 +3,7 @@
 Standard library only: the parent of a training run never imports torch, which takes longer than starting Python.
 """
 
+import math
 import multiprocessing
 import os
 import shutil
@@ -21,7 +22,7 @@ import flyte_ddp
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
 from flyte_ddp.launch.failures import PreemptedError, from_exit_code, name_the_cause
-from flyte_ddp.launch.grace import Saved, grace_seconds, seconds_of_ranks
+from flyte_ddp.launch.grace import Saved, grace_seconds, seconds_of_ranks, seconds_of_upload
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, hang_of
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.phases import STARTING, WRITING, Timeouts
@@ -178,7 +179,7 @@ class _Rank:
 def _supervise(
     ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None], signals: list[int], grace: float
 ) -> list[Any]:
-    saved, stop_at, give_up_at, now = Saved(), 0.0, 0.0, time.monotonic()
+    saved, noticed, give_up_at, now = Saved(), math.inf, 0.0, time.monotonic()
 
     def note(event: Event) -> None:
         saved.note(event)
@@ -197,19 +198,20 @@ def _supervise(
             give_up_at = give_up_at or now + GRACE_SECONDS
             if now >= give_up_at or not all(failure.is_effect for failure in failures) or len(failures) == len(ranks):
                 raise name_the_cause(failures)
-        if signals and not stop_at:
-            stop_at = now + (seconds_of_ranks(grace) if saved.has_started else 0)
+        if signals and noticed == math.inf:
+            noticed = now
             for rank in ranks:
                 rank.request("stop")
         if all(rank.outcome == "done" for rank in ranks):
             return [rank.value for rank in ranks]
-        if all(rank.outcome for rank in ranks) or (stop_at and now >= stop_at):
-            raise _stopped(ranks, signals, saved, grace)
+        patience = seconds_of_ranks(grace) if saved.has_started else 0.0
+        if all(rank.outcome for rank in ranks) or now >= noticed + patience:
+            raise _stopped(ranks, signals, saved, grace, noticed + seconds_of_upload(grace))
         if any(not rank.outcome and rank.silent_seconds > timeouts.seconds(rank.phase) for rank in ranks):
             raise _hung(ranks, timeouts, note)
 
 
-def _stopped(ranks: list[_Rank], signals: list[int], saved: Saved, grace: float) -> BaseException:
+def _stopped(ranks: list[_Rank], signals: list[int], saved: Saved, grace: float, until: float) -> BaseException:
     number = signals[0] if signals else signal.SIGTERM  # sent to a rank alone, as by a guard of the host's memory
     if number == signal.SIGINT:
         return KeyboardInterrupt()
@@ -219,7 +221,7 @@ def _stopped(ranks: list[_Rank], signals: list[int], saved: Saved, grace: float)
         last = saved.end_of_grace(grace, slowest.phase, slowest.silent_seconds)
     else:
         last = next(rank.value for rank in ranks if rank.outcome == "stopped")
-    return PreemptedError(f"all ranks on {ranks[0].host}: {signal.Signals(number).name}: {last}")
+    return PreemptedError(f"all ranks on {ranks[0].host}: {signal.Signals(number).name}: {last}", until)
 
 
 def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end of a pod, of a terminal
@@ -25,6 +25,15 @@ def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[li
 
     with on_signals(STOP_SIGNALS, note):
         yield received
+
+
+@contextmanager
+def finishing() -> Iterator[Callable[[], None]]:
+    """Yield a function from whose call on, until the block ends, what ends a pod or a terminal does nothing: whatever
+    the ranks have left is uploaded first. While they run, the launcher hears of it.
+    """
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(on_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: None))
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """Local checkpoints are one training's at a time, and a lost one's are free at once; those in storage are not lost."""
 
+import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +21,8 @@ from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.flyte1 import platform
+from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.launch.signals import finishing
 from flyte_ddp.lock import LOCK
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -287,3 +292,45 @@ def test_what_is_uploaded_stays_what_it_was(tmp_path, monkeypatch, is_linked):
 
 def refuse_links(*_):
     raise PermissionError("this file system has none")
+
+
+class Uploading(Folders):
+    """Does something while a checkpoint is uploaded."""
+
+    def __init__(self, root, do):
+        super().__init__(root)
+        self.do = do
+
+    def put(self, path, url):
+        self.do()
+        super().put(path, url)
+
+
+def stopped_store(folders, until=math.inf):
+    """A training that is asked to stop, and has written a checkpoint; then its upload begins."""
+    with finishing() as finish_first, checkpoint_store(folders, "key", True) as store:
+        finish_first()
+        write_whole(store.path, b"the state")
+        store.on_checkpoint_written(CheckpointWritten(0, 4, str(store.path), 0.0, 0.0))
+        raise PreemptedError("stopped on request", until)
+
+
+def test_no_further_signal_keeps_a_checkpoint_from_being_uploaded(tmp_path):
+    def do():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(PreemptedError, match=r"^stopped on request$"):
+        stopped_store(Uploading(tmp_path, do))
+    assert (tmp_path / "0" / "checkpoints" / "checkpoint").read_bytes() == b"the state"
+
+
+def test_an_upload_that_outlasts_the_grace_is_said_not_to_have_ended(tmp_path):
+    go_on = threading.Event()
+    words = (
+        "^stopped on request; its checkpoint was not uploaded within the grace, so a resume begins with the one before"
+    )
+    with pytest.raises(PreemptedError, match=words):
+        stopped_store(Uploading(tmp_path, go_on.wait), until=time.monotonic())
+    assert not (tmp_path / "0" / "checkpoints" / "checkpoint").exists()
+    go_on.set()
