@@ -2,7 +2,8 @@
 
 Kills: at a random step, a random rank or the parent gets SIGKILL or SIGTERM; then the same training is started again
 and its weights are compared, bit by bit, with those of an uninterrupted run. All other rows are the tests of the same
-name, run with more random inputs than in `make test`.
+name, run with more random inputs than in `make test`. A second table is of notices: a SIGTERM in each phase, see
+notices.py.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any
 
 import flyte_ddp.training
 from benchmarks import engine
+from benchmarks.notices import notices, table
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.data.sources.datasets import prepare
@@ -189,7 +191,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=54, help="how many times a process of each job is killed")
     parser.add_argument("--jobs", nargs="*", default=JOBS, choices=JOBS, help="what is trained")
-    parser.add_argument("--no-tests", action="store_true", help="leave the other rows out")
+    parser.add_argument("--no-tests", action="store_true", help="leave the rows of tests out")
+    parser.add_argument("--no-notices", action="store_true", help="leave the table of notices out")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("--victim", nargs=3, metavar=("JOB", "DATA", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -199,6 +202,7 @@ def main() -> None:
     kills: dict[str, Row] = {}
     for job in arguments.jobs:
         kills.update(kill_at_random_moments(job, arguments.kills, arguments.seed))
+    sent = [] if arguments.no_notices else notices()
     tests = [] if arguments.no_tests else run_tests()
     print("| fault | tried | survived | steps repeated, at most | weights identical | left behind |")
     print("|---|---|---|---|---|---|")
@@ -206,8 +210,10 @@ def main() -> None:
         print(f"| {name} | {row.tried} | {row.survived} | {row.repeated} | {row.identical} | {row.left} |")
     for name, row in tests:
         print(f"| {name} | {row.tried} | {row.survived} | | | |")
+    print(f"\n{table(sent)}")
     bad = [row for row in kills.values() if not row.tried == row.survived == row.identical or row.left]
-    sys.exit(bool(bad) or any(row.tried != row.survived for _, row in tests))
+    is_bad = bool(bad) or any(row.tried != row.survived for _, row in tests)
+    sys.exit(is_bad or any(not notice.is_identical or notice.lost for notice in sent))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small(tmp_path_factory.mktemp("data") / "small")
+
+
+def write_small(folder: Path) -> Path:
     """318 real digits to train on: with batches of 16, nineteen whole ones and one of 14; 50 to test on.
 
     Their middle alone, 16 x 16, for which the default network multiplies a tenth as often.
@@ -39,7 +43,6 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     digits = prepare("digits")
     train_images, train_labels = prepared.open_split(digits, "train")
     test_images, test_labels = prepared.open_split(digits, "test")
-    folder = tmp_path_factory.mktemp("data") / "small"
     write_prepared(
         folder, "small", [str(digit) for digit in range(10)],
         train_images[:318, :, 6:22, 6:22], train_labels[:318], test_images[:50, :, 6:22, 6:22], test_labels[:50],

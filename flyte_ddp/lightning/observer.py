@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from torch import distributed
 
 from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
@@ -18,6 +19,7 @@ from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT
 from flyte_ddp.engine.progress import Progress, StepFigures
 from flyte_ddp.engine.seeds import seed_all
+from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished
@@ -140,6 +142,11 @@ class RankObserver(Checkpoint):
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
+        self._poll = StopPoll(trainer.strategy.root_device, lambda: self._tested <= self._least)
+        # Not all ranks need have as many batches
+        least = torch.tensor(float(min(trainer.num_test_batches, default=0)), device=trainer.strategy.root_device)
+        distributed.all_reduce(least, distributed.ReduceOp.MIN)
+        self._tested, self._least = 0, 0.0 if math.isinf(least) else float(least)
 
     def _keep_signal_handler(self) -> None:
         """Lightning's own broadcasts, which hangs if not all ranks get the signal; in other threads it sets none."""
@@ -280,6 +287,9 @@ class RankObserver(Checkpoint):
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._link.heartbeat()
+        self._tested += 1
+        if self._poll.after_batch(self._link.stop_requested):
+            raise StopRequested(self.progress.epoch, self.progress.step, is_evaluating=True)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         seconds = time.monotonic() - self._evaluating

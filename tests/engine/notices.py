@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from tests.engine import own_loops
 
 LAUNCHER = "DDP_TEST_LAUNCHER"  # its process id; not set where there is to be no notice
 PHASE = "DDP_TEST_PHASE"
+SENT = "DDP_TEST_SENT"  # the file that gets its time
 LINKS: list[Link] = []
 seen: dict[str, int] = {}
 
@@ -31,6 +34,8 @@ def reach(phase: str) -> None:
     seen[phase] = seen.get(phase, 0) + 1
     is_last = LINKS and int(os.environ.get("DDP_TEST_RANK", "1")) == rank()
     if is_last and os.environ.get(PHASE) == f"{phase} {seen[phase]}" and LAUNCHER in os.environ:
+        if SENT in os.environ:
+            Path(os.environ[SENT]).write_text(str(time.time()))
         os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
         while not LINKS[-1].stop_requested:
             os.sched_yield()

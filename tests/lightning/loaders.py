@@ -326,3 +326,13 @@ class Holding(Augmented):
 class Keeping(Plain):
     def train_dataloader(self):
         return DataLoader(Holding(52), 4)
+
+
+class Evaluated(Numerals):
+    """Has many batches to evaluate."""
+
+    def val_dataloader(self):
+        return DataLoader(self.parts[1], 10)
+
+    def test_dataloader(self):
+        return DataLoader(self.parts[2], 10)

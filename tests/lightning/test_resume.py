@@ -60,16 +60,29 @@ def test_plain_loaders_go_on_within_an_epoch(tmp_path, data, nproc):
     check_same(resumed, whole)
 
 
-def test_a_stop_is_obeyed_after_the_step_in_which_it_comes(tmp_path, monkeypatch):
-    of_it: Any = {"settings": settings(epochs=2, log_interval=1000), "module": "numerals.variants:Asked"}
+@pytest.mark.parametrize(
+    ("phase", "said", "begins"),
+    [
+        ("step 4", "before epoch 1, step 5", (0, 4)),
+        ("validation 2", "before epoch 2, step 1", (1, 0)),
+        ("test 2", "in the evaluation after epoch 2, with which a resume begins", (2, 0)),
+    ],
+)
+def test_a_notice_is_obeyed_at_once_but_in_a_validation_which_ends_first(tmp_path, monkeypatch, phase, said, begins):
+    of_it: Any = {
+        "settings": settings(epochs=2, log_interval=1000),
+        "module": "numerals.variants:Noticed",
+        "data": "numerals.loaders:Evaluated",
+    }
     whole = train(tmp_path / "whole", **of_it)
-    monkeypatch.setenv("NUMERALS_STOP", "")
-    with pytest.raises(PreemptedError, match="stopped on request before epoch 1, step 5"):
+    monkeypatch.setenv("NUMERALS_NOTICE", phase)
+    with pytest.raises(PreemptedError, match=f"stopped on request {said}"):
         train(tmp_path / "stopped", **of_it)
-    monkeypatch.delenv("NUMERALS_STOP")
+    monkeypatch.delenv("NUMERALS_NOTICE")
     resumed = train(tmp_path / "stopped", **of_it)
-    assert [(one.first_epoch, one.first_step) for one in of(RunStarted, resumed)] == [(0, 4)]
+    assert [(one.first_epoch, one.first_step) for one in of(RunStarted, resumed)] == [begins]
     check_same(resumed, whole)
+    assert resumed.result.tested == whole.result.tested
 
 
 @pytest.mark.parametrize(

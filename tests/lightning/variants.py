@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -273,13 +274,29 @@ class EachEpoch(LitNumerals):
         return super().training_step([batch[0] + self.shift, batch[1]], batch_idx) * self.factor
 
 
-class Asked(LitNumerals):
-    """Is asked to stop in the fourth step, on one of its ranks alone."""
+class Noticed(LitNumerals):
+    """Is asked to stop in the phase that NUMERALS_NOTICE names, on one of its ranks alone."""
+
+    def reach(self, phase):
+        seen = vars(self).setdefault("seen", {})
+        seen[phase] = seen.get(phase, 0) + 1
+        is_last = self.global_rank == self.trainer.world_size - 1
+        if is_last and os.environ.get("NUMERALS_NOTICE") == f"{phase} {seen[phase]}":
+            if "DDP_TEST_SENT" in os.environ:
+                Path(os.environ["DDP_TEST_SENT"]).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and self.global_rank == self.trainer.world_size - 1 and "NUMERALS_STOP" in os.environ:
-            os.kill(os.getpid(), signal.SIGTERM)
+        self.reach("step")
         return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.reach("validation")
+        return super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.reach("test")
+        return super().test_step(batch, batch_idx)
 
 
 class AddingUp(Broken):

@@ -169,7 +169,7 @@ class LoopState:
 
         Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError, before one.
         is_left: whether no further step of the epoch comes. A resume from here would go on with them, so the epoch's
-        end has the checkpoint, and a request to stop waits for the next step.
+        end has the checkpoint, and a request to stop waits for it.
         """
         progress = self.progress
         progress.clock.lap(StepPart.COMPUTING)
