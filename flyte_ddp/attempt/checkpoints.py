@@ -160,7 +160,11 @@ class PlatformStore(Store):
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         self._new.set()
 
-    def close(self, until: float = math.inf) -> bool:
+    def close(self) -> None:
+        """Wait for the newest checkpoint to be uploaded."""
+        self.close_by(math.inf)
+
+    def close_by(self, until: float) -> bool:
         """Wait for the newest checkpoint to be uploaded, at most until this time, as of time.monotonic().
 
         Returns:
@@ -273,7 +277,7 @@ def checkpoint_store(
         store.fetch_given(resume_from)
         yield store
     except PreemptedError as stopped:
-        if store.close(stopped.until):
+        if store.close_by(stopped.until):
             raise
         raise PreemptedError(
             f"{stopped}; its checkpoint was not uploaded within the grace, so a resume begins with the one before it: "

@@ -311,7 +311,7 @@ def stopped_store(folders, until=math.inf):
     with finishing() as finish_first, checkpoint_store(folders, "key", True) as store:
         finish_first()
         write_whole(store.path, b"the state")
-        store.on_checkpoint_written(CheckpointWritten(0, 4, str(store.path), 0.0, 0.0))
+        store(CheckpointWritten(0, 4, str(store.path), 0.0, 0.0))
         raise PreemptedError("stopped on request", until)
 
 
