@@ -38,8 +38,8 @@ FORK_SERVER = "flyte_ddp.launch.fork_server"  # where it is not found, a launch 
 PRELOAD = ["torch", "torch.utils.flop_counter", "numpy", "dataclasses_json", "click"]
 
 # OpenMP's threads wait for one another by turning in a loop, GNU's for 300,000 turns. Beside other programs these take
-# cores from the thread that is waited for. With two such programs an epoch of
-# the digits took 4.5 s instead of 8.6; alone it took 1.5 s either way.
+# cores from the thread that is waited for. On two cores with two such programs, an epoch of the digits took 4.5 s with
+# these turns and 8.6 s with GNU's; alone it took 1.5 s with either.
 SPIN_COUNT = "10000"
 
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
