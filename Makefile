@@ -82,6 +82,7 @@ dry-run2: .venv/run.stamp ## Show, without a cluster, what flyte2/ would deploy 
 
 package: .venv/run.stamp ## Write what would be registered to flyte-package.tgz, for flytectl
 	@$(call typed,pyflyte --pkgs workflows package $(images) --output flyte-package.tgz --force)
+	@.venv/bin/python -c "import flyte_ddp; print('flyte-package.tgz has flyte-ddp-training', flyte_ddp.__version__)"
 
 register: .venv/run.stamp ## Register: make register IMAGE=registry/name:tag CLUSTER_CONFIG=~/.flyte/config.yaml
 	@$(call typed,python -m scripts.register $(cluster) $(images)$(if $(ARGS), $(ARGS)))
