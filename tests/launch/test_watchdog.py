@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import threading
 from dataclasses import dataclass
 
@@ -11,11 +12,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import watchdog as module
 from flyte_ddp.launch.environment import Environment, World
-from flyte_ddp.launch.failures import RankError
+from flyte_ddp.launch.failures import PreemptedError, RankError
 from flyte_ddp.launch.hangs import Answer, hang_of
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.watchdog import RollCall, under_watchdog
+from tests.launch.targets import started
 
 IN_REDUCE = Answer(9, True, "gloo:all_reduce of Float [8]", "in all_reduce\n")
 BEHIND = Answer(8, True, "gloo:broadcast of Int [3]", "in forward\n")
@@ -162,6 +164,35 @@ def test_work_that_never_ends_is_left_behind_with_its_stack(tmp_path):
         over.set()
     assert failed.value.failure.kind == "hang"
     assert "in in_an_endless_loop" in failed.value.failure.details
+
+
+@pytest.mark.parametrize(
+    ("has_started", "said"),
+    [
+        (False, "ended at once, before the first step"),
+        (True, "killed as the grace of 1 s ends, .* before epoch 2, step 1;"),
+    ],
+)
+def test_a_rank_that_is_asked_to_stop_ends_at_once_before_its_first_step_else_with_its_grace(
+    tmp_path, monkeypatch, has_started, said
+):
+    monkeypatch.setenv("DDP_GRACE_SECONDS", "1")
+    link, over = DirectLink(lambda event: None), threading.Event()
+
+    def goes_on(store):
+        if has_started:
+            link.emit(started(first_epoch=1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        over.wait()
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(PreemptedError, match=f"^{said}"):
+            under_watchdog(goes_on, link, alone(tmp_path), Timeouts(60), [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        atexit.unregister(os._exit)
+        over.set()
 
 
 def test_steps_keep_a_rank_from_being_taken_for_one_that_hangs(tmp_path):
