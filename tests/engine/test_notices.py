@@ -1,11 +1,14 @@
 """A SIGTERM in each phase of a training: what it costs is what it must, and the resume has the same bits."""
 
 import os
+import subprocess
 
 import pytest
+import torch
 
 from flyte_ddp.events import RunStarted
 from flyte_ddp.launch.failures import PreemptedError
+from tests.commands import ROOT, free_port, same
 from tests.small_training import identical
 
 RECIPE = {
@@ -92,3 +95,47 @@ def test_an_own_loop_obeys_a_notice_in_each_phase(train, whole, notice, loop, ph
 
 def test_ranks_may_leave_an_evaluation_of_their_own_loop_after_other_batches(train):
     assert len(train(2, recipe="tests.engine.notices:own_loop_that_leaves", **OWN).result.epochs) == 2
+
+
+ON_NODES = """
+import os, sys
+from flyte_ddp import RunOptions
+from flyte_ddp.engine import joined
+from flyte_ddp.launch.link import DirectLink
+from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.training import train
+from tests.engine import notices
+
+class Link(DirectLink):
+    def __init__(self, on_event):
+        super().__init__(on_event)
+        notices.LINKS.append(self)
+
+joined.DirectLink = Link  # so that the notice is heard before the rank goes on
+os.environ["DDP_TEST_LAUNCHER"] = str(os.getpid())
+settings = TrainingSettings(epochs=2, batch_size=12, test_batch_size=4, log_interval=3, threads=1)
+train("tests.engine.notices:own_loop", settings, RunOptions(), output=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_notice_on_one_of_two_nodes_ends_both(whole, tmp_path):
+    """Its rank alone hears of it, in an evaluation."""
+    (tmp_path / "on_nodes.py").write_text(ON_NODES)
+
+    def run(phase):
+        command = [
+            "torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(tmp_path / "on_nodes.py"), str(tmp_path / "trained"),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DDP_TEST_PHASE": phase}
+        nodes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        return [(node.communicate(timeout=240)[1], node.returncode) for node in nodes]
+
+    for said, status in run("evaluation 3"):
+        assert status != 0
+        assert "stopped on request in the evaluation after epoch 1, step 7, with which a resume begins" in said
+    assert not (tmp_path / "trained" / "model.pt").exists()
+    assert [status for _, status in run("")] == [0, 0]
+    expected = whole(2, recipe="tests.engine.notices:own_loop", threads=1, **OWN)
+    assert same(torch.load(tmp_path / "trained" / "model.pt", weights_only=True), expected.weights)
