@@ -1,7 +1,9 @@
 """The commands that a cluster's pods run, one after the other, against a local run of the same workflow."""
 
+import dataclasses
 import os
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -88,6 +90,23 @@ def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod(place, small, undistu
     assert accuracies(second.run()) == undisturbed
     assert "resuming from the checkpoint" in second.log
     assert is_whole(second.checkpoints / "checkpoint"), "for the attempt after this one"
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_asked_to_stop_loses_nothing(place, small, undisturbed):
+    """As Kubernetes does it, to the main process, and again while what is left of it ends."""
+    options, hp = RunOptions(checkpoint_seconds=1e9), dataclasses.replace(SMALL, log_interval=1)
+    first = training_pod(small, place / "asked", options, hp=hp)
+    with first.running() as process:
+        first.wait_until(lambda: "Train Epoch" in first.log, process)
+        for _ in range(3):
+            os.kill(process.pid, signal.SIGTERM)
+        process.wait(60)
+    assert "SIGTERM: stopped on request before epoch" in first.error.error.message, first.log
+    assert is_whole(first.checkpoints / "checkpoint")
+    second = training_pod(small, place / "asked-again", options, hp=hp, previous=first)
+    assert accuracies(second.run()) == undisturbed
+    assert "resuming from the checkpoint" in second.log
 
 
 @pytest.mark.slow
