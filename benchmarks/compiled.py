@@ -72,7 +72,7 @@ def one(size: str, is_compiled: bool) -> tuple[float, float]:
         names = names_of(recipe, model, train)
         if is_compiled:
             compile_layers(recipe, [model])
-        state = TrainingState(recipe, model, names, untold(device), device, 1, autocast=False, total_steps=STEPS)
+        state = TrainingState(recipe, model, names, untold(device), train, device, autocast=False, total_steps=STEPS)
         started = time.perf_counter()
         compile_now(state, train, test, Link())
         seconds = time.perf_counter() - started

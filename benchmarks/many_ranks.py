@@ -115,7 +115,7 @@ def one_rank(name: str, ranks: int, is_virtual: bool, folder: Path) -> tuple[flo
     )  # fmt: skip
     model, device = recipe.model(), torch.device("cpu")
     state = TrainingState(
-        recipe, model, names_of(recipe, model, batches), untold(device), device, ranks,
+        recipe, model, names_of(recipe, model, batches), untold(device), batches, device,
         autocast=False, total_steps=STEPS,
     )  # fmt: skip
     if isinstance(state.parallel, ReplicatedStep):

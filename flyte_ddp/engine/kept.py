@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.job import Job, KeptModel
-from flyte_ddp.engine.progress import Checkpoints, Progress, Resumable
+from flyte_ddp.engine.progress import Checkpoints, Progress, Training
 from flyte_ddp.engine.results import write_weights
 from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard
@@ -123,7 +123,7 @@ class KeepingCheckpoints:
     def due(self) -> bool:
         return self._checkpoints.due()
 
-    def save(self, state: Resumable, is_last: bool = False) -> None:
+    def save(self, state: Training, is_last: bool = False) -> None:
         if len(self._progress.history) > self._evaluations:
             self._evaluations = len(self._progress.history)
             self._checkpoints.close()  # what it does without must not depend on this evaluation

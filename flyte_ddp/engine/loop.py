@@ -3,24 +3,16 @@
 docs/architecture.md lists all collectives: which ranks exchange what, when, in which thread and group.
 """
 
-import heapq
-import math
 import time
-from operator import itemgetter
 from typing import Any
 
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.evaluations import Evaluated, evaluate
 from flyte_ddp.engine.garbage import collected_between
-from flyte_ddp.engine.non_finite import find_non_finite
-from flyte_ddp.engine.progress import StepFigures
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.errors import NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished, GradientsSeen
 from flyte_ddp.launch.link import Link
 from flyte_ddp.settings import TrainingSettings
-
-MOST_NORMS = 10
 
 
 def fit(
@@ -48,7 +40,7 @@ def fit(
         done = sum(finished.epoch == progress.epoch for finished in progress.history)
         begin, end = (len(train) * number // settings.evaluations_per_epoch for number in (done, done + 1))
         train_epoch(state, train, end, settings.log_interval, link)
-        state.compare_between_ranks(end - 1)
+        state.compare_between_ranks()
         digest, started = state.digest(), time.perf_counter()
         try:
             evaluated = evaluate(state, split, link)
@@ -97,28 +89,7 @@ def train_epoch(state: TrainingState, train: TrainBatches, end: int, log_interva
     for shares in collected_between(progress.clock.timed(train.steps(progress.epoch, progress.step, end))):
         state.train_step(shares, link.stop_requested, progress.checkpoints.due())
         is_last = progress.step == end
-        is_logged = progress.step % log_interval == 0 or is_last
-        if not progress.is_asked() and not is_logged:
-            continue
-        asked = progress.look()  # which may be of steps after that, and makes the host wait, as saving does
-        if asked.bad_step is not None:
-            again = next(train.steps(progress.epoch, asked.bad_step))
-            raise NonFiniteError.in_step(*find_non_finite(state, again), progress.epoch, asked.bad_step)
-        if is_logged:
-            progress.log_sums(state.measures, train.samples_until, _figures(state))
-        if is_last:
-            progress.tell_times()
+        asked = progress.end_step(state, is_last or progress.step % log_interval == 0)
         if progress.step == len(train) and link.is_heard and state.log_gradients:
             link.emit(GradientsSeen(progress.epoch, state.gradient_histograms()))
-        if asked.stop or (asked.save and not is_last):
-            state.compare_between_ranks(progress.step - 1)
-            progress.save(state, asked.stop)
-        if asked.stop:
-            raise StopRequested(progress.epoch, progress.step)
-
-
-def _figures(state: TrainingState) -> StepFigures:
-    """Return what the last step tells besides its measures."""
-    norms = state.gradient_norms()
-    largest = dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1)))
-    return StepFigures(state.learning_rate, math.hypot(*norms.values()), norms if state.log_gradients else largest)
+        progress.obey(state, asked, is_evaluated=is_last)

@@ -6,13 +6,13 @@ alone.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.hosts.machine import machine, moved
 from flyte_ddp.engine.hosts.places import Place, hardware, places_of_ranks
@@ -21,8 +21,9 @@ from flyte_ddp.engine.job import Job, KeptModel, TrainingResult
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
+from flyte_ddp.engine.step import Totals, constants
 from flyte_ddp.engine.sums import StepSums, Sums
-from flyte_ddp.errors import NonFiniteError, WrongBitsError
+from flyte_ddp.errors import NonFiniteError, StopRequested, WrongBitsError
 from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, digests_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.limits import peak_memory
@@ -41,12 +42,40 @@ class Resumable(Protocol):
         ...
 
 
+class Training(Resumable, Protocol):
+    """A training as its Progress sees it: that of a recipe, of a loop of a user's own, or of a LightningModule."""
+
+    def measures(self, pairs: Sequence[float]) -> dict[str, float]:
+        """Return the measures that are logged for these values and weights, which alternate."""
+        ...
+
+    def samples(self, sums: Sums) -> int:
+        """Return how many samples the epoch's steps up to these sums have had."""
+        ...
+
+    def figures(self) -> "StepFigures":
+        """Return the last step's figures besides its measures; the host waits for the device."""
+        ...
+
+    def step_error(self, step: int) -> NonFiniteError:
+        """Return the error of a step, from 0, whose numbers were not finite; a collective."""
+        ...
+
+    def must_wait(self) -> bool:
+        """Return whether a checkpoint has to wait for a later step, as it has no room for gradients; a collective."""
+        ...
+
+    def compare_between_ranks(self) -> None:
+        """Name ranks whose weights differ from those of the others; a collective."""
+        ...
+
+
 class Checkpoints(Protocol):
     """A writer of checkpoints, or of this rank's part of them."""
 
     def due(self) -> bool: ...
 
-    def save(self, state: Resumable, is_last: bool = False) -> None: ...
+    def save(self, training: Resumable, is_last: bool = False) -> None: ...
 
     def close(self) -> None: ...
 
@@ -101,6 +130,10 @@ class Asked(NamedTuple):
     bad_step: int | None
 
 
+NOTHING = Asked(stop=False, save=False, bad_step=None)
+SHORTEST = 1e-9  # seconds that some steps take, by a clock that may be coarse
+
+
 @dataclass(frozen=True)
 class StepFigures:
     """The figures of a step besides its measures; norms of gradients are Euclidean, before clipping.
@@ -131,6 +164,7 @@ class Progress:
         checkpoints: what writes checkpoints; None before there is such a thing.
         places: of each rank; empty before the start.
         started: what was told at the start; None before it.
+        owes_checkpoint: whether a checkpoint was asked for that has to wait.
     """
 
     def __init__(self, device: torch.device, link: Link, monitor: LossMonitor):
@@ -141,7 +175,10 @@ class Progress:
         self.checkpoints: Checkpoints | None = None
         self.places: Sequence[Place] = ()
         self.started: RunStarted | None = None
+        self.owes_checkpoint = False
         self._device, self._link = device, link
+        # Whether a measure was not finite since the last evaluation, where add_up() is used
+        self._is_bad = torch.zeros((), dtype=torch.bool, device=device)
         self._since = time.perf_counter()
         self.measure([])
 
@@ -206,54 +243,96 @@ class Progress:
     def _begin(self) -> None:
         """Begin what is added up from one evaluation to the next."""
         self.sums.values.zero_()
+        self._is_bad.zero_()
         none = Sums((0.0,) * 2 * len(self.names), self.step, self.step, stop=False, saves=0, seconds=0.0)
         self.last = self._told = none
 
-    def is_asked(self) -> bool:
-        """Return, after each step, whether something other than the next one is due; all ranks alike, no one waits."""
+    def add_up(self, pairs: Tensor) -> None:
+        """Add a step's measures, and what this rank asks for, to the sums of all ranks; a collective.
+
+        A step of a recipe adds to the sums itself, as its measures travel with the gradients.
+
+        Args:
+            pairs: this rank's value and weight of each measure, alternating, (2 * measures,) float64.
+        """
+        assert self.checkpoints
+        requests = float(self._link.stop_requested), float(self.checkpoints.due())
+        totals = torch.cat([pairs, constants(requests, self._device).to(pairs.dtype)])
+        distributed.all_reduce(totals)
+        self.clock.lap(StepPart.WAITING)
+        measured, asked = totals.split([len(pairs), 2])
+        self._is_bad.logical_or_((measured - measured).sum())  # 0 if finite, else NaN, which counts as true
+        self.sums.add(Totals(measured, asked, measured[:0]), self._is_bad)
+
+    def end_step(self, training: Training, is_logged: bool) -> Asked:
+        """Log the latest steps, if that is due, and return what ranks ask for; a collective.
+
+        The host waits for the device where something is due, and reads these sums then, which may include later steps
+        than the one in which a rank asked for something.
+
+        Args:
+            training: its sums have the step.
+            is_logged: whether the latest steps are to be logged; all ranks alike.
+
+        Raises:
+            NonFiniteError: A number was not finite; on all ranks.
+        """
         self._link.heartbeat()
         self.seconds = time.perf_counter() - self._since
         recent = self.sums.recent(self.step, self.seconds)
-        return bool(recent and recent.asks(self.last))
+        is_asked = recent is not None and recent.asks(self.last)
+        if not (is_asked or is_logged or self.owes_checkpoint):
+            return NOTHING
+        asked = self._look()
+        if asked.bad_step is not None:
+            raise training.step_error(asked.bad_step)
+        if is_logged:
+            self._log(training)
+        return asked
 
-    def look(self) -> Asked:
-        """Return what ranks have asked for since this was last called; the host waits for the device."""
+    def obey(self, training: Training, asked: Asked, is_evaluated: bool = False) -> None:
+        """Save a checkpoint, and stop, if ranks have asked for it; a collective.
+
+        Args:
+            training: the checkpoint is of it.
+            asked: what end_step() has returned.
+            is_evaluated: whether an evaluation comes next, which a checkpoint follows anyway.
+
+        Raises:
+            StopRequested: There is a checkpoint.
+        """
+        self.owes_checkpoint |= asked.stop or (asked.save and not is_evaluated)
+        if not self.owes_checkpoint or training.must_wait():
+            return
+        training.compare_between_ranks()
+        self.save(training, is_last=asked.stop)
+        if asked.stop:
+            raise StopRequested(self.epoch, self.step)
+
+    @property
+    def is_logged(self) -> bool:
+        """Return whether all steps since the last evaluation are logged."""
+        return self._told.step == self.step
+
+    def check_steps(self, training: Training) -> None:
+        """Look at the steps since the last log; the host waits for the device. Raises NonFiniteError on all ranks."""
+        bad_step = self._look().bad_step
+        if bad_step is not None:
+            raise training.step_error(bad_step)
+
+    def _look(self) -> Asked:
         before = self.last
         self.last = self.sums.now(self.step, self.seconds)
         bad_step = self.last.steps if self.last.steps < self.step else None
         return Asked(self.last.stop, self.last.saves > before.saves, bad_step)
 
-    def log_sums(
-        self,
-        measures_of: Callable[[Sequence[float]], dict[str, float]],
-        samples_until: Callable[[int], int],
-        figures: StepFigures,
-    ) -> None:
-        """Tell of the steps since this was last called, after look(); a collective.
-
-        Args:
-            measures_of: turns values and weights of the measures, alternating, into what is told.
-            samples_until: returns how many samples so many steps of the epoch have.
-            figures: of the last step.
-        """
-        before, self._told = self._told, self.last
-        now = self.last
-        recent = samples_until(now.steps) - samples_until(before.steps)
-        self.log(
-            measures_of(now.since(before)), samples_until(now.steps), recent, now.seconds - before.seconds, figures
-        )
-        self.sums.readback.keep_pace(self.time_ranks())
-
-    def log(self, measures: dict[str, float], samples: int, recent: int, seconds: float, figures: StepFigures) -> None:
-        """Tell of the latest steps, and warn of a loss that leaps.
-
-        Args:
-            measures: of the latest steps.
-            samples: so many in the epoch up to now.
-            recent: so many of them in the latest steps.
-            seconds: that these took.
-            figures: of the last step.
-        """
+    def _log(self, training: Training) -> None:
+        """Tell of the steps since this was last called, and warn of a loss that leaps; a collective."""
+        now, before = self.last, self._told
+        self._told = now
+        measures, figures = training.measures(now.since(before)), training.figures()
+        samples = training.samples(now)
+        recent = samples - training.samples(before)
         self._link.emit(
             StepLogged(
                 epoch=self.epoch,
@@ -261,31 +340,28 @@ class Progress:
                 samples=samples,
                 measures=measures,
                 learning_rate=figures.learning_rate,
-                samples_per_second=recent / seconds,
+                samples_per_second=recent / max(now.seconds - before.seconds, SHORTEST),
                 gradient_norms=dict(figures.gradient_norms),
                 gradient_norm=figures.gradient_norm,
             )
         )
         self.emit_all(self.monitor.after_steps(self.epoch, self.step, measures["loss"], recent))
+        self.sums.readback.keep_pace(self._time_ranks())
 
-    def time_ranks(self) -> float:
+    def _time_ranks(self) -> float:
         """Warn of ranks that are slow, and return the seconds of a step; a collective."""
         steps, times = self.clock.steps, self.clock.read_all()
         slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
         self.monitor.warnings += slow
         if slow:
-            self.tell_times()
+            self._link.emit(self._stragglers.so_far())
         self.emit_all(slow)
         return float(times[:, : StepPart.OTHER].sum(1).max()) / max(1, steps)
-
-    def tell_times(self) -> None:
-        """Tell how long each rank has computed, and waited, so far."""
-        self._link.emit(self._stragglers.so_far())
 
     # --- evaluations ---
 
     def evaluated(self, finished: EpochFinished, broken: Iterable[str] = (), mismatched: float = 0.0) -> None:
-        """Enter an evaluation into the history, and tell of it.
+        """Enter an evaluation into the history, and tell of it and of how long each rank has computed and waited.
 
         Args:
             finished: the evaluation and the training before it.
@@ -294,6 +370,7 @@ class Progress:
         """
         self.history.append(finished)
         self._link.emit(finished)
+        self._link.emit(self._stragglers.so_far())
         split, position = finished.split, finished.position
         warnings = self.monitor.not_finite(broken, split, position, self.step)
         if "loss" in finished.evaluated:
@@ -325,11 +402,12 @@ class Progress:
         for event in events:
             self._link.emit(event)
 
-    def save(self, state: Resumable, is_last: bool = False) -> None:
+    def save(self, training: Resumable, is_last: bool = False) -> None:
         """Write a checkpoint; a collective. is_last: whether training ends with it."""
         assert self.checkpoints
+        self.owes_checkpoint = False
         self._link.heartbeat(WRITING)
-        self.checkpoints.save(state, is_last)
+        self.checkpoints.save(training, is_last)
 
     def close(self) -> None:
         """Wait until the last checkpoint is written."""

@@ -112,7 +112,7 @@ def set_up(
         probed = probe(recipe, model, splits, total_steps, constant_loss)
     monitor = LossMonitor(constant_loss, settings.epochs)
     state = TrainingState(
-        recipe, model, probed.names, Progress(device, link, monitor), device, world_size,
+        recipe, model, probed.names, Progress(device, link, monitor), batches, device,
         autocast=precision == "bfloat16", total_steps=total_steps,
         base=FrozenBase(model, base.names - probed.moving) if probed.moving else base,  # which model() does not provide
         moving=probed.moving, has_unused=probed.has_unused, gathers=probed.gathers, average=average,

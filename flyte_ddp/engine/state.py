@@ -1,19 +1,22 @@
 """The state of a training: weights, optimizer, schedule, average and progress; and its step."""
 
+import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.average import Average
-from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.drift import Drift
@@ -21,15 +24,16 @@ from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.parallel import parallel_of
-from flyte_ddp.engine.progress import Progress
+from flyte_ddp.engine.progress import Progress, StepFigures
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import is_sharded, local, on_shards
 from flyte_ddp.engine.step import Step
+from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import any_batch_size, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gathered
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.random_numbers import Use, key_of
@@ -37,6 +41,7 @@ from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
 BINS = 64  # of a histogram
+MOST_NORMS = 10  # that a log line has, unless all gradients are logged
 
 
 class TrainingState:
@@ -48,8 +53,8 @@ class TrainingState:
         model: nn.Module,
         names: Sequence[str],
         progress: Progress,
+        train: TrainBatches,
         device: torch.device,
-        world_size: int,
         *,
         autocast: bool,
         total_steps: int,
@@ -60,10 +65,18 @@ class TrainingState:
         average: Average | None = None,
         log_gradients: bool = False,
     ):
-        """names: of the measures, "loss" first. base: the weights that model() has frozen. moving: those that forward
-        changes nevertheless. has_unused: see ReplicatedStep. gathers: whether the recipe calls all_gather().
-        log_gradients: whether events have those of all parameters."""
-        self.log_gradients = log_gradients
+        """Set up the state of a training that begins.
+
+        Args:
+            names: of the measures, "loss" first.
+            train: the batches of an epoch.
+            base: the weights that model() has frozen.
+            moving: names of frozen weights that forward changes nevertheless.
+            has_unused: see ReplicatedStep.
+            gathers: whether the recipe calls all_gather().
+            log_gradients: whether events have the gradients of all parameters.
+        """
+        self.log_gradients, self.train, self.world_size = log_gradients, train, train.world_size
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
         self.model, self.base, self.average = model, base or FrozenBase(model), average
         self._buffers, self._moving = Buffers(model), [model.get_parameter(name) for name in moving]
@@ -71,9 +84,9 @@ class TrainingState:
         self._moving_of_average = [average.model.get_parameter(name) for name in moving] if average else []
         virtual_ranks: int = recipe.settings.virtual_ranks
         self.precision = "bfloat16" if autocast else "float32"
-        step = Step(self.model, recipe, self.names, world_size, autocast)
+        step = Step(self.model, recipe, self.names, self.world_size, autocast)
         self.parallel = parallel_of(step, virtual_ranks, has_unused)
-        if average and virtual_ranks and world_size > 1:
+        if average and virtual_ranks and self.world_size > 1:
             # A copy from before the network had rank 0's weights
             rank_0s.take((*average.model.parameters(), *average.model.buffers()))
         optimizer = own_optimizer(recipe, model)
@@ -92,7 +105,6 @@ class TrainingState:
         self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag, self._divisor)
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.world_size = world_size
         self._base_versions: dict[str, int] = {}  # before the first step
         self.gathers_by_part = gathers and virtual_ranks > 0
         self._gathered: Gathered | None = None  # in the current step
@@ -225,8 +237,44 @@ class TrainingState:
         return [name for name, _ in named], [gradient for _, gradient in named]
 
     def measures(self, pairs: Sequence[float]) -> dict[str, float]:
-        """Return what is told of values and weights of the measures, alternating."""
+        """Return the measures that are logged for these values and weights, which alternate."""
         return ratios(self.recipe, self.names, pairs)
+
+    def samples(self, sums: Sums) -> int:
+        """Return how many samples the epoch's steps up to these sums have had."""
+        return self.train.samples_until(sums.steps)
+
+    def figures(self) -> StepFigures:
+        """Return the last step's learning rate and norms of gradients; the host waits for the device."""
+        norms = self.gradient_norms()
+        largest = dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1)))
+        return StepFigures(self.learning_rate, math.hypot(*norms.values()), norms if self.log_gradients else largest)
+
+    def step_error(self, step: int) -> NonFiniteError:
+        """Repeat a step, from 0, and return an error that names what was not finite, and on which ranks; a collective.
+
+        The step itself cannot tell: its gradients are those of all ranks together.
+        """
+        epoch = self.progress.epoch
+        bad = [False, False]
+        for part in (part for share in next(self.train.steps(epoch, step)) for part in self.parts_of(share)):
+            with any_batch_size():
+                loss = self.parallel.module(part, (False, False), False)
+                gradients = self.parallel.own_gradients(loss)
+            norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+            bad_in_part = [not all(bool(one.isfinite()) for one in ones) for ones in ([loss], norms)]
+            bad = [was or now for was, now in zip(bad, bad_in_part, strict=True)]
+        of_ranks: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(of_ranks, bad)
+        for what, flags in zip(("loss", "gradient"), zip(*of_ranks, strict=True), strict=True):
+            ranks = [rank for rank, flag in enumerate(flags) if flag]
+            if ranks:
+                return NonFiniteError.in_step(what, ranks, epoch, step)
+        return NonFiniteError.in_step("gradient", [*range(self.world_size)], epoch, step)  # in sum, or sharded
+
+    def must_wait(self) -> bool:
+        """Return False: a step of a recipe leaves no gradient that a checkpoint would need."""
+        return False
 
     def choose(self, finished: EpochFinished) -> None:
         """Keep the weights if this evaluation, the last of the history, is the best so far."""
@@ -258,8 +306,8 @@ class TrainingState:
         weights: dict[str, Tensor | Shard] = self.layout.marked({"model": self.base.without(self.evaluated)})["model"]
         return weights
 
-    def compare_between_ranks(self, step: int) -> None:
-        """After this step of the epoch compare the weights, or with audits all that a checkpoint has; a collective.
+    def compare_between_ranks(self) -> None:
+        """Compare the ranks' weights, or with audits all that a checkpoint has, after a step; a collective.
 
         Ranks of a sharded network have other rows, and are not compared.
 
@@ -279,7 +327,7 @@ class TrainingState:
         compared = [content[part] for part in (("model", "average", "optimizer") if is_audited else ("model",))]
         tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(compared) if isinstance(leaf, Tensor)]
         what = "weights, or the optimizer," if is_audited else "weights"
-        self.drift.compare(tensors, what, self.progress.epoch, step)
+        self.drift.compare(tensors, what, self.progress.epoch, self.progress.step - 1)
 
     def _versions_of_base(self) -> dict[str, int]:
         """Return how often each weight that no checkpoint has was changed in place, by name."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, distributed
 from torchmetrics import Metric
@@ -17,15 +16,11 @@ from flyte_ddp.lightning.lightning_compat import (
     set_metric_state,
 )
 
-Window = list[tuple[Tensor | None, int]]
-
 
 class EpochState:
     """Gradients that no optimizer has stepped by, and what each rank has added up of the epoch.
 
     Attributes:
-        window: loss and samples of each step since the last look; a step of a module's own optimization may have no
-            loss.
         gradients: those that a checkpoint may have to wait for.
     """
 
@@ -36,7 +31,6 @@ class EpochState:
             optimizer.register_step_post_hook(self._optimizers.stepped)
         self.gradients = PendingGradients(self._optimizers, self._device)
         self._logged: dict[str, list[Tensor]] = {}
-        self.window: Window = []
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore what gather has returned in an earlier attempt, after hooks that may set it to zero."""
@@ -47,10 +41,6 @@ class EpochState:
         self._logged = own["logged"]
         for name, metric in self._metrics().items():
             set_metric_state(metric, own["metrics"][name])
-        self.window = [
-            (None if loss is None else torch.tensor(loss, device=self._device), samples)
-            for loss, samples in own["window"]
-        ]
 
     def begin_step(self) -> None:
         """Note that the optimizers have not stepped in this step."""
@@ -78,7 +68,6 @@ class EpochState:
     def gather(self) -> dict[str, Any]:
         """Return the state, with a part for each rank; a collective."""
         own = {
-            "window": [(None if loss is None else loss.item(), samples) for loss, samples in self.window],
             "logged": logged_in_epoch(self._trainer),
             "metrics": {name: metric_state(metric) for name, metric in self._metrics().items()},
         }

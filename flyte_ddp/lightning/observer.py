@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +17,17 @@ from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT
-from flyte_ddp.engine.progress import Progress, StepFigures
+from flyte_ddp.engine.progress import NOTHING, Progress, Resumable, StepFigures
 from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.engine.stop_poll import StopPoll
+from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import norms, pytree
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
-from flyte_ddp.lightning.epoch_state import EpochState, Window
+from flyte_ddp.lightning.epoch_state import EpochState
 from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.forgotten import begin_epoch_again, check_callbacks, forgotten, remember
 from flyte_ddp.lightning.job import LightningJob
@@ -35,7 +35,6 @@ from flyte_ddp.lightning.lightning_compat import around_each_step
 from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
 from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
-from flyte_ddp.lightning.requests import Requests
 from flyte_ddp.lightning.results import plan_of
 from flyte_ddp.random_numbers import Use, key_of
 
@@ -44,7 +43,6 @@ DRIFTED = (
     "out what is unfrozen later, as by BackboneFinetuning: train it from the start, with a learning rate of 0, or on "
     "one rank; change weights by hand alike on all ranks"
 )
-NOTHING = {"loss": 0.0, "weight": 0.0, "samples": 0.0, "seconds": 0.0, "evaluation": 0.0}
 
 
 class RankObserver(Checkpoint):
@@ -63,16 +61,20 @@ class RankObserver(Checkpoint):
         validation: LoggedByValidation,
         loaders: Loaders,
     ):
+        self.device = device
         self._environment, self._link, self._job = environment, link, job
         self._files, self._validation, self._loaders = files, validation, loaders
         monitor = LossMonitor(epochs=job.settings.epochs, remedies="lower the learning rate, or set gradient_clip_val")
         self.progress = Progress(device, link, monitor)
-        self._so_far = dict(NOTHING)  # of this epoch
-        self._within: dict[str, Any] = {}  # what a checkpoint within an epoch has of it
+        self.progress.measure(["loss", "samples"])
+        self._evaluation_seconds = 0.0  # in this epoch
+        self.within: dict[str, Any] = {}  # what a checkpoint within an epoch has besides
         self.position = 0, 0  # epoch and step of the last checkpoint
         self._norm = 0.0
-        self._steps = 0  # of this epoch, that are done
-        self._owes_checkpoint, self._is_first_step = False, True
+        self._is_logged = self._is_bad_loss = False  # the current step; a loss that the module has logged by itself
+        self._pairs = torch.zeros(4, dtype=torch.float64, device=device)  # what this rank measured in the last step
+        self._asked = NOTHING
+        self._is_first_step = True
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._is_compared = False
         self._forgotten: dict[str, Any] = {}  # see forgotten.py; of the checkpoint, empty without one
@@ -80,9 +82,9 @@ class RankObserver(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         return {
             "progress": self.progress.state_dict(),
-            "so_far": self._so_far,
+            "evaluation_seconds": self._evaluation_seconds,
             "forgotten": forgotten(self._trainer),
-            "within": self._within,
+            "within": self.within,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -92,9 +94,9 @@ class RankObserver(Checkpoint):
         # On another number of ranks as many samples are done; at least a step is, as Lightning goes on within the epoch
         step = max(1, progress.step * before // ranks) if progress.step else 0
         self.position = progress.epoch, step
-        self._so_far = dict(state_dict["so_far"])
+        self._evaluation_seconds = state_dict["evaluation_seconds"]
         self._forgotten = state_dict["forgotten"]
-        self._within = state_dict["within"]
+        self.within = state_dict["within"]
 
     # --- before the steps ---
 
@@ -111,9 +113,7 @@ class RankObserver(Checkpoint):
             remember(trainer, self._forgotten)
         if self.position[1]:  # Lightning's own count, where a loader's state says how far it is
             self.position = self.position[0], trainer.fit_loop.epoch_loop.batch_idx + 1
-        self._steps = self.position[1]
         self._epoch_state = EpochState(trainer, module)
-        self._requests = Requests(trainer.strategy.root_device, self._job.options.checkpoint_seconds)
         around_each_step(trainer, lambda: self._between_steps(trainer, module), self._epoch_state.end_step)
         if trainer.num_training_batches == float("inf"):
             raise InputError(
@@ -121,8 +121,7 @@ class RankObserver(Checkpoint):
                 "to the number of batches that make an epoch"
             )
         self._files.check(trainer)
-        self._saved = time.monotonic()
-        self._looked = self._saved - self._within.get("seconds", 0.0)
+        self.progress.checkpoints = Checkpoints(self, trainer, self._files, self._job, self._loaders)
         self.start(trainer)
 
     def start(self, trainer: Trainer) -> None:
@@ -154,7 +153,7 @@ class RankObserver(Checkpoint):
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._looked = time.monotonic()
+        self.progress.go_on()
         self.progress.clock.lap(StepPart.OTHER)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -166,73 +165,68 @@ class RankObserver(Checkpoint):
         steps = batch_idx + 1
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
-        self._is_looking = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
+        self._is_logged = steps % self._job.settings.log_interval == 0 or steps == trainer.num_training_batches
 
     # --- steps ---
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, _: torch.optim.Optimizer) -> None:
         gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
-        if self._is_looking and gradients:  # a look makes a GPU's host wait
+        if self._is_logged and gradients:  # a GPU's host waits for the norm
             self._norm = float(norms(gradients).norm())
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._link.heartbeat()
+        progress, samples = self.progress, _samples_in(batch)
+        progress.clock.lap(StepPart.COMPUTING)
+        progress.clock.samples += samples
+        progress.clock.steps += 1
+        progress.epoch, progress.step = trainer.current_epoch, batch_idx + 1
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        # of each sample, perhaps, where the module optimizes by itself
-        loss = None if loss is None else loss.detach().float().mean() * trainer.accumulate_grad_batches
-        samples = _samples_in(batch)
-        self._epoch_state.window.append((loss, samples))
-        self.progress.clock.lap(StepPart.COMPUTING)
-        self.progress.clock.samples += samples
-        self.progress.clock.steps += 1
-        self._steps = batch_idx + 1
-        if self._is_looking:
-            self._look(trainer, self._steps == trainer.num_training_batches)
-            self.progress.clock.lap(StepPart.OTHER)
+        pairs = torch.tensor([0.0, 0.0, samples, 0.0], dtype=torch.float64, device=self.device)
+        if loss is not None:
+            # Lightning divides the loss by accumulate_grad_batches; a module's own optimization may give one by sample
+            pairs[0] = loss.detach().double().mean() * trainer.accumulate_grad_batches * samples
+            pairs[1] = samples
+        self._is_bad_loss = self._is_logged and bool(broken(self._validation.trained())[0])
+        # float16 overflows now and then, and Lightning's scaler skips the step then
+        is_bad_norm = self._job.settings.precision != "float16" and not math.isfinite(self._norm)
+        if self._is_bad_loss or is_bad_norm:
+            pairs[2] = math.nan
+        self._pairs = pairs
+        progress.add_up(pairs)
+        self._asked = progress.end_step(self, self._is_logged)
+        progress.clock.lap(StepPart.OTHER)
 
-    def _look(self, trainer: Trainer, is_last: bool) -> None:
-        """Tells what has happened since the last look; a collective, as is what may follow from it."""
-        epoch, steps, now = trainer.current_epoch, self._steps, time.monotonic()
-        seconds, self._looked = max(now - self._looked, 1e-9), now
-        seen = self._seen(trainer, epoch, steps - 1)
-        loss, samples = _mean(seen["loss"], seen["weight"]), seen["samples"]
-        for name, value in {**seen, "seconds": seconds}.items():
-            if name in self._so_far:
-                self._so_far[name] += value
-        progress = self.progress
-        progress.epoch, progress.step = epoch, steps
-        measures = {**self._validation.trained(), "loss": loss}
-        figures = StepFigures(self._rate, self._norm)
-        progress.log(measures, round(self._so_far["samples"]), round(samples), seconds, figures)
-        self._requests.keep_pace(progress.time_ranks())
-        if is_last:
-            progress.tell_times()
+    def measures(self, pairs: Sequence[float]) -> dict[str, float]:
+        """Return the loss, and what training steps have logged last; the loss is NaN where no step had one."""
+        loss, weight, *_ = pairs
+        return {**self._validation.trained(), "loss": loss / weight if weight else math.nan}
 
-    def _seen(self, trainer: Trainer, epoch: int, step: int) -> dict[str, float]:
-        """The steps since the last look, summed over the ranks.
+    def samples(self, sums: Sums) -> int:
+        """Return how many samples the epoch's steps up to these sums have had."""
+        return round(sums.pairs[2])
 
-        Raises NonFiniteError, the same on all ranks.
-        """
-        window, self._epoch_state.window = self._epoch_state.window, []
-        rank, size = self._environment.rank, self._environment.world.size
-        local = {
-            "loss": _total(window),
-            "weight": sum(samples for loss, samples in window if loss is not None),
-            "samples": sum(samples for _, samples in window),
-        }
-        is_finite = math.isfinite(local["loss"]) and not broken(self._validation.trained())[0]
-        bad = [float(one == rank and not is_finite) for one in range(size)]
-        numbers = torch.tensor([*local.values(), *bad], dtype=torch.float64, device=trainer.strategy.root_device)
-        totals: list[float] = trainer.strategy.reduce(numbers, reduce_op="sum").tolist()
-        ranks = [one for one, is_bad in enumerate(totals[len(local) :]) if is_bad]
-        if ranks:
-            raise NonFiniteError.in_step("loss", ranks, epoch, step)
-        # float16 overflows now and then, and Lightning's scaler then skips the step
-        if self._job.settings.precision != "float16" and not math.isfinite(self._norm):
-            raise NonFiniteError.in_step("gradient", list(range(size)), epoch, step)
-        return dict(zip(local, totals, strict=False))
+    def figures(self) -> StepFigures:
+        """Return the last step's learning rate and norm of gradients."""
+        return StepFigures(self._rate, self._norm)
+
+    def step_error(self, step: int) -> NonFiniteError:
+        """Return an error that names what was not finite, and on which ranks; a collective."""
+        ranks = range(self._environment.world.size)
+        is_bad: list[Any] = [None] * len(ranks)
+        distributed.all_gather_object(is_bad, self._is_bad_loss or not bool(self._pairs[0].isfinite()))
+        bad = [rank for rank in ranks if is_bad[rank]]
+        return NonFiniteError.in_step("loss" if bad else "gradient", bad or [*ranks], self.progress.epoch, step)
+
+    def must_wait(self) -> bool:
+        """Return whether a checkpoint has to wait for gradients; a collective."""
+        return not self._loaders.begins_epochs_anew and self._epoch_state.waits(self.progress.step)
+
+    def compare_between_ranks(self) -> None:
+        """Warn of weights that differ between ranks; a collective."""
+        if differ_between_ranks(self._trainer.lightning_module.parameters(), self.device):
+            self.progress.warn_once(DRIFTED)
 
     # --- between two steps ---
 
@@ -241,41 +235,29 @@ class RankObserver(Checkpoint):
         if self._is_first_step and self.position[1]:
             self._begin_epoch_again(trainer)
         self._is_first_step = False
-        is_due = time.monotonic() - self._saved >= self._job.options.checkpoint_seconds
-        asked = self._requests.exchange(self._link.stop_requested, is_due and self._environment.rank == 0)
-        self.progress.clock.lap(StepPart.WAITING)
-        epoch, steps = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1
-        is_saved = (epoch, steps) == self.position
-        self._owes_checkpoint |= asked.stop or asked.save
-        can_save = self._owes_checkpoint and not self._loaders.begins_epochs_anew and not is_saved
-        if can_save and self._epoch_state.waits(steps):
-            return
-        if can_save:
-            self._save_within(trainer, module, epoch, steps)
-            self.progress.clock.lap(StepPart.OTHER)
-        if asked.stop:
-            raise StopRequested(epoch, steps)
+        self.progress.obey(self, self._asked)
+        self._asked = NOTHING
+
+    def gather_within(self) -> None:
+        """Keep for the checkpoint what the epoch's steps have left; a collective. Raises NonFiniteError."""
+        progress, trainer = self.progress, self._trainer
+        trained = self._validation.trained()
+        check_finite(trainer, trainer.lightning_module, trained, {}, progress.epoch, progress.step)
+        if self._epoch_state.gradients.has_given_up:
+            progress.warn_once(LEFT_OUT)
+        self.within = self._epoch_state.gather()
 
     def _begin_epoch_again(self, trainer: Trainer) -> None:
         """Set up the epoch that a resume goes on with, as its beginning has; a collective."""
         seed_all(key_of(Use.LIGHTNING, self._job.settings.seed, self.position[0], 0))
         has_changed = begin_epoch_again(trainer, self)
-        if self._within:
-            self._epoch_state.restore(self._within["state"])
-        self._within = {}
+        if self.within:
+            self._epoch_state.restore(self.within)
+        self.within = {}
         self._epoch_state.keep_logged_now()
         if any(on_any_rank([has_changed], trainer.strategy.root_device)):
             self._files.restore_tensors(trainer)
         self.progress.clock.lap(StepPart.OTHER)
-
-    def _save_within(self, trainer: Trainer, module: LightningModule, epoch: int, steps: int) -> None:
-        """Save a checkpoint within an epoch; a collective. Raises NonFiniteError."""
-        trained = {**self._validation.trained(), "loss": _total(self._epoch_state.window)}
-        check_finite(trainer, module, trained, {}, epoch, steps)
-        if self._epoch_state.gradients.has_given_up:
-            self.progress.warn_once(LEFT_OUT)
-        self._within = {"state": self._epoch_state.gather(), "seconds": time.monotonic() - self._looked}
-        self._save(trainer, epoch, steps)
 
     # --- epochs ---
 
@@ -292,62 +274,69 @@ class RankObserver(Checkpoint):
             raise StopRequested(self.progress.epoch, self.progress.step, is_evaluating=True)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        seconds = time.monotonic() - self._evaluating
-        self._so_far["evaluation"] += seconds
-        self._looked += seconds
+        self._evaluation_seconds += time.monotonic() - self._evaluating
+        self.progress.go_on()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._epoch_state.window:  # the module, or a callback such as Timer, has ended the epoch early
-            self._look(trainer, is_last=True)
-        epoch, so_far, validation = trainer.current_epoch, self._so_far, measures_of(self._validation.values)
-        loss = _mean(so_far["loss"], so_far["weight"])
-        steps = int(trainer.num_training_batches)
+        progress, validation = self.progress, measures_of(self._validation.values)
+        if not progress.is_logged:  # the module, or a callback such as Timer, has ended the epoch early
+            progress.end_step(self, is_logged=True)
+        epoch, steps = trainer.current_epoch, int(trainer.num_training_batches)
         check_finite(trainer, module, self._validation.trained(), validation, epoch, steps)
+        progress.epoch, progress.step = epoch, steps
         finished = EpochFinished(
             epoch=epoch,
-            samples=round(so_far["samples"]),
-            train={**self._validation.trained(), "loss": loss},
+            samples=self.samples(progress.last),
+            train=self.measures(progress.last.pairs),
             test={},
-            train_seconds=so_far["seconds"],
-            evaluate_seconds=so_far["evaluation"],
+            train_seconds=progress.seconds,
+            evaluate_seconds=self._evaluation_seconds,
             validation=validation,
-            digest=weights_digest(module.state_dict(), device=trainer.strategy.root_device),
+            digest=weights_digest(module.state_dict(), device=self.device),
         )
-        progress = self.progress
-        progress.epoch, progress.step = epoch, steps
         progress.evaluated(finished, broken(validation)[1])
         if len(progress.history) == 1:
             has_batches = trainer.val_dataloaders is None or any(trainer.num_val_batches)
-            names = {*finished.train}, validation, so_far["evaluation"] > 0, has_batches
+            names = {*finished.train}, validation, self._evaluation_seconds > 0, has_batches
             progress.warn(epoch, 0, problems_of_names(self._job.headline, *names))
-        if differ_between_ranks(module.parameters(), trainer.strategy.root_device):
-            progress.warn_once(DRIFTED)
-        self._so_far, self._validation.values = dict(NOTHING), {}
-        self._save(trainer, epoch + 1, 0)
-        if any(on_any_rank([self._link.stop_requested], trainer.strategy.root_device)):
+        self.compare_between_ranks()
+        progress.begin_next(1.0)
+        self._evaluation_seconds, self._validation.values, self._asked = 0.0, {}, NOTHING
+        progress.save(self)
+        if any(on_any_rank([self._link.stop_requested], self.device)):
             raise StopRequested(epoch + 1, 0)
 
-    def _save(self, trainer: Trainer, epoch: int, step: int) -> None:
-        self.position = self._files.position = epoch, step
-        self.progress.epoch, self.progress.step = epoch, step
-        self._link.heartbeat(WRITING)
-        started = time.monotonic()
-        trainer.save_checkpoint(self._job.checkpoint_path)
-        self._saved = time.monotonic()
-        self._looked += self._saved - started
-        self._owes_checkpoint, self._within = False, {}
-        self._requests.forget()
 
+class Checkpoints:
+    """A writer of an observer's checkpoints, whose content Lightning gathers."""
 
-def _mean(total: float, weight: float) -> float:
-    """NaN where no step had a loss, as under a module's own optimization."""
-    return total / weight if weight else math.nan
+    def __init__(
+        self, observer: RankObserver, trainer: Trainer, files: CheckpointFiles, job: LightningJob, loaders: Loaders
+    ):
+        self._observer, self._trainer, self._files, self._loaders = observer, trainer, files, loaders
+        self._path, self._seconds = job.checkpoint_path, job.options.checkpoint_seconds
+        self._last = time.monotonic()
 
+    def due(self) -> bool:
+        """Return whether rank 0 wants a checkpoint now; False where a resume could not begin within an epoch."""
+        is_asking = self._trainer.is_global_zero and not self._loaders.begins_epochs_anew
+        return is_asking and time.monotonic() - self._last >= self._seconds
 
-def _total(window: Window) -> float:
-    """Return the sum of the losses, each times its samples."""
-    losses = [loss * samples for loss, samples in window if loss is not None]
-    return torch.stack(losses).sum().item() if losses else 0.0
+    def save(self, training: Resumable, is_last: bool = False) -> None:
+        """Write a checkpoint, if a resume can begin here; a collective. Raises NonFiniteError for bad weights."""
+        progress = training.progress
+        if progress.step and self._loaders.begins_epochs_anew:
+            return
+        self._files.position = self._observer.position = progress.epoch, progress.step
+        if progress.step:
+            self._observer.gather_within()
+        self._trainer.save_checkpoint(self._path)
+        self._observer.within = {}
+        progress.go_on()
+        self._last = time.monotonic()
+
+    def close(self) -> None:
+        """Do nothing, as save() has waited for the file."""
 
 
 def _samples_in(batch: Any) -> int:

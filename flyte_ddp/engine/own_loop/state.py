@@ -26,8 +26,8 @@ from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers, PendingGr
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.progress import Plan, Progress, StepFigures
 from flyte_ddp.engine.results import export_model
-from flyte_ddp.engine.step import Totals, constants
 from flyte_ddp.engine.stop_poll import StopPoll
+from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import norms, version
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
@@ -83,7 +83,7 @@ class LoopState:
         self.batches: TrainBatches | None = None
         self.steps = self.test_samples = 0
         self.trains_on: object = None
-        self.is_stepping = self._owes_checkpoint = False
+        self.is_stepping = False
         self.step_seed = self.backward_calls = 0
         self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
@@ -91,10 +91,10 @@ class LoopState:
         self.measured: dict[str, Tensor] = {}
         self.is_cut = False
         self._environment, self._link, self._job = environment, link, job
-        self._flag = torch.zeros((), dtype=torch.bool, device=device)  # whether a step of this epoch was bad
         self._rate = self._norm = 0.0
         self._can_leave = True  # an evaluation, because there is nothing to save, or because _last_step has it
         self._last_step: LastStep | None = None  # on rank 0
+        self._own = torch.zeros(0, dtype=torch.float64, device=device)  # what this rank logged last
         self._pending = PendingGradients(self.optimizers, device)
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
 
@@ -157,7 +157,7 @@ class LoopState:
         if self._is_logged and gradients:
             self._norm = float(norms(gradients).norm())
 
-    def _waits(self) -> bool:
+    def must_wait(self) -> bool:
         """Return whether a checkpoint has to wait for gradients; a collective."""
         waits = self._pending.wait()
         if self._pending.has_given_up:
@@ -183,27 +183,17 @@ class LoopState:
         self.agree(Call.STEP_END)
         if not progress.names:
             progress.measure(names_on_all_ranks("loop.log", self.logged))
-        own = torch.stack([self.logged[name] for name in progress.names])
+        self._own = torch.stack([self.logged[name] for name in progress.names])
         is_logged = self._is_logged
-        self._add_up(own)
+        progress.add_up(torch.stack([self._own, torch.ones_like(self._own)], 1).flatten())
         self.logged, self.is_stepping = {}, False
         progress.step += 1
-        if not progress.is_asked() and not is_logged and not self._owes_checkpoint:
-            return
-        asked = progress.look()
-        if asked.bad_step is not None:
-            raise self._not_finite(own, asked.bad_step)
-        if is_logged:
-            figures = StepFigures(self._rate, self._norm)
-            progress.log_sums(self._means, lambda steps: steps * self._job.settings.batch_size, figures)
+        asked = progress.end_step(self, is_logged)
         if is_left:
             return
-        self._owes_checkpoint |= asked.stop or (asked.save and progress.step < self.steps)
-        if self._owes_checkpoint and not self._waits():
-            self._save(asked.stop)
-            if asked.stop:
-                raise StopRequested(progress.epoch, progress.step)
-        if progress.step == self.steps and not self._owes_checkpoint and not self._waits():
+        is_last = progress.step == self.steps
+        progress.obey(self, asked, is_evaluated=is_last)
+        if is_last and not progress.owes_checkpoint and not self.must_wait():
             self._can_leave = True
             if self._environment.rank == 0:
                 self._last_step = LastStep(self.state_dict(), self.parts, progress, self.device)
@@ -222,26 +212,32 @@ class LoopState:
             progress.save(last, is_last=True)
         raise StopRequested(progress.epoch, progress.step, is_evaluating=True)
 
-    def _add_up(self, own: Tensor) -> None:
-        """Add the ranks' measures, and what they ask for, to the sums; a collective."""
-        progress = self.progress
-        assert progress.checkpoints
-        asked = float(self._link.stop_requested), float(progress.checkpoints.due())
-        totals = torch.cat([own, constants(asked, self.device).to(own.dtype)])
-        distributed.all_reduce(totals)
-        progress.clock.lap(StepPart.WAITING)
-        values, requests = totals.split([len(own), 2])
-        self._flag.logical_or_((values - values).sum())  # 0 if finite, else NaN, which counts as true
-        measured = torch.stack([values, torch.full_like(values, self._environment.world.size)], 1).flatten()
-        progress.sums.add(Totals(measured, requests, measured[:0]), self._flag)
+    def measures(self, pairs: Sequence[float]) -> dict[str, float]:
+        """Return the mean of each measure that was logged."""
+        sums_and_weights = zip(self.progress.names, pairs[::2], pairs[1::2], strict=True)
+        return {name: value / weight for name, value, weight in sums_and_weights if weight}
 
-    def _not_finite(self, own: Tensor, step: int) -> NonFiniteError:
-        """Return the error of a step whose measures were not finite; a collective. own: what this rank logged last."""
+    def samples(self, sums: Sums) -> int:
+        """Return how many samples the epoch's steps up to these sums have had."""
+        return sums.steps * self._job.settings.batch_size
+
+    def figures(self) -> StepFigures:
+        """Return the last step's learning rate and norm of gradients."""
+        return StepFigures(self._rate, self._norm)
+
+    def step_error(self, step: int) -> NonFiniteError:
+        """Return an error that names the ranks whose latest measures are not finite; a collective."""
         ranks = range(self._environment.world.size)
         is_bad: list[Any] = [None] * len(ranks)
-        distributed.all_gather_object(is_bad, not bool(own.isfinite().all()))
+        distributed.all_gather_object(is_bad, not bool(self._own.isfinite().all()))
         bad = [rank for rank in ranks if is_bad[rank]] or [*ranks]
         return NonFiniteError.in_step("loss", bad, self.progress.epoch, step)
+
+    def compare_between_ranks(self) -> None:
+        """Warn of weights that differ between ranks; a collective. Buffers may differ, as those of rank 0 count."""
+        weights = [weight for network in self.wrapped for weight in network.parameters()]
+        if differ_between_ranks([*weights, *self.optimizers.weights()], self.device):
+            self.progress.warn_once(DRIFTED)
 
     def end_epoch(self) -> None:
         """Enter the epoch's evaluation, and write a checkpoint; a collective."""
@@ -249,7 +245,7 @@ class LoopState:
         assert progress.started
         if self.logged:  # the loop was left in the middle of an epoch
             self.end_step(is_left=True)
-        self._look_once_more()
+        progress.check_steps(self)
         headline = progress.started.headline
         if headline not in self.evaluated:
             if self.evaluated:
@@ -263,7 +259,7 @@ class LoopState:
         finished = EpochFinished(
             epoch=progress.epoch,
             samples=progress.step * self._job.settings.batch_size,
-            train=self._means(progress.last.pairs),
+            train=self.measures(progress.last.pairs),
             test=self.evaluated,
             train_seconds=progress.seconds,
             evaluate_seconds=progress.seconds_since_steps(),
@@ -271,30 +267,19 @@ class LoopState:
             digest=self._digest(),
         )
         progress.evaluated(finished, [name for name, value in self.evaluated.items() if not math.isfinite(value)])
-        progress.tell_times()
-        weights = [weight for network in self.wrapped for weight in network.parameters()]
-        if differ_between_ranks([*weights, *self.optimizers.weights()], self.device):  # buffers may: rank 0's count
-            progress.warn_once(DRIFTED)
+        self.compare_between_ranks()
         progress.begin_next(1.0)  # also where an epoch was left early
         self.evaluated = {}
-        self._flag.zero_()
         self.trains_on = self._resumed = None
         is_over = progress.epoch == self._job.settings.epochs
-        self._owes_checkpoint = not is_over and self._waits()
-        self._can_leave, self._last_step = not self._owes_checkpoint, None
+        progress.owes_checkpoint = not is_over and self.must_wait()
+        self._can_leave, self._last_step = not progress.owes_checkpoint, None
         stop = not is_over and StopPoll(self.device).at_end(self._link.stop_requested)
-        if not self._owes_checkpoint:
-            self._save(is_over or stop)
+        if not progress.owes_checkpoint:
+            progress.save(self, is_over or stop)
             if stop:
                 raise StopRequested(progress.epoch, progress.step)
         progress.go_on()
-
-    def _look_once_more(self) -> None:
-        """Look at the steps since the last log."""
-        bad_step = self.progress.look().bad_step
-        if bad_step is not None:
-            ranks = [*range(self._environment.world.size)]
-            raise NonFiniteError.in_step("loss", ranks, self.progress.epoch, bad_step)
 
     def finish(self) -> TrainingResult:
         """Return the result once the user's function has returned, and let rank 0 write the weights; a collective."""
@@ -306,10 +291,10 @@ class LoopState:
         elif progress.step or self.logged:
             if self.logged:
                 self.end_step(is_left=True)
-            self._look_once_more()
+            progress.check_steps(self)
             progress.warn_once(UNMEASURED)
-        if self._owes_checkpoint:
-            self._save(is_last=True)
+        if progress.owes_checkpoint:
+            progress.save(self, is_last=True)
         progress.close()
         model = self.parts["model"]
         if self._environment.rank == 0:
@@ -381,16 +366,8 @@ class LoopState:
         number = self.progress.step + 1
         return number % self._job.settings.log_interval == 0 or number == self.steps
 
-    def _means(self, pairs: Sequence[float]) -> dict[str, float]:
-        sums_and_weights = zip(self.progress.names, pairs[::2], pairs[1::2], strict=True)
-        return {name: value / weight for name, value, weight in sums_and_weights if weight}
-
     def _digest(self) -> str:
         return weights_digest(self.parts["model"].state_dict(), device=self.device)
-
-    def _save(self, is_last: bool) -> None:
-        self._owes_checkpoint = False
-        self.progress.save(self, is_last)
 
 
 @contextmanager
