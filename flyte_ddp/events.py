@@ -135,6 +135,7 @@ class EpochChosen(Event):
     Attributes:
         epoch: the best epoch, from 0.
         epochs: how many epochs were trained.
+        measures: those of the test split; empty where a loop of a user's own does not test.
         stopped_early: whether training ended before settings.epochs because patience ran out.
         is_best: False if there was no choice and the epoch is the last one.
         fraction: how much of the best epoch had been trained.

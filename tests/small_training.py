@@ -16,7 +16,7 @@ from flyte_ddp.events import Event, StartUp, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions
+from flyte_ddp.settings import RunOptions, TrainingSettings
 
 WORKER = "flyte_ddp.engine.worker:run"
 TWO_HOSTS = "tests.launch.targets:train_on_two_hosts"
@@ -88,13 +88,14 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         odd_hosts: str = "warn",
         keep_checkpoint: bool = True,
         sharding: str = "off",
+        kind: type[TrainingSettings] = Hyperparameters,
         **hyperparameters: Any,
     ) -> Any:
         import torch
 
         folder = parent / name
         folder.mkdir(exist_ok=True)
-        hp = Hyperparameters(**{"batch_size": 16, "epochs": 1, "precision": "float32", **hyperparameters})
+        hp = kind(**{"batch_size": 16, "epochs": 1, "precision": "float32", **hyperparameters})
         options = RunOptions(
             checkpoint_seconds=checkpoint_seconds,
             timeout_seconds=timeout_seconds,

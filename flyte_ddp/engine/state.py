@@ -17,6 +17,7 @@ from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
+from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.drift import Drift
@@ -114,6 +115,7 @@ class TrainingState:
         self._norms = torch.zeros(0, dtype=torch.float32, device=device)
         self.best_tracker: BestTracker | None = None  # None without a validation split
         self.audit: Audit | None = None
+        self.best_models: BestModels | None = None  # None without keep_best
         self.drift: Drift | None = None  # None on a rank that is alone
 
     @property
@@ -277,10 +279,12 @@ class TrainingState:
         return False
 
     def choose(self, finished: EpochFinished) -> None:
-        """Keep the weights if this evaluation, the last of the history, is the best so far."""
+        """Keep the weights if this evaluation, the last of the history, is among the best so far; a collective."""
         if self.best_tracker:
             weights = {name: local(weight) for name, weight in self.base.without(self.evaluated).items()}
             self.best_tracker.after_evaluation(len(self.progress.history) - 1, finished.validation, weights)
+        if self.best_models:
+            self.best_models.after_evaluation()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs; tensors are those of the training itself, which the next step changes.
@@ -304,6 +308,13 @@ class TrainingState:
     def evaluated_weights(self) -> dict[str, Tensor | Shard]:
         """Return the weights of the network that is evaluated, without the base."""
         weights: dict[str, Tensor | Shard] = self.layout.marked({"model": self.base.without(self.evaluated)})["model"]
+        return weights
+
+    def best_weights(self) -> dict[str, Tensor | Shard]:
+        """Return the weights of the best evaluation so far, without the base."""
+        assert self.best_tracker
+        marked = self.layout.marked({"choice": {"weights": self.best_tracker.weights}})
+        weights: dict[str, Tensor | Shard] = marked["choice"]["weights"]
         return weights
 
     def compare_between_ranks(self) -> None:

@@ -2,6 +2,8 @@
 
 import inspect
 import os
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import distributed
@@ -10,6 +12,7 @@ from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.audit import audit_of
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import resume
 from flyte_ddp.engine.checkpoints.same_training import check_same_training
@@ -18,7 +21,6 @@ from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.evaluations import look_at_test
 from flyte_ddp.engine.job import Job, TrainingResult
-from flyte_ddp.engine.kept import KeepingCheckpoints, KeptModels
 from flyte_ddp.engine.load import load_named
 from flyte_ddp.engine.loop import fit
 from flyte_ddp.engine.monitor.profile import profiling
@@ -26,10 +28,10 @@ from flyte_ddp.engine.network.compiled import compile_now
 from flyte_ddp.engine.network.memory import choose_micro_batch
 from flyte_ddp.engine.own_loop.rank import run as run_own_loop
 from flyte_ddp.engine.progress import Plan
-from flyte_ddp.engine.results import write_last, write_results
+from flyte_ddp.engine.results import write_last, write_results, write_weights
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.events import StartUp, all_of
+from flyte_ddp.events import Event, StartUp, all_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -95,10 +97,11 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     places = progress.places
     state.drift = Drift(places, device, progress.warn) if len(places) > 1 else None
     state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
-    kept = KeptModels(setup, job, link.emit) if job.options.keep_best else None
-    progress.checkpoints = checkpoints_of(state, environment, all_of(kept, link.emit) if kept else link.emit, job)
-    if kept:
-        progress.checkpoints = KeepingCheckpoints(kept, progress.checkpoints, progress)
+    emit: Callable[[Event], None] = link.emit
+    if job.options.keep_best:
+        state.best_models = BestModels(state, job, emit, partial(write_weights, setup, job))
+        emit = all_of(state.best_models, emit)
+    progress.checkpoints = checkpoints_of(state, environment, emit, job)
     profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
     with progress.ending_together(), profiling(profile, environment.rank, state.optimizer):
         tested = fit(state, setup.train, setup.validation or setup.test, settings, link)
@@ -110,7 +113,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     digest = write_results(setup, tested, job)
     tracker = state.best_tracker
     chosen_epoch = tracker.best if tracker and tracker.best >= 0 else None
-    published = kept.publish() if kept else []
+    published = state.best_models.publish() if state.best_models else []
     return progress.result(state.model, digest, tested.measures, chosen_epoch=chosen_epoch, kept=published)
 
 

@@ -182,7 +182,8 @@ class Console(Remarks):
     def on_epoch_chosen(self, event: events.EpochChosen) -> None:
         early = f"Stopped early after epoch {counted(event.epochs)}. " if event.stopped_early else ""
         chosen = "Best on the validation split" if event.is_best else "Last"
-        say(f"{early}{chosen}: epoch {counted(event.position)}, which gives {self._measured('test', event.measures)}")
+        gives = f", which gives {self._measured('test', event.measures)}" if event.measures else ""
+        say(f"{early}{chosen}: epoch {counted(event.position)}{gives}")
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         done = event.step / self._run.steps_per_epoch
@@ -279,8 +280,10 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     lines.append(("Seconds", spent(record.goodput.seconds)))
     if record.tested:
         chosen = "Chosen" if record.tested.is_best else "Last"
-        value = record.written(name, record.tested.measures)
-        lines.insert(-1, (chosen, f"epoch {counted(record.tested.position)}; {value} on the test {record.samples}"))
+        value = f"epoch {counted(record.tested.position)}"
+        if record.tested.measures:  # a loop of one's own may choose, and not test
+            value += f"; {record.written(name, record.tested.measures)} on the test {record.samples}"
+        lines.insert(-1, (chosen, value))
     for one in record.kept[:MOST_SAID]:
         value = f"{in_words(one.measure)} {record.written(one.measure, {one.measure: one.value})}"
         file = info.logs / one.file if show_paths else one.file

@@ -30,11 +30,12 @@ def tiles(record: Record) -> list[tuple[str, str]]:
     if not record.epochs:
         shown = [("-", f"{split} {in_words(record.headline)}, after the first epoch")]
     else:
-        measures = tested.measures if tested else record.epochs[-1].evaluated
+        is_tested = tested is not None and bool(tested.measures)  # a loop of one's own may choose, and not test
+        measures = tested.measures if tested and is_tested else record.epochs[-1].evaluated
         shown = []
         for name in dict.fromkeys((record.headline, "loss")):
-            label = f"{'test' if tested else split} {in_words(name)}"
-            if name == "accuracy" and description and name in measures and (tested or split == "test"):
+            label = f"{'test' if is_tested else split} {in_words(name)}"
+            if name == "accuracy" and description and name in measures and (is_tested or split == "test"):
                 wrong = (1 - measures[name]) * description.test_samples
                 label += f" ({wrong:,.0f} of {description.test_samples:,} wrong)"
             shown.append((record.written(name, measures), label))

@@ -367,3 +367,46 @@ def _rows(value, width):
 
 def tests_one_sample(loop: Loop):
     train(loop, test=1)
+
+
+def gets_worse_after_two_epochs(loop: Loop):
+    model = loop.wrap(nn.Linear(8, 3))
+    batches = loop.batches(Drawn(is_noisy=False))
+    validation, test = loop.evaluation(few(90)), loop.evaluation(few(90))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for epoch in loop.epochs(headline="accuracy", best="highest"):
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            (loss if epoch < 2 else -10 * loss).backward()
+            optimizer.step()
+            loop.log(loss=loss)
+        for inputs, labels in validation:
+            loop.measured(accuracy=model(inputs).argmax(1) == labels)
+        loop.evaluated()
+    for inputs, labels in test:
+        loop.measured(accuracy=model(inputs).argmax(1) == labels)
+    loop.evaluated()
+
+
+def tests_once_at_the_end(loop: Loop):
+    model = loop.wrap(nn.Linear(8, 3))
+    batches, test = loop.batches(Drawn()), loop.evaluation(few(90))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+
+    def measure():
+        for inputs, labels in test:
+            loop.measured(loss=F.cross_entropy(model(inputs), labels, reduction="none"))
+        return loop.evaluated()
+
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.log(loss=loss)
+        measured = measure()
+    assert measure() == measured

@@ -5,8 +5,9 @@ import torch
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import CheckpointWritten, EpochFinished, RanksTimed, RunStarted, StepLogged
+from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RanksTimed, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankError
+from flyte_ddp.settings import TrainingSettings
 from tests.small_training import TWO_HOSTS, Unplugged, first_and_slow, identical, relative_difference, unplug_at
 
 LOOPS, MISTAKES = "tests.engine.own_loops:", "tests.engine.own_loop_mistakes:"
@@ -325,6 +326,40 @@ def test_a_mistake_is_one_error_with_its_remedy(mistaken, loop, words):
         mistaken(loop)
 
 
+BEST = {"loop": "gets_worse_after_two_epochs", "epochs": 6, "keep_best": 2, "patience": 2, "kind": TrainingSettings}
+
+
+@pytest.mark.parametrize(("step", "epoch"), first_and_slow((4, 3), (6, 1), (2, 2)))
+def test_a_resume_returns_the_best_epoch_and_stops_as_early_as_an_undisturbed_training(own, undisturbed, step, epoch):
+    whole = undisturbed(1, **BEST)
+    with pytest.raises(Unplugged):
+        own(1, on_event=unplug_at(step, epoch), checkpoint_seconds=0, name="cut", **BEST)
+    resumed = own(2, name="cut", **BEST) if step == 6 else own(1, name="cut", **BEST)
+    assert resumed.result.chosen_epoch == whole.result.chosen_epoch == 1
+    assert len(resumed.result.epochs) == len(whole.result.epochs) == 4
+    if step != 6:
+        assert identical(whole, resumed)
+        assert resumed.result.tested == whole.result.tested
+        assert resumed.result.kept == whole.result.kept
+
+
+def test_the_best_epoch_is_returned_and_measured_on_the_test_split(undisturbed):
+    trained = undisturbed(1, **BEST)
+    accuracies = [epoch.validation["accuracy"] for epoch in trained.result.epochs]
+    assert [epoch.test for epoch in trained.result.epochs] == [{}] * 4
+    assert max(accuracies) == accuracies[1] > accuracies[3]
+    (chosen,) = [event for event in trained.events if isinstance(event, EpochChosen)]
+    assert (chosen.epoch, chosen.epochs, chosen.stopped_early, chosen.is_best) == (1, 4, True, True)
+    assert trained.result.tested == chosen.measures == {"accuracy": accuracies[1]}  # the same samples
+    assert [model.epoch for model in trained.result.kept] == [2.0, sorted(range(4), key=accuracies.__getitem__)[-2] + 1]
+
+
+def test_an_evaluation_after_the_last_epoch_is_of_the_test_split(undisturbed):
+    trained = undisturbed(1, "tests_once_at_the_end")
+    assert len(trained.result.epochs) == 2
+    assert trained.result.tested == {"loss": trained.result.epochs[-1].test["loss"]}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -332,7 +367,11 @@ def test_a_mistake_is_one_error_with_its_remedy(mistaken, loop, words):
         ({"batch_size": 92}, r"Hyperparameters.batch_size must be at most the number of samples \(90\), got 92: lower"),
         ({"freeze": "0"}, r"Hyperparameters.freeze must be '' for a loop of your own"),
         ({"keep_checkpoint": True}, r"RunOptions.keep_checkpoint must be False for a loop of your own"),
-        ({"keep_best": 1}, r"RunOptions.keep_best must be 0 for a loop of your own"),
+        ({"keep_best": 1}, r"RunOptions.keep_best must be 0 unless loop.epochs is told which headline is the best"),
+        (
+            {"patience": 1, "kind": TrainingSettings},
+            r"TrainingSettings.patience must be 0 unless loop.epochs .*got 1",
+        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused(own, settings, words):

@@ -99,7 +99,7 @@ class Evaluation:
         rank, ranks, parts = environment.rank, environment.world.size, settings.virtual_ranks
         self._batches = EvaluationBatches(split, settings.test_batch_size, rank, ranks, virtual_ranks=parts)
         self._link, self._state, self._seed = link, state, settings.seed
-        state.test_samples += len(split)
+        state.evaluation_sizes.append(len(split))
 
     def __len__(self) -> int:
         """Return how many this rank has; with virtual ranks, each part of a batch is one."""

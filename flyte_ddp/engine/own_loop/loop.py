@@ -15,7 +15,7 @@ def train(loop: Loop) -> None:
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -32,7 +32,7 @@ from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
-from flyte_ddp.engine.own_loop.state import LoopState
+from flyte_ddp.engine.own_loop.state import HIGHEST, LOWEST, LoopState
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused, pytree
 from flyte_ddp.engine.tracing_compat import uncompiled
@@ -153,19 +153,45 @@ class Loop:
 
     # --- while it trains ---
 
-    def epochs(self, headline: str = "loss", percent: Sequence[str] = ()) -> Iterator[int]:
+    def epochs(
+        self, headline: str = "loss", percent: Sequence[str] = (), best: Literal["", "highest", "lowest"] = ""
+    ) -> Iterator[int]:
         """Yield the epochs that are still to be trained, up to settings.epochs.
+
+        With `best`, loop.evaluated measures a validation split: after the last epoch the network has the weights of the
+        epoch whose headline was best, and settings.patience and options.keep_best go by it. In both cases, what
+        loop.evaluated is given after the last epoch are the measures of a test split.
 
         Args:
             headline: the name of the measure that the training is judged by.
             percent: the names of measures from 0 to 1 that are shown in per cent.
+            best: whether the highest or the lowest headline is the best; by default the last epoch's weights are
+                returned.
+
+        Raises:
+            InputError: A setting or option needs `best`.
         """
+        if best not in ("", HIGHEST, LOWEST):
+            raise InputError(f'loop.epochs: best must be "highest" or "lowest", or be left out, got {best!r}')
+        values = {
+            f"{type(self.settings).__name__}.patience": self.settings.patience,
+            f"{type(self.settings).__name__}.minimum_delta": self.settings.minimum_delta,
+            "RunOptions.keep_best": self._job.options.keep_best,
+        }
+        for name, value in values.items():
+            if value and not best:
+                raise InputError(
+                    f"{name} must be 0 unless loop.epochs is told which headline is the best, got {value}: call "
+                    f'loop.epochs(headline={headline!r}, best="highest"), or "lowest", or leave it out'
+                )
+        state = self._state
         precision = "bfloat16" if self.settings.precision == "bfloat16" else "float32"
-        self._state.start(headline, tuple(percent), precision)
-        while self.epoch < self.settings.epochs:
+        state.start(headline, tuple(percent), precision, best)
+        while not state.is_trained:
             seed_all(key_of(Use.OWN_STEP, self.settings.seed, self.epoch, 0))  # as if nothing had been interrupted
             yield self.epoch
-            self._state.end_epoch()
+            state.end_epoch()
+        state.choose()
 
     def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Compute the gradients of loss_of(batch), and return that loss, detached; in place of loss.backward().
@@ -222,7 +248,7 @@ class Loop:
             sums[state.part] += torch.tensor(pair, dtype=torch.float64)
 
     def evaluated(self, **measures: Number | tuple[Number, Number]) -> dict[str, float]:
-        """Return the epoch's measures for all ranks' samples together, once in each epoch; a collective.
+        """Return the measures for all ranks' samples together, once in each epoch, or after the last; a collective.
 
         They are those of loop.measured and those that are given here. Each of the latter is a value, or values, of this
         rank, or a pair of these and their weights: (correct, samples), say. What counts is the sum of all ranks'
@@ -250,8 +276,12 @@ class Loop:
                 raise InputError(f"loop.evaluated: {name} must have samples, or weights that are not 0, on some rank")
             state.evaluated[name] = value / weight
         if not math.isfinite(state.evaluated.get("loss", 0.0)):
-            raise NonFiniteError.in_evaluation(state.evaluated["loss"], "test", self.epoch + 1)
-        return dict(state.evaluated)
+            split = "validation" if state.best_tracker and not state.is_over else "test"
+            raise NonFiniteError.in_evaluation(state.evaluated["loss"], split, self.epoch + 1)
+        found = state.evaluated
+        if state.is_over:
+            state.tested, state.evaluated = found, {}
+        return dict(found)
 
     def _split(self, data: Any, name: str) -> Any:
         self._splits += 1  # a name of its own in the cache, or one split would be given another's blocks

@@ -22,11 +22,10 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 # What a loop decides for itself, or cannot have: set to anything else, it would have no effect
 UNUSED: dict[type, tuple[str, ...]] = {
     TrainingSettings: (
-        "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "patience",
-        "minimum_delta", "freeze", "init_leave_out",
+        "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "freeze", "init_leave_out",
     ),
     RunOptions: (
-        "profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "compile",
+        "profile", "log_gradients", "keep_checkpoint", "sharding", "compile",
     ),
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The state of a loop of the user's own: what changes, how a step ends, and what a checkpoint has."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import TrainBatches
+from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.agreement import Call, agree
@@ -31,7 +33,7 @@ from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import norms, version
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochFinished
+from flyte_ddp.events import EpochChosen, EpochFinished, Event, all_of
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.random_numbers import Use, key_of
@@ -45,6 +47,8 @@ UNMEASURED = (
     "the loop has returned within an epoch, so no measures are those of the weights that it returns: call "
     "loop.evaluated before, also where the epoch is left early"
 )
+
+HIGHEST, LOWEST = "highest", "lowest"
 
 
 class LoopState:
@@ -67,21 +71,27 @@ class LoopState:
         is_stepping: whether the user's code is in a step.
         step_seed: the seed of the current step.
         backward_calls: how many times the current step has called Loop.backward.
-        test_samples: of all evaluations.
+        evaluation_sizes: numbers of samples of the splits that loop.evaluation was given, in their order.
+        is_over: whether loop.epochs has come to its end.
+        tested: the measures of an evaluation after that.
     """
 
     def __init__(self, environment: Environment, device: torch.device, link: Link, job: Job):
         self.device = device
         monitor = LossMonitor(remedies="lower the learning rate, or clip gradients")
         self.progress = Progress(device, link, monitor)
-        self.progress.checkpoints = whole_checkpoints(environment, link.emit, job)
+        self.best_tracker: BestTracker | None = None  # None where the last epoch is returned
+        self.best_models: BestModels | None = None  # None without keep_best
+        self.is_over = False
+        self.tested: dict[str, float] = {}
         self.parts: dict[str, Any] = {}
         self.optimizers = Optimizers(self.parts)
         self.wrapped: list[nn.Module] = []
         self.exact: ExactGradients | None = None
         self.audit: Audit | None = None
         self.batches: TrainBatches | None = None
-        self.steps = self.test_samples = 0
+        self.steps = 0
+        self.evaluation_sizes: list[int] = []
         self.trains_on: object = None
         self.is_stepping = False
         self.step_seed = self.backward_calls = 0
@@ -96,10 +106,12 @@ class LoopState:
         self._last_step: LastStep | None = None  # on rank 0
         self._own = torch.zeros(0, dtype=torch.float64, device=device)  # what this rank logged last
         self._pending = PendingGradients(self.optimizers, device)
+        self._choice: Mapping[str, Any] | None = None  # of the checkpoint that was resumed
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
 
-    def start(self, headline: str, percent: tuple[str, ...], precision: str) -> None:
-        """A collective."""
+    def start(self, headline: str, percent: tuple[str, ...], precision: str, best: str) -> None:
+        """Tell that the first step is next; a collective. See Loop.epochs."""
+        is_chosen = bool(best)
         if not self.batches or not self.parts:
             missing = "loop.keep" if self.batches else "loop.batches"
             raise InputError(f"call {missing} before loop.epochs: a checkpoint could not be resumed without")
@@ -112,13 +124,24 @@ class LoopState:
             steps_per_epoch=self.steps,
             samples_per_epoch=self.steps * settings.batch_size,
             train_samples=len(self.batches.split),
-            test_samples=self.test_samples,
+            validation_samples=sum(self.evaluation_sizes[:1]) if is_chosen else 0,
+            test_samples=sum(self.evaluation_sizes[1:] if is_chosen else self.evaluation_sizes),
+            may_end_early=settings.patience > 0,
             remarks=["trained by a loop of your own", *uneven_parts(settings.virtual_ranks, ranks)],
             slow_data=self.batches.split.remedy,
             meets_within=True,  # in the backward pass
         )
         progress = self.progress
         progress.start(self._environment, self._job, plan, self.parts["model"])
+        emit: Callable[[Event], None] = self._link.emit
+        if is_chosen:
+            self.best_tracker = BestTracker(headline, best == LOWEST, settings.patience, settings.minimum_delta)
+            if self._choice:
+                self.best_tracker.load_state_dict(self._choice)
+        if self._job.options.keep_best:
+            self.best_models = BestModels(self, self._job, emit, self._write)
+            emit = all_of(self.best_models, emit)
+        progress.checkpoints = whole_checkpoints(self._environment, emit, self._job)
         if self.exact:
             every = self._job.options.audit_every
             self.audit = audit = Audit(self.exact.parallel, self.batches, every, progress.places, progress.warn)
@@ -260,7 +283,8 @@ class LoopState:
             epoch=progress.epoch,
             samples=progress.step * self._job.settings.batch_size,
             train=self.measures(progress.last.pairs),
-            test=self.evaluated,
+            test={} if self.best_tracker else self.evaluated,
+            validation=self.evaluated if self.best_tracker else {},
             train_seconds=progress.seconds,
             evaluate_seconds=progress.seconds_since_steps(),
             fraction=progress.step / self.steps,
@@ -268,10 +292,15 @@ class LoopState:
         )
         progress.evaluated(finished, [name for name, value in self.evaluated.items() if not math.isfinite(value)])
         self.compare_between_ranks()
+        if self.best_tracker:
+            number = len(progress.history) - 1
+            self.best_tracker.after_evaluation(number, self.evaluated, self.evaluated_weights())
+        if self.best_models:
+            self.best_models.after_evaluation()
         progress.begin_next(1.0)  # also where an epoch was left early
         self.evaluated = {}
         self.trains_on = self._resumed = None
-        is_over = progress.epoch == self._job.settings.epochs
+        is_over = self.is_trained
         progress.owes_checkpoint = not is_over and self.must_wait()
         self._can_leave, self._last_step = not progress.owes_checkpoint, None
         stop = not is_over and StopPoll(self.device).at_end(self._link.stop_requested)
@@ -280,6 +309,38 @@ class LoopState:
             if stop:
                 raise StopRequested(progress.epoch, progress.step)
         progress.go_on()
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether no epoch is left to be trained."""
+        has_waited = self.best_tracker is not None and self.best_tracker.is_over
+        return self.progress.epoch == self._job.settings.epochs or has_waited
+
+    def choose(self) -> None:
+        """Give the network the weights of the best epoch, after the last one."""
+        self.is_over = True
+        tracker = self.best_tracker
+        if tracker and tracker.weights is not None:
+            self.parts["model"].load_state_dict(tracker.weights)
+        elif tracker:
+            progress = self.progress
+            progress.emit_all(progress.monitor.never_chosen(tracker.measure, progress.history[-1].position))
+
+    def evaluated_weights(self) -> dict[str, Tensor]:
+        """Return the weights that are evaluated."""
+        weights: dict[str, Tensor] = self.parts["model"].state_dict()
+        return weights
+
+    def best_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the best epoch so far."""
+        assert self.best_tracker
+        assert self.best_tracker.weights is not None
+        return self.best_tracker.weights
+
+    def _write(self, path: Path, _: Mapping[str, float], weights: Mapping[str, Any]) -> None:
+        """Let rank 0 write the weights; raises OSError there alone."""
+        if self._environment.rank == 0:
+            export_model(weights, path)
 
     def finish(self) -> TrainingResult:
         """Return the result once the user's function has returned, and let rank 0 write the weights; a collective."""
@@ -296,11 +357,35 @@ class LoopState:
         if progress.owes_checkpoint:
             progress.save(self, is_last=True)
         progress.close()
-        model = self.parts["model"]
+        tracker = self.best_tracker
+        number = len(progress.history) - 1
+        if tracker and not self.is_over and progress.history:  # the loop over the epochs was left
+            self.choose()
+        chosen_epoch = None
+        if tracker and tracker.best >= 0:
+            number = chosen_epoch = tracker.best
+        if progress.history and (tracker or self.tested):
+            self._link.emit(self._chosen(progress.history[number]))
         if self._environment.rank == 0:
             with writing_to(Path(self._job.model_path).parent, self._job.chosen_by):
-                export_model(model.state_dict(), Path(self._job.model_path))
-        return progress.result(model, self._digest(), progress.history[-1].test if progress.history else {})
+                export_model(self.evaluated_weights(), Path(self._job.model_path))
+        tested = progress.history[number].test if progress.history and not self.is_over else {}
+        published = self.best_models.publish() if self.best_models else []
+        return progress.result(
+            self.parts["model"], self._digest(), self.tested or tested, chosen_epoch=chosen_epoch, kept=published
+        )
+
+    def _chosen(self, finished: EpochFinished) -> EpochChosen:
+        """Return the event that tells which epoch's weights are returned."""
+        return EpochChosen(
+            epoch=finished.epoch,
+            epochs=self.progress.epoch,
+            measures=self.tested,
+            stopped_early=self.progress.epoch < self._job.settings.epochs,
+            seconds=0.0,
+            is_best=self.best_tracker is not None and self.best_tracker.best >= 0,
+            fraction=finished.fraction,
+        )
 
     # --- the state ---
 
@@ -313,6 +398,7 @@ class LoopState:
             "progress": self.progress.state_dict(),
             "evaluated": self.evaluated,
             "grid": self.exact.grid if self.exact else None,
+            "choice": self.best_tracker.state_dict() if self.best_tracker else None,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -330,6 +416,7 @@ class LoopState:
                 self.optimizers.put_back(saved["gradients"])
         self.evaluated = saved["evaluated"]
         self.progress.load_state_dict(saved["progress"])
+        self._choice = saved["choice"]
         if self.exact:
             grid = saved["grid"]
             self.exact.grid = None if grid is None else grid.clone()

@@ -8,34 +8,62 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.job import Job, KeptModel
-from flyte_ddp.engine.progress import Checkpoints, Progress, Training
-from flyte_ddp.engine.results import write_weights
-from flyte_ddp.engine.set_up import SetUp
+from flyte_ddp.engine.monitor.best_tracker import BestTracker
+from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.sharding.sharded_state import Shard
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Observer
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.text import counted
 from flyte_ddp.whole_files import link_or_copy, writing_to
 
+Weights = Mapping[str, Tensor | Shard]
 
-class KeptModels(Observer):
+
+class Choosing(Protocol):
+    """A training that knows which of its evaluations is the best so far."""
+
+    progress: Progress
+    best_tracker: BestTracker | None
+
+    def evaluated_weights(self) -> Weights:
+        """Return the weights that are evaluated."""
+        ...
+
+    def best_weights(self) -> Weights:
+        """Return the weights of the best evaluation so far."""
+        ...
+
+
+class BestModels(Observer):
     """The best evaluations so far, options.keep_best at most, the best first; the same on all ranks.
 
     A file that is no longer among them is removed when there is a checkpoint that does without it, so that training
     resumes from any checkpoint with all that it had.
     """
 
-    def __init__(self, setup: SetUp, job: Job, emit: Callable[[Event], None]):
+    def __init__(
+        self,
+        training: Choosing,
+        job: Job,
+        emit: Callable[[Event], None],
+        write: Callable[[Path, dict[str, float], Weights], object],
+    ):
         """Find those that were kept before a resume; a collective.
 
         Of the evaluations of another training that this one continues, and of those before keep_best was set, only the
         best is known.
+
+        write: writes a file of weights with their measures; a collective, and rank 0 alone may raise OSError.
         """
-        self._setup = setup
+        assert training.best_tracker
+        self._training = training
+        self._tracker = training.best_tracker
+        self._write = write
         self._job = job
         self._emit = emit
         self._folder = models_beside(Path(job.checkpoint_path or "another host's"))
@@ -43,18 +71,16 @@ class KeptModels(Observer):
         if self._is_first:
             with suppress(OSError):  # whoever writes into it meets that, too
                 self._folder.mkdir(exist_ok=True)
-        state = setup.state
-        tracker = setup.state.best_tracker
         numbers = [self._on_disk() if self._is_first else []]
         distributed.broadcast_object_list(numbers)
-        self._kept = self._best(number for number in numbers[0] if number < len(state.progress.history))
-        if tracker and tracker.weights is not None and tracker.best not in self._kept:
-            self._keep(tracker.best, state.layout.marked({"choice": {"weights": tracker.weights}})["choice"]["weights"])
+        self._kept = self._best(number for number in numbers[0] if number < len(training.progress.history))
+        if self._tracker.weights is not None and self._tracker.best not in self._kept:
+            self._keep(self._tracker.best, training.best_weights())
 
     def after_evaluation(self) -> None:
         """Write the weights that have just been evaluated, if they are among the best; a collective if sharded."""
-        state = self._setup.state
-        self._keep(len(state.progress.history) - 1, state.evaluated_weights())
+        self._training.progress.close()  # the files that a checkpoint does without must not depend on this evaluation
+        self._keep(len(self._training.progress.history) - 1, self._training.evaluated_weights())
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         """Remove the files that the checkpoint does without; the next evaluation waits for it."""
@@ -68,35 +94,33 @@ class KeptModels(Observer):
         if not self._is_first:
             return []
         logs = Path(self._job.logs)
-        tracker = self._setup.state.best_tracker
         models: list[KeptModel] = []
-        assert tracker
+        measure = self._tracker.measure
         with writing_to(logs, self._job.chosen_by):
             for older in logs.glob("best-*-epoch-*.pt"):
                 older.unlink()
             for number in filter(lambda number: self._file(number).exists(), self._kept):
-                epoch = self._setup.state.progress.history[number]
+                epoch = self._training.progress.history[number]
                 name = f"best-{len(models) + 1}-epoch-{counted(epoch.position)}.pt"
                 link_or_copy(self._file(number), logs / name)
-                models.append(KeptModel(name, epoch.position, tracker.measure, epoch.validation[tracker.measure]))
+                models.append(KeptModel(name, epoch.position, measure, epoch.validation[measure]))
         return models
 
-    def _keep(self, number: int, weights: Mapping[str, Tensor | Shard]) -> None:
+    def _keep(self, number: int, weights: Weights) -> None:
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:
             return
-        epoch = self._setup.state.progress.history[number]
+        epoch = self._training.progress.history[number]
         file = self._file(number)
         try:
-            write_weights(self._setup, self._job, file, epoch.validation, weights)
+            self._write(file, epoch.validation, weights)
         except OSError as error:  # training need not fail because a disk does
             self._emit(CheckpointFailed(f"{file}, epoch {counted(epoch.position)} for keep_best: {error.strerror}"))
 
     def _best(self, numbers: Iterable[int]) -> list[int]:
         """The earliest of equals first, as BestTracker has it."""
-        tracker = self._setup.state.best_tracker
-        history = self._setup.state.progress.history
-        assert tracker
+        tracker = self._tracker
+        history = self._training.progress.history
         sign = 1 if tracker.is_lower_better else -1
         values = {number: sign * history[number].validation.get(tracker.measure, math.nan) for number in {*numbers}}
         measured = [number for number, value in values.items() if math.isfinite(value)]
@@ -109,26 +133,3 @@ class KeptModels(Observer):
         """Return which evaluations of this training have a file."""
         names = [file.stem.split("-") for file in self._folder.glob(f"{self._job.key}-*.pt")]
         return [int(number) - 1 for _, number in names]
-
-
-class KeepingCheckpoints:
-    """Checkpoints before which the weights of the best evaluations are written."""
-
-    def __init__(self, kept: KeptModels, checkpoints: Checkpoints, progress: Progress):
-        self._kept = kept
-        self._checkpoints = checkpoints
-        self._progress = progress
-        self._evaluations = len(progress.history)
-
-    def due(self) -> bool:
-        return self._checkpoints.due()
-
-    def save(self, state: Training, is_last: bool = False) -> None:
-        if len(self._progress.history) > self._evaluations:
-            self._evaluations = len(self._progress.history)
-            self._checkpoints.close()  # what it does without must not depend on this evaluation
-            self._kept.after_evaluation()
-        self._checkpoints.save(state, is_last)
-
-    def close(self) -> None:
-        self._checkpoints.close()
