@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def untold(device: torch.device) -> Progress:
 
 def names_of(recipe: Recipe, model: torch.nn.Module, batches: TrainBatches) -> tuple[str, ...]:
     batch = next(batches.epoch(0))
-    vars(recipe.share).update(vars(batch.share), alone=True)
+    recipe.share = replace(batch.share, alone=True)
     with torch.no_grad():
         names = recipe.measure(recipe.forward(model.eval(), batch.tree), batch.tree)
     recipe.share.alone = False

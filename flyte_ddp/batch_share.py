@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 @dataclass
 class BatchShare:
-    """The samples of the global batch that this rank is working on. All layers of a network share one BatchShare.
+    """The samples of the global batch that this rank is working on.
 
     A batch can be so short that a rank gets no samples. The rank then computes samples that belong to another rank,
     because no code must ever see an empty batch. Borrowed samples count for nothing.
@@ -33,9 +33,6 @@ class BatchShare:
     part: int = 0
     alone: bool = False
     stand_in: Callable[[Tensor], Tensor] | None = None
-
-    def __deepcopy__(self, memo: Any) -> "BatchShare":
-        return self  # copies of a layer share the BatchShare, too
 
     def own(self, rows: Tensor) -> Tensor:
         """Return the rows of the rank's own samples: all rows, or (0, ...) if the samples are borrowed."""

@@ -1,6 +1,7 @@
 """Measures a trained network on a split, outside of training: on one rank, in float32."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def measure(
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)
     for batch in EvaluationBatches(split, recipe.settings.test_batch_size, rank=0, world_size=1):
-        vars(recipe.share).update(vars(batch.share), alone=True)
+        recipe.share = replace(batch.share, alone=True)
         seed_part(batch.seed, batch.share.part)
         outputs = (forward or recipe.forward)(network, batch.tree)
         pairs = pairs_of(recipe, outputs, batch, names)

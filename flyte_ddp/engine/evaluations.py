@@ -119,7 +119,7 @@ def _forwarded(
     recipe, model = state.recipe, state.evaluated
 
     def forward(batch: Batch) -> Any:
-        vars(recipe.share).update(vars(batch.share))
+        recipe.share = batch.share
         return recipe.forward(model, batch.tree)
 
     def measure(outputs: Any, batch: Batch) -> Tensor:
@@ -130,7 +130,7 @@ def _forwarded(
             seen, rows = first_pass(recipe, forward, measure, shares)
             for part, outputs, generators in seen:
                 given = part if rows is None else Gathered(rows).given_to(part)
-                vars(recipe.share).update(vars(given.share))
+                recipe.share = given.share
                 put_back_generators(generators)
                 yield given, outputs
         else:

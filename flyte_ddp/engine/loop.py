@@ -10,6 +10,7 @@ from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.evaluations import Evaluated, evaluate
 from flyte_ddp.engine.garbage import collected_between
 from flyte_ddp.engine.state import TrainingState
+from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import EpochFinished, GradientsSeen
 from flyte_ddp.launch.link import Link
 from flyte_ddp.settings import TrainingSettings

@@ -61,7 +61,7 @@ def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int 
     """The batch as the recipe augments it; InputError if that changes the number of samples."""
     if getattr(recipe.augment, "__func__", None) is Recipe.augment:  # as it is: nothing is drawn
         return tree
-    vars(recipe.share).update(vars(share))
+    recipe.share = share
     seed_part(seed, share.part)  # of code that does not draw from the argument random
     changed = recipe.augment(tree, Random(seed, recipe.share, recipe.device, epoch))
     if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):

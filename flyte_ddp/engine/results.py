@@ -137,7 +137,7 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
     if getattr(recipe.pictures, "__func__", None) is Recipe.pictures:
         return []
     (tree,) = test.fetch([torch.arange(count)])
-    vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
+    recipe.share = BatchShare(0, count, count, alone=True)
     with in_own_types(state.evaluated):
         outputs: Any | None = recipe.forward(state.evaluated.eval(), tree)
     return [*islice(recipe.pictures(outputs, tree), MOST_PICTURES)]

@@ -68,13 +68,13 @@ class Step(nn.Module):
 
     def outputs(self, batch: Batch) -> Any:
         """Return what the network makes of a part."""
-        vars(self.recipe.share).update(vars(batch.share))
+        self.recipe.share = batch.share
         with self._cast():
             return self.recipe.forward(self.model, batch.tree)
 
     def pairs(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
         """Return values and weights of each measure."""
-        vars(self.recipe.share).update(vars(batch.share))
+        self.recipe.share = batch.share
         with self._cast():
             return pairs_of(self.recipe, outputs, batch, self.names)
 

@@ -147,7 +147,7 @@ def batch_of(recipe: Recipe, test: Split, indices: Tensor) -> Any:
     """Return these test samples as a batch of their own."""
     (tree,) = test.fetch([indices])
     count = len(indices)
-    vars(recipe.share).update(vars(BatchShare(0, count, count, alone=True)))
+    recipe.share = BatchShare(0, count, count, alone=True)
     return padded(test, tree, indices, indices)
 
 

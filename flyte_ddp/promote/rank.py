@@ -1,8 +1,11 @@
 """The measuring of models side by side in a process of its own: the same samples, the same measures, in float32."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.block_cache import BlockCache
@@ -11,6 +14,7 @@ from flyte_ddp.engine.job import Job, Measured
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.recipe import Recipe
 
 
 def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
@@ -35,7 +39,12 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
         measured = [measure(recipe, network, test, link)]
         for job in others:
             other = load_recipe(job, device)
-            other.share = recipe.share  # measure() updates only the share of the recipe that it gets
             network = other.trained_model(job.model_path, current, "choose another place").to(device)
-            measured.append(measure(recipe, network, test, link, other.forward))
+            measured.append(measure(recipe, network, test, link, partial(_forward, other, recipe)))
     return measured
+
+
+def _forward(other: Recipe, recipe: Recipe, network: nn.Module, batch: Any) -> Any:
+    """Call another recipe's forward, with the share that the measuring recipe has."""
+    other.share = recipe.share
+    return other.forward(network, batch)

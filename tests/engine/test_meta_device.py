@@ -68,7 +68,7 @@ def test_a_step_of_every_example_neither_waits_nor_mixes_devices(alone, tmp_path
         model.to(META)
         with Unwaiting():
             batch = next(batches.epoch(0))
-            vars(recipe.share).update(vars(batch.share))
+            recipe.share = batch.share
             pairs = pairs_of(recipe, recipe.forward(model, batch.tree), batch, names)
             pairs[trained_measure(names)][0].sum().backward()
     reached = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is not None]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.lengths import lengths_of
 from flyte_ddp.engine.batches.splits import Split, spread
@@ -119,7 +120,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
 
         _refuse_disagreement(recipe, totals + sums_of(tested.pairs).tolist())
     finally:
-        vars(recipe.share).update(alone=False, stand_in=None)
+        recipe.share = BatchShare()
     headline = headline_of(recipe, ratios(recipe, names, totals))
     return Probed(names, headline, warnings, sample_flops, moving, changing, has_unused, gathers, is_mixed)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import flyte_ddp
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.batches.splits import Split
@@ -139,10 +140,9 @@ class Trials:
         """
         last = self.size if last is None else last
         recipe = self.recipe
-        share = self.recipe.share
         model = self.network.model
         trial = Trial()
-        vars(share).update(first=first, count=last - first, size=self.size, part=0, borrowed=False, alone=True)
+        recipe.share = share = BatchShare(first, last - first, self.size, alone=True)
         is_whole = last - first == self.size
         of_whole = iter(self.gathered)
         self.gathered = [] if is_whole else self.gathered

@@ -90,7 +90,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
                 state.parallel.zero_grad()
                 link.heartbeat(STARTING)
         for batch in _of_all_sizes(test, next(iter(test))):
-            vars(state.recipe.share).update(vars(batch.share))
+            state.recipe.share = batch.share
             with in_own_types(state.evaluated), torch.no_grad():
                 state.recipe.forward(state.evaluated.eval(), batch.tree)
     before.put_back()

@@ -112,7 +112,7 @@ def first_pass(
     for part in parts:
         begin()
         stopping = replace(part, share=replace(part.share, stand_in=_stop))
-        vars(recipe.share).update(vars(stopping.share))
+        recipe.share = stopping.share
         seed_part(part.seed, part.share.part)
         try:
             outputs = pytree.tree_map_only(Tensor, _alone, forward(stopping))
