@@ -26,8 +26,8 @@ def test_a_failure_names_the_rank_and_the_cause(tmp_path):
     assert "no such label" in str(raised.value)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_look(tmp_path):
-    with pytest.raises(RankError, match="loss is not finite in epoch 1, step 20, on rank 0, 1"):
+def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path):
+    with pytest.raises(RankError, match="loss is not finite in epoch 1, step 13, on rank 0, 1"):
         train(tmp_path / "run", settings(), "numerals.variants:Diverging")
     assert not (tmp_path / "run" / "checkpoint").exists()
 
