@@ -369,7 +369,7 @@ class LoopState:
         if self._environment.rank == 0:
             with writing_to(Path(self._job.model_path).parent, self._job.chosen_by):
                 export_model(self.evaluated_weights(), Path(self._job.model_path))
-        tested = progress.history[number].test if progress.history and not self.is_over else {}
+        tested = progress.history[number].test if progress.history else {}
         published = self.best_models.publish() if self.best_models else []
         return progress.result(
             self.parts["model"], self._digest(), self.tested or tested, chosen_epoch=chosen_epoch, kept=published
