@@ -1,4 +1,4 @@
-"""One attempt at a task on any platform: its folder, data, checkpoints, logs, report and failures.
+"""An attempt at a task on any platform: its folder, data, checkpoints, logs, report and failures.
 
-Nothing here imports flytekit or flyte; platform.py says what an attempt needs of either.
+Nothing here imports flytekit or flyte. platform.py says what an attempt needs of either.
 """

@@ -11,7 +11,7 @@ from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.whole_files import temporary_beside
 
-LIST = "list.json"  # in the storage: which of the files there, 0, 1, 2, …, is which of those beside the checkpoint
+LIST = "list.json"  # the file in the storage that maps names beside the checkpoint to the storage's files 0, 1, 2, …
 
 
 def get_file(platform: Platform, url: str, path: Path) -> None:
@@ -25,28 +25,35 @@ def get_file(platform: Platform, url: str, path: Path) -> None:
 
 
 class StoredModels:
-    """Those beside the checkpoint in a folder of the storage.
+    """The best models beside the checkpoint in a folder of the storage.
 
-    Each is uploaded once, before the first checkpoint that needs it. Nothing is removed from the storage, but the name
-    of a file is used again once the stored checkpoint does without it: there are at most twice as many as are kept.
+    Each model is uploaded once, before the first checkpoint that needs it. Nothing is removed from the storage, but a
+    file's name is used again once the stored checkpoint does without the file. So there are at most twice as many files
+    as models kept.
     """
 
     def __init__(self, platform: Platform, folder: str, path: Path):
-        """folder: of the checkpoint in the storage; path: that of the checkpoint on this machine."""
+        """Remember where the models are.
+
+        Args:
+            platform: the platform.
+            folder: the folder of the checkpoint in the storage.
+            path: the checkpoint on this machine.
+        """
         self._platform = platform
         self._path = path
         self._url = f"{folder}/{models_beside(path).name}"
-        self._stored: dict[str, str] = {}  # by name beside the checkpoint, that in the storage, as its list may say
-        self._listed: dict[str, str] | None = {}  # what the list says; None where that is unknown
+        self._stored: dict[str, str] = {}  # names in the storage, by names beside the checkpoint
+        self._listed: dict[str, str] | None = {}  # the content of the storage's list; None if it is unknown
 
     def get(self) -> None:
-        """Those that may belong to the stored checkpoint, if there are any."""
+        """Download the models that may belong to the stored checkpoint, if there are any."""
         list_path = self._path.with_name(LIST)
         local = models_beside(self._path)
         try:
             get_file(self._platform, f"{self._url}/{LIST}", list_path)
         except FileNotFoundError:
-            # ranks that have left the checkpoint on this machine have left no list: the files have their own names
+            # If ranks have left the checkpoint on this machine, there is no list, and the files have their own names
             for model in Path(self._url.removeprefix("file://")).glob("*.pt"):
                 local.mkdir(exist_ok=True)
                 get_file(self._platform, f"{self._url}/{model.name}", local / model.name)
@@ -54,11 +61,14 @@ class StoredModels:
         self._stored = self._listed = _read_list(list_path)
         local.mkdir(exist_ok=True)
         for name, file in self._stored.items():
-            with suppress(FileNotFoundError):  # the ranks do without it
+            with suppress(FileNotFoundError):  # the ranks can do without a missing model
                 get_file(self._platform, f"{self._url}/{file}", local / name)
 
     def put(self, folder: Path, put_checkpoint: Callable[[], None]) -> None:
-        """Upload the models in the folder, which are all that a checkpoint needs, then that checkpoint."""
+        """Upload the models in the folder, then the checkpoint.
+
+        The folder must have all models that the checkpoint needs.
+        """
         before = self._stored
         free = (file for file in map(str, itertools.count()) if file not in before.values())
         now = {file.name: before.get(file.name) or next(free) for file in sorted(folder.glob("*.pt"))}
@@ -79,7 +89,7 @@ class StoredModels:
 
 
 def _read_list(path: Path) -> dict[str, str]:
-    """Without what names other files than such a list does: it may be another's, or damaged."""
+    """Read a list, without entries that no such list has: the file may be damaged, or somebody else's."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

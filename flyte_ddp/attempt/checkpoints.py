@@ -1,4 +1,4 @@
-"""Where checkpoints live between attempts: in the user's folder for local runs, in the platform's storage otherwise."""
+"""The place of checkpoints between attempts: the user's folder for local runs, the platform's storage otherwise."""
 
 import contextvars
 import itertools
@@ -27,20 +27,20 @@ from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
 from flyte_ddp.whole_files import LEFTOVER_SECONDS, link_or_copy, temporary_beside, writing_to
 
-WAITS = (2.0, 10.0, 60.0)  # seconds before the next try; storage's client has tried several times itself by then
-ELSEWHERE = "elsewhere"  # the file in which an attempt that has no checkpoint yet leaves the URL of an earlier one
-PRIVATE = "-"  # in the name of a folder whose checkpoint no other process may go on from
-ABANDONED_SECONDS = 30 * 86400.0  # after which another training removes a local checkpoint
+WAITS = (2.0, 10.0, 60.0)  # seconds before each further try; the storage's client retries several times by itself
+ELSEWHERE = "elsewhere"  # the file in which an attempt without a checkpoint leaves the URL of an earlier one
+PRIVATE = "-"  # marks the name of a folder whose checkpoint no other process may continue from
+ABANDONED_SECONDS = 30 * 86400.0  # the age at which another training removes a local checkpoint
 Value = TypeVar("Value")
 
 
 class Store(Observer):
-    """Leaves checkpoints where rank 0 writes them.
+    """A store that leaves checkpoints where rank 0 writes them.
 
     Attributes:
-        path: of the checkpoint on this machine.
-        folder: of the checkpoint: its URL in the platform's storage, or this machine's.
-        is_given: whether it is the one of options.resume_from.
+        path: the checkpoint on this machine.
+        folder: the folder of the checkpoint: a URL in the platform's storage, or a folder of this machine.
+        is_given: whether the checkpoint is the one that options.resume_from names.
     """
 
     def __init__(self, path: Path, platform: Platform, folder: str = ""):
@@ -51,7 +51,7 @@ class Store(Observer):
         self._models = StoredModels(platform, self.folder, path)
 
     def fetch_given(self, url: str) -> None:
-        """Get the checkpoint that the user names, if this training has none of its own yet."""
+        """Download the checkpoint that the user names, if this training has none of its own yet."""
         if not url or self.path.exists():
             return
         if not patiently(f"cannot tell whether {url} has a checkpoint", lambda: self._fetch(url.rstrip("/"))):
@@ -62,11 +62,15 @@ class Store(Observer):
         self.is_given = True
 
     def _fetch(self, url: str) -> str:
-        """Get the checkpoint in a folder of the storage, or where that says; the folder, empty if there is none."""
+        """Download the checkpoint of a folder in the storage, or of the folder that its file ELSEWHERE names.
+
+        Returns:
+            The folder that had the checkpoint; empty if there is none.
+        """
         with suppress(FileNotFoundError):
             self._get_checkpoint(url)
             return url
-        if url == self.folder:  # its own word is for the next attempt
+        if url == self.folder:  # this attempt's own file ELSEWHERE is for the next attempt
             return ""
         with suppress(FileNotFoundError):
             elsewhere = self.path.with_name(ELSEWHERE)
@@ -75,7 +79,7 @@ class Store(Observer):
         return ""
 
     def _get_checkpoint(self, url: str) -> None:
-        """With what is beside it; raises FileNotFoundError if there is none."""
+        """Download a checkpoint with the files beside it. Raises FileNotFoundError if there is none."""
         beside = temporary_beside(self.path)
         models = StoredModels(self._platform, url, self.path)
         try:
@@ -93,12 +97,21 @@ class Store(Observer):
         folder = shards_beside(self.path) / manifest["folder"]
         folder.mkdir(parents=True, exist_ok=True)
         for name in manifest["files"]:
-            with suppress(FileNotFoundError):  # ranks refuse it, and name what is missing
+            with suppress(FileNotFoundError):  # ranks refuse an incomplete checkpoint, and name what is missing
                 get_file(self._platform, f"{url}/{folder.parent.name}/{folder.name}/{name}", folder / name)
 
 
 def patiently(problem_with: str, call: Callable[[], Value]) -> Value:
-    """Call it, and later again if storage fails; RecoverableError, which begins with these words, if it still does."""
+    """Call a function, and call it again after a while if storage fails.
+
+    Args:
+        problem_with: the beginning of the error.
+        call: the function.
+
+    Raises:
+        FileNotFoundError: the storage says that there is no such file.
+        RecoverableError: storage still fails after the last try.
+    """
     for seconds in (*WAITS, None):
         try:
             return call()
@@ -114,26 +127,35 @@ def patiently(problem_with: str, call: Callable[[], Value]) -> Value:
 
 
 class PlatformStore(Store):
-    """Uploads checkpoints to the platform's storage, from which the next attempt restores them.
+    """A store that uploads checkpoints to the platform's storage, from which the next attempt restores them.
 
-    A thread uploads, so that training never waits; while it is busy, only the newest checkpoint is kept for upload. Of
-    a sharded one the manifest comes last, and its files never take the place of those that the stored manifest names.
+    A thread uploads, so that training never waits. While the thread is busy, only the newest checkpoint is kept for
+    upload. The manifest of a sharded checkpoint comes last, and its files never replace those that the stored manifest
+    names.
     """
 
     def __init__(self, path: Path, platform: Platform):
         super().__init__(path, platform, platform.checkpoint_url())
         self._new = threading.Event()
         self._closing = False
-        self._taken: set[str] = set()  # folders of shards that the manifest in the storage may name
+        self._taken: set[str] = set()  # the folders of shards that the manifest in the storage may name
         say(f"Checkpoints: {self.folder}")
-        # the thread needs this one's context, in which the platform knows its storage
+        # Only in this thread's context does the platform know its storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
         self._thread.start()
 
     def restore(self, resume: bool) -> None:
-        """Download the newest checkpoint: this attempt's own, if only its processes were restarted, else, with resume,
-        that of the previous attempt. The latter is saved as this attempt's own at once; until that is done, the next
-        attempt is told where it is. If storage does not deliver it, this one ends with RecoverableError.
+        """Download the newest checkpoint.
+
+        If only this attempt's processes were restarted, that is the attempt's own. Otherwise, with resume, it is the
+        previous attempt's, which is saved as this attempt's own at once. Until that is done, a file tells the next
+        attempt where the checkpoint is.
+
+        Args:
+            resume: whether the previous attempt's checkpoint may be used.
+
+        Raises:
+            RecoverableError: storage does not deliver the checkpoint.
         """
         previous = self._platform.previous_checkpoint_url()
         if resume:
@@ -148,11 +170,11 @@ class PlatformStore(Store):
                 self.hand_on(url)
         except RecoverableError:
             if resume:
-                point_to_previous(self._platform)  # the storage may have failed before, too
+                point_to_previous(self._platform)  # the storage may have failed at the first call, too
             raise
 
     def hand_on(self, url: str) -> None:
-        """Make the checkpoint, which was found in this folder, this attempt's own."""
+        """Make the checkpoint that was found in this folder this attempt's own."""
         if manifest := read_manifest(self.path):
             self._taken = {manifest["folder"]}
         self._new.set()
@@ -196,22 +218,22 @@ class PlatformStore(Store):
         try:
             folder.mkdir()
             try:
-                link_or_copy(self.path, pinned)  # since the ranks remove the files once they have written newer ones
+                link_or_copy(self.path, pinned)  # the ranks remove the files once they have written newer ones
                 if manifest := read_manifest(pinned):
                     self.pin_shards(manifest, folder)
             except FileNotFoundError:
                 if self._is_still(status):
                     raise
             for model in models.glob("*.pt"):
-                with suppress(FileNotFoundError):  # the newest checkpoint does without it
+                with suppress(FileNotFoundError):  # the newest checkpoint does without a model that is gone
                     link_or_copy(model, folder / model.name)
-            if self._is_still(status):  # else a newer one is there, whose event follows
+            if self._is_still(status):  # the event of a newer checkpoint would follow
                 self._models.put(folder, partial(self.put_checkpoint, pinned, manifest))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _is_still(self, status: os.stat_result) -> bool:
-        """Whether the checkpoint at the path is still this one."""
+        """Return whether the checkpoint at the path is still the one with this status."""
         now = self.path.stat()
         return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
 
@@ -220,8 +242,9 @@ class PlatformStore(Store):
             link_or_copy(shards_beside(self.path) / manifest["folder"] / name, folder / name)
 
     def put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
-        """Upload a checkpoint; of a sharded one the files beside it, then their manifest. There are few names for
-        folders, as nothing is removed from the storage.
+        """Upload a checkpoint. Of a sharded one, upload the files beside it, then the manifest.
+
+        Nothing is removed from the storage, so folders of shards have few names, which are used again.
         """
         url = f"{self.folder}/{self.path.name}"
         if manifest is None:
@@ -229,7 +252,7 @@ class PlatformStore(Store):
         slot = next(name for name in map(str, itertools.count()) if name not in self._taken)
         for name in manifest["files"]:
             self._platform.put(pinned.with_name(name), f"{self.folder}/{shards_beside(self.path).name}/{slot}/{name}")
-        self._taken.add(slot)  # for good, should it be unknown whether the manifest has arrived
+        self._taken.add(slot)  # stays taken if an error leaves it unknown whether the manifest has arrived
         renamed = pinned.with_name("manifest")
         write_manifest(renamed, {**manifest, "folder": slot})
         self._platform.put(renamed, url)
@@ -237,8 +260,9 @@ class PlatformStore(Store):
 
 
 def point_to_previous(platform: Platform) -> None:
-    """Tell the next attempt where the checkpoint of the previous one is: it knows no other attempt than this one,
-    which may end before it has a checkpoint of its own, or its data.
+    """Tell the next attempt where the checkpoint of the previous one is.
+
+    The next attempt only knows this attempt, which may end before it has its data or a checkpoint of its own.
     """
     if not platform.is_local() and (previous := platform.previous_checkpoint_url()):
         point_to(platform, previous)
@@ -247,7 +271,7 @@ def point_to_previous(platform: Platform) -> None:
 def point_to(platform: Platform, url: str) -> None:
     elsewhere = platform.working_folder() / ELSEWHERE
     elsewhere.write_text(url)
-    with suppress(Exception):  # if storage cannot be written to, Flyte hears nothing of this attempt at all
+    with suppress(Exception):  # if storage cannot be written to, Flyte does not even get this attempt's outcome
         platform.put(elsewhere, f"{platform.checkpoint_url()}/{ELSEWHERE}")
 
 
@@ -258,8 +282,16 @@ NewStore = Callable[[Path, Platform], PlatformStore]
 def checkpoint_store(
     platform: Platform, key: str, resume: bool, resume_from: str = "", stored: NewStore = PlatformStore
 ) -> Iterator[Store]:
-    """The path of this training's checkpoint; with resume, an earlier attempt's checkpoint is already there, else the
-    one in the folder resume_from. stored: what there is outside of local runs.
+    """Open the store of this training's checkpoint, with the checkpoint to resume from already at its path.
+
+    That is, with resume, an earlier attempt's checkpoint, and otherwise the one in the folder resume_from.
+
+    Args:
+        platform: the platform.
+        key: the digest of what determines the training's result.
+        resume: whether to resume from an earlier attempt.
+        resume_from: the folder of a checkpoint that the user names; empty is none.
+        stored: creates the store outside of local runs.
     """
     if platform.is_local():
         with _local_folder(key) as folder:
@@ -269,7 +301,7 @@ def checkpoint_store(
             store = Store(path, platform)
             store.fetch_given(resume_from)
             yield store
-            shutil.rmtree(folder, ignore_errors=True)  # only reached when training succeeded
+            shutil.rmtree(folder, ignore_errors=True)  # only a successful training gets here
         return
     store = stored(platform.working_folder() / "checkpoint", platform)
     try:
@@ -292,7 +324,7 @@ def checkpoint_store(
 
 @contextmanager
 def _local_folder(key: str) -> Iterator[Path]:
-    """The folder for this training's checkpoint, or a private one if another process runs the same training."""
+    """Hold the folder for this training's checkpoint, or a private one if another process runs the same training."""
     folder = runs_dir() / "checkpoints" / key
     with ExitStack() as stack:
         with writing_to(runs_dir(), "DDP_RUNS_DIR"):
@@ -300,7 +332,7 @@ def _local_folder(key: str) -> Iterator[Path]:
             remove_abandoned(folder.parent)
             try:
                 stack.enter_context(held(folder))
-            except (HeldError, FileNotFoundError):  # another holds it, or has just finished and removed the folder
+            except (HeldError, FileNotFoundError):  # another process holds the folder, or has just removed it
                 folder = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{key}{PRIVATE}"))
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 stack.enter_context(held(folder))
@@ -308,7 +340,7 @@ def _local_folder(key: str) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove checkpoints that nobody goes on from: private ones of killed processes, and those of long ago."""
+    """Remove checkpoints that nobody continues from: private ones of killed processes, and very old ones."""
     for one in folder.iterdir():
         is_private = PRIVATE in one.name
         with suppress(OSError, HeldError):

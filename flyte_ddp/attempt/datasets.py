@@ -15,7 +15,7 @@ from flyte_ddp.settings import RunOptions
 
 
 def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) -> None:
-    """Before anything is downloaded or spawned, a local run finds out whether this machine can do what is asked."""
+    """Check, before anything is downloaded or spawned, whether this machine can do a local run. Raises InputError."""
     if not hp.validation_fraction:
         hp.check_validation(options.keep_best)
     if platform.is_local():
@@ -23,7 +23,7 @@ def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) ->
 
 
 def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
-    """Refuses what the registered nodes would refuse only after they have started."""
+    """Refuse settings that the registered nodes would refuse only after they have started. Raises InputError."""
     if platform.is_local():
         raise InputError("many nodes need a cluster: register this file, or run the one for a single machine here")
     asked = registration()
@@ -32,7 +32,10 @@ def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
 
 
 def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
-    """The dataset that a name or auto stands for; a local run may need a stand-in, and discards damaged data."""
+    """Return the dataset that a name or "auto" stands for.
+
+    A local run may need a stand-in, and discards damaged data.
+    """
     name = auto if asked == "auto" else asked
     if not platform.is_local():
         return name
@@ -44,7 +47,7 @@ def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
 
 
 def is_available(platform: Platform, name: str) -> bool:
-    """Whether a dataset is prepared, or can be prepared now; if not, prints why."""
+    """Return whether a dataset is prepared, or can be prepared now. If not, print why."""
     if datasets.prepared_dir(name).exists():
         return True
     try:
@@ -56,6 +59,6 @@ def is_available(platform: Platform, name: str) -> bool:
 
 
 def prepare(platform: Platform, name: str) -> Path:
-    """The folder of the dataset (for its format see flyte_ddp.data.prepared.prepared), downloaded where it must be."""
+    """Return the folder of the prepared dataset, after downloading and writing what is missing."""
     with download_progress() as progress:
         return datasets.prepare(name, progress, partial(open_file, platform))

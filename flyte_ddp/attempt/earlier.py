@@ -1,4 +1,4 @@
-"""Finds what earlier attempts have left of their progress, and in TensorBoard's file."""
+"""The progress and TensorBoard files that earlier attempts have left."""
 
 import os
 import tempfile
@@ -15,11 +15,17 @@ from flyte_ddp.whole_files import temporary_beside
 
 
 def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt]:
-    """Those at this training, as far as that can be read: it is told, and decides nothing. resume: see RunOptions."""
+    """Return the earlier attempts at this training, as far as they can be read. They are reported, and decide nothing.
+
+    Args:
+        platform: the platform.
+        run: this attempt's files.
+        resume: whether this attempt may resume.
+    """
     if platform.is_local():
         goes_on = resume and run.store.path.exists() and not run.store.is_given
         return attempts_in(_beside_checkpoint(run)) if goes_on else []
-    # An earlier process of this attempt, if only that was started again, or the attempt before
+    # The progress is that of an earlier process of this attempt, if there was one, or of the attempt before
     for place in (platform.logs_url, platform.previous_logs_url):
         with suppress(Exception), tempfile.TemporaryDirectory() as folder:
             platform.get(f"{place()}/{FILE}", Path(folder, FILE))
@@ -29,13 +35,16 @@ def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt
 
 
 def leave_progress(platform: Platform, run: Run) -> None:
-    """Keep a local run's beside its checkpoint, for the run that goes on from there; elsewhere the logs stay."""
+    """Keep a local run's progress beside its checkpoint, for the run that continues from there.
+
+    Elsewhere the logs stay.
+    """
     if platform.is_local():
         _link(run.logs.folder / FILE, _beside_checkpoint(run))
 
 
 def share_events(platform: Platform, run: Run, info: RunInfo) -> None:
-    """Have this attempt go on with the TensorBoard file of the attempts before, if there is one."""
+    """Continue the TensorBoard file of the attempts before, if there is one."""
     if info.options.tracking != "tensorboard":
         return
     file = events_file(info)

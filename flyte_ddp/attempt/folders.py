@@ -1,4 +1,4 @@
-"""Where a run leaves its files."""
+"""The folders in which runs leave their files."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ from flyte_ddp.whole_files import absolute, writing_to
 
 
 def runs_dir() -> Path:
-    """Where local runs store their results: DDP_RUNS_DIR, else a folder in the user's home."""
+    """Return the folder where local runs store their results: DDP_RUNS_DIR, else a folder in the user's home."""
     chosen, data = os.environ.get("DDP_RUNS_DIR"), os.environ.get("XDG_DATA_HOME", "")
     default = Path(data if os.path.isabs(data) else "~/.local/share", "flyte-ddp", "runs")
     return absolute(chosen or default, "DDP_RUNS_DIR")
@@ -22,7 +22,7 @@ def runs_dir() -> Path:
 
 @contextmanager
 def run_folder(platform: Platform, name: str) -> Iterator[Path]:
-    """A folder for the outputs of one run; that of a local run is new and permanent, but removed if the run fails.
+    """Provide a folder for the outputs of one run. A local run's is new and permanent, but removed if the run fails.
 
     On a cluster, errors are raised as those of the platform.
     """
@@ -37,7 +37,7 @@ def run_folder(platform: Platform, name: str) -> Iterator[Path]:
         yield folder
     except BaseException:
         gone = folder.with_name(f".{folder.name}")
-        with suppress(OSError):  # who has removed it, say, hears of the error nevertheless
-            os.rename(folder, gone)  # an observer that is still at work writes no more to it
+        with suppress(OSError):  # the folder may be gone; the error below is what matters
+            os.rename(folder, gone)  # an observer that is still at work can no longer write to the folder
         shutil.rmtree(gone, ignore_errors=True)
         raise

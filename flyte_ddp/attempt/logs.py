@@ -1,4 +1,4 @@
-"""Uploads a run's logs to the platform's storage while it runs: nothing else remains of a lost pod."""
+"""Uploads of a run's logs to the platform's storage while the run lasts: nothing else remains of a lost pod."""
 
 import contextvars
 import os
@@ -21,8 +21,8 @@ from flyte_ddp.launch.rank import printed_lines
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
 
-UPLOAD_SECONDS = 5.0  # between two rounds of uploads, each of which takes 17 ms of CPU time for three files
-BYTES_PER_SECOND = 4e6  # at most, per file: storage cannot append, so a file that has grown is uploaded as a whole
+UPLOAD_SECONDS = 5.0  # time between two rounds of uploads; a round takes 17 ms of CPU time for three files
+BYTES_PER_SECOND = 4e6  # the limit per file: storage cannot append, so a file that has grown is uploaded as a whole
 CLOSE_SECONDS = 10.0  # how long the end of a run waits for the last round: a pod has 30 s to stop
 
 
@@ -31,8 +31,8 @@ class Logs(Observer):
     """A run's folder of logs.
 
     Attributes:
-        folder: on this machine.
-        url: in the platform's storage; empty for a local run.
+        folder: the folder on this machine.
+        url: the folder in the platform's storage; empty for a local run.
     """
 
     folder: Path
@@ -45,11 +45,16 @@ class Logs(Observer):
 
 @contextmanager
 def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str = "") -> Iterator[Logs]:
-    """The folder `logs` in a run's folder; on a cluster, it and the report beside it are uploaded while the block runs.
+    """Provide the folder `logs` in a run's folder. On a cluster, upload it and the report while the block runs.
 
-    NAME.log has everything that this process prints, and the error that ends the block, to which the URL of the logs
-    is added; in the pod's own output each line starts with the prefix. Files are uploaded within ten seconds, those
-    above 40 MB later: see BYTES_PER_SECOND.
+    NAME.log gets everything that this process prints, and the error that ends the block, to which the URL of the logs
+    is added. Files are uploaded within ten seconds; those above 40 MB take longer, because of BYTES_PER_SECOND.
+
+    Args:
+        platform: the platform.
+        run: the run's folder.
+        name: the name of the log.
+        prefix: the beginning of each line in the pod's own output.
     """
     folder = run / "logs"
     folder.mkdir(parents=True)
@@ -73,9 +78,9 @@ def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str 
 
 
 class Uploads:
-    """Uploads a run's logs and report to a URL in the platform's storage whenever they have changed.
+    """A thread that uploads a run's logs and report to the platform's storage whenever they have changed.
 
-    Runs in a thread of its own. Failed uploads are tried again in the next round.
+    Failed uploads are tried again in the next round.
     """
 
     def __init__(self, platform: Platform, run: Path, url: str):
@@ -86,14 +91,17 @@ class Uploads:
         self._due: dict[Path, float] = {}
         self._closing = threading.Event()
         self._failing = False
-        # the thread needs this one's context, in which the platform knows its storage
+        # Only in this thread's context does the platform know its storage
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._work,), name=f"logs of {run.name}", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Wait for a last round, at most CLOSE_SECONDS: a daemon thread does not keep the process from ending."""
+        """Wait for a last round, at most CLOSE_SECONDS.
+
+        As a daemon, the thread does not keep the process from ending.
+        """
         self._closing.set()
         self._thread.join(CLOSE_SECONDS)
 
@@ -105,21 +113,21 @@ class Uploads:
 
     def _round(self) -> None:
         problem = ""
-        # small files first: the ranks' output must not wait for a profile
+        # Small files come first: the ranks' output must not wait for a profile
         for _, file in sorted(self._files()):
             try:
                 self._send(file)
-            except Exception as error:  # each storage has its own; of a single file, as one that may not be read
+            except Exception as error:  # each storage has errors of its own, and a single file may not be readable
                 problem = problem or f"{type(error).__name__}: {one_line(error)}"
         if problem and not self._failing:
             warn(f"the logs are not in {self._url} yet: {problem}")
         self._failing = bool(problem)
 
     def _files(self) -> Iterator[tuple[int, Path]]:
-        """Each with its size; without links that lead nowhere, or in a circle, and what is removed in the meantime."""
+        """Yield each file with its size. Skips files that are gone, and links that lead nowhere or in a circle."""
         files = [*self._run.glob("report.html")]
         for folder, _, names in os.walk(self._run / "logs"):
-            files += (Path(folder, name) for name in names if not name.startswith("."))  # .name is half-written
+            files += (Path(folder, name) for name in names if not name.startswith("."))  # hidden files are half-written
         for file in files:
             with suppress(OSError):
                 yield file.stat().st_size, file
@@ -132,7 +140,7 @@ class Uploads:
             if state == self._sent.get(file) or time.monotonic() < self._due.get(file, 0.0):
                 return
             shutil.copyfile(file, copy)  # the storage's client fails if a file grows during the upload
-        except FileNotFoundError:  # removed in the meantime
+        except FileNotFoundError:  # the file may have been removed in the meantime
             return
         self._platform.put(copy, f"{self._url}/{file.relative_to(self._run).as_posix()}")
         self._sent[file] = state
@@ -141,7 +149,7 @@ class Uploads:
 
 @contextmanager
 def copied_output(path: Path, prefix: str) -> Iterator[None]:
-    """Copy what this process prints to a file, with the time of each line; see rank.printed_lines."""
+    """Copy what this process prints to a file, with the time before each line."""
 
     def copying(stream: "Callable[[str], int]") -> Callable[[str], None]:
         def hand_on(line: str) -> None:
@@ -155,7 +163,7 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
 
 
 def append(path: Path, text: str) -> None:
-    """Append lines, each with the time before it; on a full disk these lines are lost, but the run continues."""
+    """Append lines, each with the time before it. On a full disk these lines are lost, but the run continues."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])

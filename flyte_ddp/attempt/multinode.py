@@ -1,4 +1,4 @@
-"""One rank of a training on many nodes, in a process that torchrun, or Flyte's Elastic plugin, has started."""
+"""A rank of a training on many nodes, in a process that torchrun, or Flyte's Elastic plugin, has started."""
 
 import dataclasses
 import json
@@ -59,10 +59,14 @@ def train_as_rank(
     own_observers: Sequence[UserCode] = (),
     train: Train = worker.train,
 ) -> Trained | None:
-    """Train as one rank, where there must be as many as registered; returns what rank 0, which alone has observers and
-    checkpoints, has trained, else None.
+    """Train as one rank, where there must be as many ranks as registered.
+
+    Rank 0 alone has observers and checkpoints.
+
+    Returns:
+        What rank 0 has trained; None on the other ranks.
     """
-    show_output()  # Flyte's plugin hands a rank the task by its code, so that the workflow file is not imported
+    show_output()  # the workflow file would do so, but Flyte's plugin gives a rank the task without importing it
     with handing_on_failure(platform), platform_errors(platform):
         if options.resume and is_first_rank():
             point_to_previous(platform)
@@ -89,8 +93,9 @@ def train_as_rank(
 
 @contextmanager
 def handing_on_failure(platform: Platform) -> Iterator[None]:
-    """Leaves the failure of a rank beside torchrun's file of its error, which has only the text; where there is no
-    torchrun, nobody looks for it.
+    """Write the failure of a rank beside torchrun's file of its error, which has only the text.
+
+    Without torchrun, nobody looks for the file.
     """
     try:
         yield
@@ -101,7 +106,10 @@ def handing_on_failure(platform: Platform) -> Iterator[None]:
 
 
 def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
-    """The results of all ranks; raises RankError, or its recoverable kind, naming this rank; or its InputError."""
+    """Return the results of all ranks.
+
+    Raises RankError, or its recoverable kind, naming this rank; or the rank's InputError.
+    """
     timeouts = Timeouts.of(job.options)
 
     def work(store: Store) -> list[TrainingResult]:
@@ -114,25 +122,26 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
         return under_watchdog(work, link, environment, timeouts, [signal.SIGTERM])
     except (StopRequested, PreemptedError) as stopped:
         raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
-    except RankError:  # which it has named
+    except RankError:  # the watchdog has named the rank
         raise
     except Exception as error:
         raise name_the_cause([from_exception(error, environment.rank, environment.host)]) from error
 
 
 def failure_of_node(failed: ChildFailedError) -> Failure:
-    """The first failure of a node's ranks, without torchrun's banner."""
+    """Return the first failure of a node's ranks, without torchrun's banner."""
     rank, first = failed.get_first_failure()
     beside = Path(first.error_file + BESIDE)
     if beside.exists():
         return Failure(**json.loads(beside.read_text()))
-    return from_exit_code(first.exitcode, rank, machine.node())  # it was killed
+    return from_exit_code(first.exitcode, rank, machine.node())  # a killed rank leaves no file
 
 
 def worth_restarts() -> Callable[[ChildFailedError], bool]:
-    """Tell whether torch's agent should start a node's ranks again after a failure: if one was lost, but not if the
-    kernel has killed one for want of memory since this was called. Nor if one hangs: its agent may stand still, too,
-    and would be waited for.
+    """Return a function that says whether torch's agent should start a node's ranks again after a failure.
+
+    It should if a rank was lost, but not if the kernel has killed one for want of memory since this call. Nor should it
+    if a rank hangs: its agent may stand still, too, and the others would wait for it.
     """
     kills = memory_kills()
     return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills

@@ -1,4 +1,4 @@
-"""What a platform's command says of settings: of each one in its help, and of one that is given as an option."""
+"""The help of a platform's commands on settings, and their answer to a setting that is given as an option."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -10,9 +10,10 @@ from flyte_ddp.fields import Settings, described
 
 
 def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Make commands say where an unknown option belongs: --epochs is a field of --hp. Calling it again does no harm.
+    """Make commands say where an unknown option belongs: --epochs is a field of --hp. A second call does no harm.
 
-    kind_of: the Python type that an option is converted to; anything else where there is none.
+    Args:
+        kind_of: returns the Python type that an option is converted to, or anything else if there is none.
     """
     original = getattr(click.NoSuchOption.__init__, "original", click.NoSuchOption.__init__)
 
@@ -34,9 +35,10 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Give the help of commands a line for each setting in place of a JSON schema. Calling it again does no harm.
+    """Give the help of commands a line for each setting in place of a JSON schema. A second call does no harm.
 
-    kind_of: see explain_unknown_options.
+    Args:
+        kind_of: returns the Python type that an option is converted to, or anything else if there is none.
     """
     original = getattr(click.Option.__init__, "original", click.Option.__init__)
 
@@ -44,8 +46,8 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
         original(self, *arguments, **named)
         kind = kind_of(self.type)
         if isinstance(kind, type) and issubclass(kind, Settings):
-            whole = (self.help or "").partition(": {")[0]  # the schema
-            # A list as Markdown has it, which some commands render; others have a line for each paragraph
+            whole = (self.help or "").partition(": {")[0]  # the schema begins with ": {"
+            # Some commands render this Markdown list; others show a line for each paragraph
             self.help = "\n\n".join([whole, *(f"- {name}: {text}" for name, text in described(kind).items())])
             self.metavar, self.show_default = "JSON", False
 
@@ -54,7 +56,7 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:
-    """Empty if no parameter has such a field."""
+    """Return where an option belongs; empty if no parameter has such a field."""
     name = option.lstrip("-").replace("-", "_")
     for parameter in parameters:
         kind = kind_of(parameter.type)

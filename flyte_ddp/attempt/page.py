@@ -1,4 +1,4 @@
-"""The page of a task, written once: that of a training is live, see flyte_ddp.report."""
+"""The page of a task, written once. The live page of a training is in flyte_ddp.report."""
 
 from pathlib import Path
 
@@ -8,7 +8,14 @@ from flyte_ddp.whole_files import write_whole
 
 
 def write_page(platform: Platform, folder: Path, title: str, fragment: str) -> Path:
-    """An HTML file of its own in the folder, which the platform shows, too; fragment: the content of <body>."""
+    """Write a page as an HTML file in the folder, and show it on the platform, too.
+
+    Args:
+        platform: the platform.
+        folder: the folder of the new file.
+        title: the page's title.
+        fragment: the content of <body>.
+    """
     path = folder / "report.html"
     write_whole(path, document(title, fragment).encode())
     platform.publisher(title)(fragment)

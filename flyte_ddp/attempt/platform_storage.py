@@ -1,4 +1,4 @@
-"""Files in the platform's storage, by fsspec's own clients: what they can do is the same on every platform."""
+"""Files in the platform's storage, by fsspec's own clients, which can do the same on every platform."""
 
 import hashlib
 import json
@@ -21,20 +21,23 @@ from flyte_ddp.whole_files import temporary_beside
 
 
 def files_at(platform: Platform, url: str) -> tuple[AbstractFileSystem, str]:
-    """The client for a URL, or for a path of this machine, and what the client calls it."""
+    """Return the client for a URL, or for a path of this machine, and the client's name for the place."""
     files, root = own_client(url, platform.storage_options(get_protocol(url)))
     return files, root.rstrip("/")
 
 
 def open_file(platform: Platform, url: str) -> BinaryIO:
-    """For reading."""
+    """Open a file of the storage for reading."""
     files, path = files_at(platform, url)
     file: BinaryIO = files.open(path, "rb")
     return file
 
 
 def list_files(platform: Platform, folder: str) -> dict[str, str]:
-    """Each file's name below the folder, sorted, with what changes when the file does; without hidden files."""
+    """Return each file's name below the folder, sorted, with a text that changes when the file does.
+
+    Skips hidden files.
+    """
     files = Stored(folder, platform.storage_options(get_protocol(folder))).details()
     if "" in files:
         raise InputError(f"folder must be a folder, got the file {folder}: give the folder that it is in")
@@ -42,19 +45,26 @@ def list_files(platform: Platform, folder: str) -> dict[str, str]:
 
 
 def folder_digest(platform: Platform, folder: str) -> str:
-    """A hash that changes when a file is added, removed or written to; of names, sizes, times and other metadata."""
+    """Return a digest that changes when a file is added, removed or written to.
+
+    It is made of names, sizes, times and other metadata.
+    """
     return hashlib.sha256(json.dumps(list_files(platform, folder)).encode()).hexdigest()
 
 
 def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
-    """A copy of the file or folder that all ranks of this host share; the first one to ask downloads it.
+    """Return a copy of the file or folder that all ranks of this host share. The first rank to ask downloads it.
 
-    name: of the file; empty for a folder. download: to a new file, or into an empty folder.
+    Args:
+        url: the URL of the file or folder.
+        name: the name of the file; empty for a folder.
+        download: downloads to a new file, or into an empty folder.
     """
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
-            for left in folder.parent.glob(f".{folder.name}.*.partial"):  # by one that was killed: others wait here
+            # Only a killed process can have left these, because others wait for the lock
+            for left in folder.parent.glob(f".{folder.name}.*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
             beside = temporary_beside(folder)
             try:

@@ -34,8 +34,9 @@ class Training(ABC, Generic[Given, Outputs]):
     """A training in a platform's tasks, from data as they are Given to Outputs.
 
     Attributes:
-        worker: what ranks run, beside a train for those of many nodes; a name, because importing it would import torch.
-        preload: what the process that they are forked from imports.
+        worker: the name of the function that ranks run, because importing it would import torch. Ranks of many nodes
+            call the function train of its module.
+        preload: the modules that are imported by the process that ranks are forked from.
     """
 
     platform: Platform
@@ -43,7 +44,12 @@ class Training(ABC, Generic[Given, Outputs]):
     preload: Sequence[str] = launcher.PRELOAD
 
     def __init__(self, code: UserCode, observers: Sequence[UserCode] = ()):
-        """code: the recipe's. observers: the user's."""
+        """Describe the code.
+
+        Args:
+            code: the recipe's code.
+            observers: the code of the user's observers.
+        """
         self.code = code
         self.observers = observers
 
@@ -54,13 +60,17 @@ class Training(ABC, Generic[Given, Outputs]):
         data: Given | StoredData | None = None,
         init: Given | None = None,
     ) -> Outputs:
-        """Train with one process per rank, on the file or folder data, if the recipe uses one; on stored data where
-        they are, for a recipe that returns Blocks.
+        """Train with one process per rank.
 
-        init: what to start from: the model_state of an earlier training; a checkpoint (final-checkpoint in its logs, if
-        options.keep_checkpoint was set), from which training continues up to settings.epochs in total; or a folder in
-        save_pretrained's layout, the recipe's init_path. Raises what launcher.launch raises, and on a cluster the
-        platform's error.
+        Args:
+            settings: what determines the result.
+            options: how to run the training.
+            data: the file or folder that the recipe uses; or stored data, for a recipe that returns Blocks.
+            init: what to start from: the model_state of an earlier training; a checkpoint (final-checkpoint in its
+                logs, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total;
+                or a folder in save_pretrained's layout, the recipe's init_path.
+
+        Raises what launcher.launch raises, and on a cluster the platform's error.
         """
 
         def fetch() -> Subject:  # while the ranks' first process imports torch
@@ -87,7 +97,7 @@ class Training(ABC, Generic[Given, Outputs]):
         data: Given | StoredData | None = None,
         init: Given | None = None,
     ) -> Outputs | None:
-        """Train as one rank of many nodes, in a process that the platform has started; outputs on rank 0 only."""
+        """Train as one rank of many nodes, in a process that the platform has started. Only rank 0 returns outputs."""
         from flyte_ddp.attempt.multinode import train_as_rank  # imports torch
 
         def fetch() -> Subject:
@@ -111,25 +121,25 @@ class Training(ABC, Generic[Given, Outputs]):
         return settings.batch_size, settings.virtual_ranks
 
     def job_of_ranks(self, job: Job) -> Job:
-        """Return what the worker is given."""
+        """Return the job that the worker gets."""
         return job
 
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
     ) -> Subject:
-        """Return what is trained, and its data; ReportedError if this pod's code is not what was registered."""
+        """Return what is trained, and its data. Raises ReportedError if this pod's code is not what was registered."""
         check_code(self.code.version)
         return subject_of(self.code, settings, source, init)
 
     @staticmethod
     @abstractmethod
     def downloaded(file_or_folder: Any) -> Path | None:
-        """Return where it is, or a copy."""
+        """Return the place of the file or folder on this machine, after downloading it if necessary."""
 
     @staticmethod
     @abstractmethod
     def downloaded_once(file_or_folder: Any) -> Path | None:
-        """A copy that all ranks of this host share."""
+        """Return a copy of the file or folder that all ranks of this host share."""
 
     @abstractmethod
     def outputs_of(self, trained: Trained) -> Outputs:
@@ -150,13 +160,18 @@ class OfImages(Training[Given, Outputs]):
 
 
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:
-    """An image classifier and the prepared dataset in the folder, which is verified byte by byte."""
+    """Return an image classifier and the prepared dataset in the folder, after verifying every byte of the dataset."""
     check_code(IMAGE_CLASSIFIER.version)
     return subject_of(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
 
 
 def check_classifier(known: ModelMetadata, path: str) -> None:
-    """Refuses the weights of a recipe; path: where they are."""
+    """Refuse the weights of a recipe. Raises InputError.
+
+    Args:
+        known: the metadata of the weights.
+        path: the file of the weights, for the message.
+    """
     if known.recipe != IMAGE_CLASSIFIER.name:
         raise InputError(
             f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: load it with "

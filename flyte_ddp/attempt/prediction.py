@@ -10,11 +10,11 @@ from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import open_console
 
-PREDICT = "flyte_ddp.engine.predict:run"  # a name, because importing it would import torch
+PREDICT = "flyte_ddp.engine.predict:run"  # the function's name, because importing it would import torch
 
 
 def predicted(platform: Platform, subject: Subject, model: Path, shard: int, shards: int, split: str) -> Path:
-    """An .npy file with the predictions (n, ...) for a shard, from 0, of a split."""
+    """Write an .npy file with the predictions (n, ...) for a shard, from 0, of a split, and return its path."""
     if not 0 <= shard < shards:
         raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
     with run_folder(platform, f"{subject.dataset}-predictions") as folder:

@@ -1,4 +1,4 @@
-"""Sharded checkpoints of ranks on many nodes, each of which speaks to the platform's storage for itself."""
+"""Sharded checkpoints of ranks on many nodes. Each rank connects to the platform's storage by itself."""
 
 import errno
 import threading
@@ -14,7 +14,7 @@ from flyte_ddp.report.background import one_line
 
 
 class PlatformRankStorage:
-    """The storage as one rank reaches it: the engine's RankStorage."""
+    """The platform's storage for one rank, as the engine's RankStorage."""
 
     def __init__(self, platform: Platform, path: Path):
         self.path = path
@@ -39,19 +39,29 @@ class PlatformRankStorage:
 
 
 class StoreOfRanks(PlatformStore):
-    """Rank 0's, which leaves sharded checkpoints to the ranks. Of an earlier one it gets the manifest alone, to which
-    it adds where the files are.
+    """Rank 0's store, which leaves sharded checkpoints to the ranks.
+
+    Of an earlier checkpoint it downloads only the manifest, and adds the URL of the files to it.
     """
 
     def __init__(self, path: Path, platform: Platform, ranks: PlatformRankStorage):
-        """ranks: rank 0's own."""
+        """Open the store.
+
+        Args:
+            path: the checkpoint on this machine.
+            platform: the platform.
+            ranks: rank 0's own storage.
+        """
         self._lock = threading.Lock()
         self._is_left_to_ranks = False
         super().__init__(path, platform)
         ranks.store = self
 
     def put_by_rank(self, put_manifest: Callable[[], None]) -> None:
-        """Upload the models that a checkpoint needs, then its manifest; what is at the path is an earlier one."""
+        """Upload the models that a checkpoint needs, then its manifest.
+
+        The file at the path is an earlier checkpoint.
+        """
         with self._lock:
             self._is_left_to_ranks = True
             self._models.put(models_beside(self.path), put_manifest)
@@ -62,7 +72,7 @@ class StoreOfRanks(PlatformStore):
         )
 
     def hand_on(self, url: str) -> None:
-        """A copy of all files would take long: the next attempt is told where they are."""
+        """Tell the next attempt where the files are, because copying all of them would take long."""
         if not read_manifest(self.path):
             super().hand_on(url)
         elif url != self.folder:
@@ -76,7 +86,7 @@ class StoreOfRanks(PlatformStore):
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Each storage has errors of its own."""
+    """Turn each storage's own errors into an OSError."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a registration requests of a cluster, read from the environment of the process that registers.
+"""The settings of a registration, read from the environment of the process that registers.
 
 Each field of Registration is a variable, its name in capitals after DDP_: DDP_PROFILE=gpu DDP_GPUS=4 pyflyte ...
 register workflows. In a pod these variables are not set, and nothing there depends on them.
@@ -31,31 +31,36 @@ KEY = f"({NAME}/)?{WORD}"
 # Kubernetes' notation
 UNITS = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 QUANTITY = rf"[0-9]+(\.[0-9]+)?({'|'.join(UNITS)})?"
+SIZES = (
+    "training_cpu", "training_memory", "training_disk", "preparation_cpu", "preparation_memory", "preparation_disk",
+    "small_cpu", "small_memory", "small_disk",
+)  # fmt: skip
 MOST_CPUS = 4096
 MOST_GPUS = 64
 LEAST_BYTES = 2**20
-COUNT = "[1-9][0-9]{0,5}"  # of nodes
-# NVIDIA's, by flytekit's names
+COUNT = "[1-9][0-9]{0,5}"  # a number of nodes
+# NVIDIA's accelerators, by flytekit's names
 ACCELERATORS = (
     "A10G", "L4", "L4_VWS", "L40S", "K80", "M60", "P4", "P100", "T4", "V100", "H100", "H200", "RTX_PRO_6000", "A100",
     "A100_80GB",
 )  # fmt: skip
-# With their compute capabilities; the locked torch has code for 7.5, 8.0, 8.6, 9.0, 10.0, 12.0 and compatible ones
+# These GPUs, with their compute capabilities, are too old for torch. The locked torch has code for 7.5, 8.0, 8.6, 9.0,
+# 10.0, 12.0 and compatible ones.
 TOO_OLD = {"K80": "3.7", "M60": "5.2", "P100": "6.0", "P4": "6.1", "V100": "7.0"}
 SUPPORTED = tuple(name for name in ACCELERATORS if name not in TOO_OLD)
 
 
 @dataclass(frozen=True)
 class Registration(Settings):
-    """What the tasks request.
+    """The requests of the tasks.
 
     Attributes:
         profile: gpu, or sandbox for a small cluster without GPUs, such as one on a laptop.
-        gpus: of the training task (of each node, if there are many) with profile gpu; one rank each.
+        gpus: GPUs of the training task (of each node, if there are many) with profile gpu; one rank each.
         training_cpu, training_memory, training_disk: of a training pod, however many GPUs it has: a quantity, or
-            REQUEST:LIMIT. If empty, they depend on profile and gpus, see training_sizes.
+            REQUEST:LIMIT. If empty, they depend on profile and gpus, as training_sizes says.
         preparation_cpu, preparation_memory, preparation_disk: of a pod that prepares data. torchvision, which unpacks
-            them, imports torch: MNIST takes 0.9 GB of memory.
+            the data, imports torch: MNIST takes 0.9 GB of memory.
         small_cpu, small_memory, small_disk: of a pod that computes nothing. Its imports take 9 s with a quarter of a
             CPU and 2 s with one, so it requests little and is allowed more.
         accelerator: the kind of GPU; none leaves it to the cluster.
@@ -63,28 +68,29 @@ class Registration(Settings):
         attempt_seconds: time limit of a training attempt.
         retries: further attempts at a training after failures that may not recur.
         grace_seconds: how long a training pod has from a SIGTERM to its end, for which it asks the cluster; 0 is 120.
-            With pod_template, which says that itself, it tells the ranks how much that is; 0 is Kubernetes' 30.
+            A cluster's pod_template decides that itself: the setting then only tells the ranks, and 0 is 30.
         wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
             lacks never starts, so none is requested unless named.
-        mlflow_secret: GROUP/KEY of the Flyte secret with the address of the MLflow server, if it has a password.
-        nnodes: number of nodes of workflows/multinode.py and flyte2/multinode.py; or several, each of which will do:
-            8,4,2, or MIN:MAX. A PyTorchJob starts with as many nodes as come, from the smallest number to the largest;
-            Flyte 2 asks for one number after the other, of a range for MAX, its half, and so on.
-        nproc_per_node: ranks per node there; 0 is one per GPU, or two with profile sandbox.
+        mlflow_secret: GROUP/KEY of the Flyte secret with the address of the MLflow server, if the address has a
+            password.
+        nnodes: number of nodes of workflows/multinode.py and flyte2/multinode.py; or several numbers, any of which will
+            do: 8,4,2, or MIN:MAX. A PyTorchJob starts with as many nodes as come, from the smallest number to the
+            largest. Flyte 2 asks for one number after the other; for a range these are MAX, its half, and so on.
+        nproc_per_node: ranks per node of many nodes; 0 is one per GPU, or two with profile sandbox.
         join_minutes: how long the first nodes wait for the last: one has the image, another must be created.
         queue_minutes: under Flyte 2, how long to wait for a number of nodes before a smaller one is asked for.
         concurrency: how many shards of workflows/inference.py run at a time; 0 leaves it to the cluster.
         promote_to: where workflows/promote.py, and then also the launch plan nightly, promotes models to: a URL of
             Flyte's storage, or the path of a folder that all pods can access.
         notify: whom Flyte notifies of how an execution of a launch plan ended, as slack:ADDRESS or email:ADDRESS, or
-            several addresses separated by commas; one without a kind has that of the one before.
+            several addresses separated by commas. An address without a kind has that of the one before.
         notify_phases: the phases to notify of.
         webhook: URL to notify of failed trainings; everybody who can see the tasks in Flyte can see it.
         webhook_secret: GROUP/KEY of the Flyte secret with that URL, if it is secret.
         console: URL of Flyte's console, for the link in the webhook's message.
         env: the user's own variables for all pods, by name. Everybody who can see the tasks in Flyte can see them.
         labels, annotations: of all pods and of the executions of the launch plans, by key; for Kueue, for instance.
-        pod_template: name of a PodTemplate in the cluster for the pods of training: tolerations, node selectors,
+        pod_template: name of a PodTemplate in the cluster for the pods of training: tolerations, node selectors, and
             whatever else that cluster asks for.
     """
 
@@ -123,7 +129,7 @@ class Registration(Settings):
     pod_template: str = setting("")
 
     def __post_init__(self) -> None:
-        if self.accelerator in TOO_OLD:  # why, rather than that it is none of those
+        if self.accelerator in TOO_OLD:  # this message says why; that of the choices would not
             raise InputError(
                 f"Registration.accelerator must be a GPU that torch supports, of compute capability 7.5 or more, got "
                 f"{self.accelerator} ({TOO_OLD[self.accelerator]}): name another one, or build an image with an older "
@@ -148,7 +154,7 @@ class Registration(Settings):
         for name, value in self.env.items():
             if name in ours:
                 raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set {name} itself")
-        for size in (f"{pod}_{of}" for pod in ("training", "preparation", "small") for of in ("cpu", "memory", "disk")):
+        for size in SIZES:
             value = getattr(self, size)
             if not re.fullmatch(f"{QUANTITY}(:{QUANTITY})?", value) and (value or not size.startswith("training")):
                 raise InputError(
@@ -157,7 +163,7 @@ class Registration(Settings):
             request, _, limit = value.partition(":")
             if limit and amount(request) > amount(limit):
                 raise InputError(f"{size} must request no more than its limit, got {value}: write REQUEST:LIMIT")
-            # Kubernetes takes 16 for bytes, 500m for half a byte, 4Gi for a number of CPUs; no pod starts with these
+            # Kubernetes takes 16 for bytes, 500m for half a byte, 4Gi for a number of CPUs. No pod starts with these.
             if value and size.endswith("_cpu") and not 0 < amount(limit or request) <= MOST_CPUS:
                 raise InputError(f"{size} must be a number of CPUs such as 500m or 2, got {value}: bytes are of memory")
             if value and not size.endswith("_cpu") and amount(limit or request) < LEAST_BYTES:
@@ -167,7 +173,7 @@ class Registration(Settings):
 
     @property
     def recipients(self) -> dict[str, list[str]]:
-        """The addresses of notify, by kind."""
+        """Return the addresses of notify, by kind."""
         found: dict[str, list[str]] = {}
         kind = ""
         for one in filter(None, self.notify.split(",")):
@@ -182,7 +188,7 @@ class Registration(Settings):
 
     @property
     def pod_grace(self) -> int:
-        """Return the seconds of grace of a training pod whose template in code says nothing of it."""
+        """Return the seconds of grace of a training pod, unless its template in code sets them."""
         return self.grace_seconds or (USUAL_SECONDS if self.pod_template else DEFAULT_GRACE)
 
     @property
@@ -191,7 +197,10 @@ class Registration(Settings):
 
     @property
     def node_sizes(self) -> list[int]:
-        """The numbers of nodes, each of which will do, the largest first; raises InputError for what is none."""
+        """Return the numbers of nodes, any of which will do, the largest first.
+
+        Raises InputError if nnodes is something else.
+        """
         is_well_formed = re.fullmatch(f"{COUNT}(:{COUNT}|(,{COUNT})*)", self.nnodes)
         numbers = [int(number) for number in re.split("[:,]", self.nnodes)] if is_well_formed else [0]
         is_range = ":" in self.nnodes
@@ -208,7 +217,7 @@ class Registration(Settings):
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """The smallest and the largest number of nodes."""
+        """Return the smallest and the largest number of nodes."""
         return self.node_sizes[-1], self.node_sizes[0]
 
 
@@ -230,7 +239,7 @@ def registration() -> Registration:
 
 
 def check_variables() -> None:
-    """Raise InputError for a variable with our prefix that nothing reads; in a pod, others may set such."""
+    """Raise InputError for a variable with our prefix that nothing reads. In a pod, others may set such variables."""
     if "FLYTE_INTERNAL_EXECUTION_ID" not in os.environ:
         check_names(os.environ, map(variable_of, dataclasses.fields(Registration)))
 
@@ -275,12 +284,12 @@ def check_notify(notify: str, phases: str) -> None:
 
 
 def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
-    """The messages do not show the URLs, which may be secret."""
+    """Raise InputError for URLs that are incomplete. The messages do not show the URLs, which may be secret."""
     for name, url in (("webhook", webhook), ("console", console)):
         try:
             parts = urlsplit(url)
             is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # of a bracket, or of a port that is none
+        except ValueError:  # urlsplit() refuses single brackets, and ports that are no numbers
             is_whole = False
         if url and not is_whole:
             raise InputError(f"{name} must be a URL such as https://host/path: write it in full")

@@ -1,4 +1,4 @@
-"""What the pods of a registration request of a cluster: sizes, variables and secrets, in no platform's own words."""
+"""The requests of a registration's pods: sizes, variables and secrets, in no platform's own words."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ TORCHRUN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 @dataclass(frozen=True)
 class Size:
-    """Of a pod: for each quantity the request and the limit, and a number of GPUs."""
+    """The size of a pod: request and limit of each quantity, and a number of GPUs."""
 
     cpu: tuple[str, str]
     memory: tuple[str, str]
@@ -28,7 +28,7 @@ class Size:
 
 
 def size(cpu: str, memory: str, disk: str, gpus: int = 0) -> Size:
-    """From Registration's form; a single quantity is request and limit."""
+    """Build a Size from quantities in Registration's form. A single quantity is request and limit."""
     of_cpu, of_memory, of_disk = ((one.split(":")[0], one.split(":")[-1]) for one in (cpu, memory, disk))
     return Size(of_cpu, of_memory, of_disk, gpus)
 
@@ -44,18 +44,22 @@ def preparation_size() -> Size:
 
 
 def training_gpus(most: int | None = None) -> int:
-    """How many a training pod asks for; most: what it has a use for."""
+    """Return how many GPUs a training pod asks for.
+
+    Args:
+        most: the number of GPUs that the task can use; None is any.
+    """
     registered = registration().training_gpus
     return registered if most is None else min(most, registered)
 
 
 def training_size(gpus: int) -> Size:
-    """What a training pod with this many GPUs needs.
+    """Return the size of a training pod with this many GPUs.
 
     Without GPUs, two ranks, their parent and the process they are forked from take 0.5 GB on digits and 0.7 GB on MNIST
-    (0.8 GB with the pages of torch's libraries); two ranks of many nodes, which share nothing, 1.7 GB. With GPUs (not
-    measured), each rank's CUDA context and libraries take a few GB of host memory, and NCCL uses /dev/shm, of which a
-    container by default has 64 MB.
+    (0.8 GB with the pages of torch's libraries). Two ranks of many nodes, which share nothing, take 1.7 GB. With GPUs
+    (not measured), each rank's CUDA context and libraries take a few GB of host memory, and NCCL uses /dev/shm, of
+    which a container by default has 64 MB.
     """
     asked = registration()
     defaults = (str(2 * gpus), f"{8 * gpus}Gi", "10Gi") if gpus else ("500m:2", "1Gi:3Gi", "500Mi:2Gi")
@@ -65,8 +69,9 @@ def training_size(gpus: int) -> Size:
 
 
 def pod_environment() -> dict[str, str]:
-    """The variables of every pod: the user's own, and the data mirror, unless its URL has a password, which everybody
-    who can see the tasks in Flyte could see.
+    """Return the variables of every pod: the user's own, and the data mirror.
+
+    The mirror is left out if its URL has a password, which everybody who can see the tasks in Flyte could see.
     """
     mirror = mirror_from_environment()
     parts = urlsplit(mirror or "")
@@ -75,15 +80,20 @@ def pod_environment() -> dict[str, str]:
 
 
 def registered_environment() -> dict[str, str]:
-    """All settings as variables, for tasks in whose pods the decorators are evaluated again."""
-    asked = registration()  # once: each reading checks all settings
+    """Return all settings as variables, for tasks in whose pods the decorators are evaluated again."""
+    asked = registration()  # is called once, because each call checks all settings
     values = {variable_of(field): getattr(asked, field.name) for field in dataclasses.fields(asked)}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     return {**pod_environment(), **texts}
 
 
 def training_environment(gpus: int, code: str = "") -> dict[str, str]:
-    """The variables of a training pod with this many GPUs; code: the version of what determines a cached result."""
+    """Return the variables of a training pod.
+
+    Args:
+        gpus: the number of GPUs.
+        code: the version of what determines a cached result.
+    """
     return {**pod_environment(), **({CODE_VARIABLE: code} if code else {}), GPUS_VARIABLE: str(gpus)}
 
 
@@ -100,16 +110,17 @@ def grace_environment(own: int | None = None) -> dict[str, str]:
 
 
 def addresses() -> dict[str, str]:
-    """The variables of a training pod that tells a webhook of its failure."""
+    """Return the variables of a training pod that notifies a webhook of its failure."""
     asked = registration()
     variables = {WEBHOOK_VARIABLE: asked.webhook, CONSOLE_VARIABLE: asked.console}
     return {name: value for name, value in variables.items() if value}
 
 
 def training_secrets(own: Collection[str | None] = ()) -> dict[str, tuple[str, str]]:
-    """Return the registered secrets of a training pod: variable -> group and key.
+    """Return the registered secrets of a training pod: group and key by variable.
 
-    own: the variables of the task's own secrets, which take the place of registered ones.
+    Args:
+        own: the variables of the task's own secrets, which replace registered ones.
     """
     named = {variable: getattr(registration(), field) for variable, field in SECRETS.items()}
     return {

@@ -1,5 +1,6 @@
-"""Starts the ranks of a pod again, from their checkpoint: sooner than in another pod, which has to be found room, to
-start, and to download its data.
+"""Restarts of a pod's ranks, from their checkpoint.
+
+They are faster than another pod, which needs room, has to start, and must download its data.
 """
 
 import time
@@ -12,16 +13,17 @@ from flyte_ddp.events import CheckpointWritten, Event, RanksRestarted
 from flyte_ddp.launch.failures import LOSSES, RankError
 from flyte_ddp.launch.limits import memory_kills
 
-MOST = 2  # per attempt
-# Runs the ranks for (job, on_event); their results by rank
+MOST = 2  # restarts per attempt
+# Runs the ranks for (job, on_event), and returns their results by rank
 Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
 def restarting(platform: Platform, start: Start) -> Start:
-    """start, called again if a rank was killed or lost, or hangs: twice at most, only if there has been a new
-    checkpoint since the call before, and not if the kernel has killed a process for want of memory.
+    """Return a function like `start` that calls `start` again if a rank was killed or lost, or hangs.
 
-    Not in a local run, where whoever kills a rank is there to start it again.
+    It does so at most twice, only if there has been a new checkpoint since the call before, and not if the kernel has
+    killed a process for want of memory. In a local run it returns `start` itself: whoever kills a rank there can start
+    it again.
     """
 
     def start_again(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:

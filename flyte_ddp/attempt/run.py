@@ -13,7 +13,7 @@ from flyte_ddp.attempt.platform import Platform
 
 @dataclass(frozen=True)
 class Run:
-    """A training's files: its folder, the logs in it, and the checkpoint."""
+    """The files of a training: its folder, the logs in it, and the checkpoint."""
 
     folder: Path
     logs: Logs
@@ -29,9 +29,15 @@ def training_run(
     resume_from: str = "",
     stored: NewStore = PlatformStore,
 ) -> Iterator[Run]:
-    """A run whose logs and checkpoints are kept while it lasts; key stands for all that determines the result.
+    """Open a run, whose logs and checkpoints are kept while the block lasts.
 
-    resume, resume_from: see RunOptions. stored: see checkpoint_store.
+    Args:
+        platform: the platform.
+        name: a part of the folder's name.
+        key: the digest of all that determines the result.
+        resume: as in RunOptions.
+        resume_from: as in RunOptions.
+        stored: as in checkpoint_store.
     """
     with (
         run_folder(platform, name) as folder,

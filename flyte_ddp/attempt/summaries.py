@@ -11,32 +11,32 @@ from flyte_ddp.report.record import RunFinished
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The figures of any training. What is long, and stands in the report, is left out where pyflyte prints them.
+    """The figures of any training. pyflyte does not print long fields that the report has.
 
     Attributes:
-        train_samples: number of training samples; 0 where data do not say, as under an IterableDataset.
+        train_samples: number of training samples; 0 if the data do not tell, as with an IterableDataset.
         test_samples: number of test samples.
-        train_seconds: in the training loops alone: the report's and the terminal's seconds of training.
-        total_seconds: of the whole task.
-        seconds: of all attempts, by cause, see flyte_ddp.report.goodput.
-        goodput: the share of steps and evaluations in them, from 0 to 1.
+        train_seconds: seconds in the training loops alone, as in the report and on the terminal.
+        total_seconds: seconds of the whole task.
+        seconds: seconds of all attempts, by the causes in flyte_ddp.report.goodput.
+        goodput: the share of steps and evaluations in these seconds, from 0 to 1.
         samples_per_second: training samples, all ranks together, per second of train_seconds.
         world_size: number of ranks.
         backend: nccl or gloo.
         device: cuda or cpu.
         precision: float32 or bfloat16.
-        tracking_url: of the Weights & Biases or MLflow run; empty without one.
+        tracking_url: URL of the Weights & Biases or MLflow run; empty without one.
         warnings: when and why training did not go as it should; empty if all went well.
         validation_samples: size of the validation split; 0 if there is none.
         best_epoch: the evaluation, one per epoch by default, of the returned weights, from 1; 0 without a validation
-            split and under Lightning, when it is the last.
-        kept: what options.keep_best has left in the logs, the best first: file, epoch, measure and value.
+            split, and under Lightning if it is the last.
+        kept: the models that options.keep_best has left in the logs, the best first: file, epoch, measure and value.
         parameters: number of the network's parameters.
-        sample_flops: floating-point operations of a training step, forward and backward, per sample, as counted.
+        sample_flops: counted floating-point operations of a training step, forward and backward, per sample.
         peak_memory: peak memory of each rank's process, in bytes, by rank.
-        digest: of the returned weights, 16 hex digits: equal bits have equal digests.
-        utilization: model FLOPs utilization, as a share of the GPUs' peak; None if the peak is unknown, see
-            flyte_ddp.launch.peaks.
+        digest: digest of the returned weights, 16 hex digits: equal bits have equal digests.
+        utilization: model FLOPs utilization, as a share of the GPUs' peak; None if flyte_ddp.launch.peaks does not know
+            the peak.
     """
 
     train_samples: int
@@ -67,10 +67,10 @@ class TrainingSummary(RunSummary):
     """The figures of an image classifier's training.
 
     Attributes:
-        dataset: what the model was trained on (digits if it stood in for MNIST).
+        dataset: the dataset that the model was trained on (digits if it stood in for MNIST).
         test_loss: mean loss on the test images, with the returned weights.
-        accuracy: share of the test images that these classify correctly, from 0 to 1.
-        class_accuracies: the same for each class that has test images, by name.
+        accuracy: share of the test images that these weights classify correctly, from 0 to 1.
+        class_accuracies: accuracy on each class that has test images, by name.
     """
 
     dataset: str
@@ -84,9 +84,9 @@ class RecipeSummary(RunSummary):
     """The figures of a recipe's training.
 
     Attributes:
-        recipe: its name.
-        measures: of the test samples with the returned weights, by name.
-        validation_measures: of the validation samples with the same weights; empty without a validation split.
+        recipe: the recipe's name.
+        measures: measures of the test samples with the returned weights, by name.
+        validation_measures: measures of the validation samples with the same weights; empty without a validation split.
     """
 
     recipe: str
@@ -98,7 +98,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
     result = finished.results[0]
     train_seconds = sum(epoch.train_seconds for epoch in result.epochs)
     samples = sum(epoch.samples for epoch in result.epochs)
-    rate = samples / train_seconds if samples else 0.0  # a loop of one's own may end without a step
+    rate = samples / train_seconds if samples else 0.0  # a user's own loop may end without a step
     return RunSummary(
         train_samples=result.train_samples,
         test_samples=result.test_samples,
@@ -125,8 +125,9 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
 
 
 def utilization(result: TrainingResult, samples_per_second: float, world: World) -> float | None:
-    """Model FLOPs utilization of the GPUs, one per rank, as defined for PaLM (Chowdhery et al., 2022, appendix B), but
-    with counted rather than estimated FLOPs.
+    """Return the model FLOPs utilization of the GPUs, one per rank; None if it is unknown.
+
+    PaLM defines it (Chowdhery et al., 2022, appendix B), but here FLOPs are counted rather than estimated.
     """
     # Ranks under gloo may share a GPU, so the number of GPUs is unknown
     most = peak(result.hardware, result.precision) if world.backend == "nccl" else None

@@ -1,4 +1,4 @@
-"""All that is around the ranks of a training, however they are started: from fetched data to figures and files."""
+"""The surroundings of a training's ranks, however they are started: from fetched data to figures and files."""
 
 import secrets
 import time
@@ -33,9 +33,9 @@ class Trained:
 
     Attributes:
         recipe: package.module:Name.
-        dataset: the name of its data.
-        results: by rank.
-        predictions: an image classifier's.
+        dataset: the name of the data.
+        results: the result of each rank.
+        predictions: an image classifier's predictions.
         model: the trained weights, a CPU state_dict.
         logs_url: where the platform's storage has the logs; empty for a local run.
     """
@@ -52,7 +52,7 @@ class Trained:
 
     @property
     def epoch_measures(self) -> list[dict[str, float]]:
-        """After each evaluation, of the validation samples if there are any, else of the test samples."""
+        """Return the measures after each evaluation: of the validation samples or, without any, of the test samples."""
         return [epoch.evaluated for epoch in self.results[0].epochs]
 
     @property
@@ -62,17 +62,18 @@ class Trained:
 
     def recipe_summary(self) -> RecipeSummary:
         result = self.results[0]
-        chosen = result.epochs[-1 if result.chosen_epoch is None else result.chosen_epoch] if result.epochs else None
-        validation = chosen.validation if chosen else {}  # a loop of one's own may end within its first epoch
+        number = -1 if result.chosen_epoch is None else result.chosen_epoch
+        chosen = result.epochs[number] if result.epochs else None
+        validation = chosen.validation if chosen else {}  # a user's own loop may end within its first epoch
         return RecipeSummary(
             **vars(self.figures), recipe=self.recipe, measures=result.tested, validation_measures=validation
         )
 
     def image_summary(self) -> TrainingSummary:
-        """The figures of an image classifier."""
+        """Return the figures of an image classifier."""
         tested = self.results[0].tested
         predictions = self.predictions
-        assert predictions is not None  # a classifier has them
+        assert predictions is not None  # a classifier always has predictions
         by_class = zip(predictions.classes, predictions.class_accuracies(), strict=True)
         return TrainingSummary(
             **vars(self.figures),
@@ -92,8 +93,16 @@ def train_by(
     own_observers: Sequence[UserCode],
     stored: NewStore = PlatformStore,
 ) -> Trained:
-    """Do everything around the ranks of a run. start: runs the ranks for (job, on_event); their results by rank.
-    stored: see checkpoint_store.
+    """Train, with everything around the ranks of a run.
+
+    Args:
+        platform: the platform.
+        start: runs the ranks for (job, on_event), and returns their results by rank.
+        world: the ranks.
+        fetch: downloads the data, and returns what is trained.
+        options: how to run the training.
+        own_observers: the code of the user's observers.
+        stored: as in checkpoint_store.
     """
     started = time.time()
     subject = fetch()
@@ -159,8 +168,10 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run)
 
 
 def tracking_id_of(platform: Platform, key: str, beside: Path) -> str:
-    """An id shared by all attempts at one training, and by no other: on a cluster from the execution, locally from a
-    file beside the checkpoint, which is removed with it when training has succeeded.
+    """Return an id shared by all attempts at one training, and by no other training.
+
+    On a cluster it follows from the execution. Locally it is in a file beside the checkpoint, which is removed with the
+    checkpoint when training has succeeded.
     """
     if platform.is_local():
         file = beside.with_name("tracking-id")

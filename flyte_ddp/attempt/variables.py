@@ -12,12 +12,12 @@ from flyte_ddp.launch.grace import POD_VARIABLE
 from flyte_ddp.text import masked
 
 PREFIX = "DDP_"
-# Besides those of a registration: what users set, and what is set in pods
+# The variables, in addition to those of a registration, that users set, and that are set in pods
 USERS = (MIRROR_VARIABLE, "DDP_DATA_DIR", "DDP_RUNS_DIR", "DDP_CACHE_DIR")
 PODS = (CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABLE, POD_VARIABLE, PREVIOUS_VARIABLE, WEBHOOK_SECRET_VARIABLE)
-# Of our tests, and what Kubernetes sets in all pods for a service whose name begins like ours
+# The variables of our tests, and those that Kubernetes sets in all pods for a service whose name begins like ours
 NOT_OURS = re.compile(r"DDP_TEST_.*|.*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_.*)?)")
-# The variable that has a secret in a pod, and the field of a Registration that names it
+# The variables that have a secret in a pod, and the fields of a Registration that name the secrets
 SECRETS = {
     "WANDB_API_KEY": "wandb_secret",
     "MLFLOW_TRACKING_URI": "mlflow_secret",
@@ -41,7 +41,10 @@ def check_names(names: Iterable[str], registered: Iterable[str]) -> None:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable's name is that of a secret, or its value a URL with one. Ours only name secrets."""
+    """Return whether a variable's name is that of a secret, or its value a URL with one.
+
+    Our variables only name secrets.
+    """
     return masked(value) != value or bool(SECRET_NAME.fullmatch(name) and not name.startswith(PREFIX))
 
 
@@ -58,7 +61,7 @@ def check_secrets(variables: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that it is a part of, or that is spelt like it; empty if there is none."""
+    """Return the known name that contains this one, or that is spelt like it; empty if there is none."""
     short = name.removeprefix(PREFIX)
     others = {one.removeprefix(PREFIX): one for one in sorted(known)}
     parts = [one for one in others if f"_{short}_" in f"_{one}_"]

@@ -1,4 +1,7 @@
-"""Notifies a webhook of a failed training: a JSON POST, which cannot fail a run and delays it by seconds at most."""
+"""The notification of a webhook about a failed training: a JSON POST.
+
+The POST cannot fail a run, and delays it by seconds at most.
+"""
 
 import os
 import threading
@@ -15,15 +18,15 @@ from flyte_ddp.launch.failures import Failure, PreemptedError
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import warn
 
-# The last one is for the URL from a secret
+# The third variable is for the URL from a secret
 WEBHOOK_VARIABLE, CONSOLE_VARIABLE, WEBHOOK_SECRET_VARIABLE = "DDP_WEBHOOK", "DDP_CONSOLE", "DDP_POD_WEBHOOK"
 FORMAT = 1
-POST_SECONDS = 8.0  # in total: for name look-up, connection and a slow answer
+POST_SECONDS = 8.0  # the limit for name look-up, connection and a slow answer together
 
 
 @contextmanager
 def telling_webhook(platform: Platform) -> Iterator[None]:
-    """Notifies the webhook of an error that ends the block, but not of Ctrl-C, nor if the pod was asked to stop."""
+    """Notify the webhook of an error that ends the block, but not of Ctrl-C, nor if the pod was asked to stop."""
     try:
         yield
     except Exception as error:
@@ -36,7 +39,7 @@ def telling_webhook(platform: Platform) -> Iterator[None]:
 
 
 def notify(url: str, content: dict[str, Any]) -> None:
-    """Post the content, for at most POST_SECONDS; a warning does not show the URL, which may be secret."""
+    """Post the content, for at most POST_SECONDS. A warning does not show the URL, which may be secret."""
     problems = ["no answer in time"]
     thread = threading.Thread(target=post, args=(url, content, problems), daemon=True)
     thread.start()
@@ -46,20 +49,21 @@ def notify(url: str, content: dict[str, Any]) -> None:
 
 
 def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
-    """Clear problems once the server has accepted the content, or add what went wrong. A redirect is refused: the
-    POST would become a GET without its content.
+    """Post the content. Clear problems once the server has accepted it, or add what went wrong.
+
+    A redirect is refused, because the POST would become a GET without its content.
     """
     headers = {"User-Agent": "flyte-ddp"}
     try:
         answer = requests.post(url, json=content, headers=headers, timeout=POST_SECONDS, allow_redirects=False)
-    except Exception as error:  # of sockets, TLS and URLs, whose messages may have the URL in them
+    except Exception as error:  # the messages of sockets, TLS and URLs may contain the secret URL
         problems.append(type(error).__name__)
     else:
         problems[:] = [] if answer.status_code < 300 else [f"its server answered {answer.status_code}"]
 
 
 def content_of(failure: Failure, platform: Platform) -> dict[str, Any]:
-    """What is posted, see docs/on-a-cluster.md."""
+    """Return the content to post, which docs/on-a-cluster.md describes."""
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     message = one_line(Exception((failure.message.splitlines() or [""])[0]))
     execution, link = platform.execution()

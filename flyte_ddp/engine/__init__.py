@@ -1,4 +1,4 @@
-"""One rank of a training: the loop and what it reads like. What that is made of has rooms of its own.
+"""A rank of a training: the loop, and the modules that it calls. Their parts have rooms of their own.
 
 Imports torch, so no parent of ranks imports it, except job.py; knows no platform, report or built-in recipe.
 """

@@ -1,4 +1,4 @@
-"""What a local run says of a training that it takes from the cache, in which no code of the task runs."""
+"""The message of a local run that takes a training from the cache. No code of the task runs then."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +14,12 @@ TRAIN_AGAIN = "To train again, put --overwrite-cache before the file: pyflyte ru
 
 
 def explain_cached_trainings() -> None:
-    """Calling it again does no harm."""
+    """Print a message whenever a local run takes a training from the cache. A second call does no harm."""
     on_cache_hit(say_cached)
 
 
 def say_cached(outputs: Mapping[str, Literal]) -> None:
-    """Says it of a training's outputs, and nothing of others."""
+    """Print the message for a training's outputs, and nothing for others."""
     if not outputs.keys() >= {"model_state", "summary", "report"}:
         return
     model, report = (outputs[name].scalar.blob.uri for name in ("model_state", "report"))
@@ -36,6 +36,6 @@ def say_cached(outputs: Mapping[str, Literal]) -> None:
 
 
 def _measured(summary: Mapping[str, Any]) -> str:
-    """The measures of the test samples; those of an image classifier are fields of their own."""
+    """Return the measures of the test samples. An image classifier's are fields of their own."""
     own = {name.removeprefix("test_"): summary[name] for name in ("accuracy", "test_loss") if name in summary}
     return ", ".join(f"{name} {value:.4g}" for name, value in (summary.get("measures") or own).items())

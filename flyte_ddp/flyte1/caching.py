@@ -1,4 +1,4 @@
-"""Which results are reused: those of the same code, and some only on a cluster."""
+"""The reuse of results: those of the same code, and some only on a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +34,8 @@ class CodeVersion(CachePolicy):
 class OnClustersOnly:
     """The task_config of a task, or dynamic, that is cached only on a cluster.
 
-    For what a local run must find out each time: whether this machine can do what is asked, and which dataset is
-    available here. On a cluster the same inputs have the same answer, and a cached one needs no pod.
+    A local run must find out each time whether this machine can do what is asked, and which dataset is available here.
+    On a cluster the same inputs have the same answer, and a cached one needs no pod.
     """
 
 

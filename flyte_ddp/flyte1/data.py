@@ -1,4 +1,4 @@
-"""Files and folders as inputs, cached by content; Flyte's own cache key is the path.
+"""Files and folders as inputs, cached by content. Flyte's own cache key is the path.
 
 @workflow
 def flowers_wf(folder: FlyteDirectory, settings: Settings = Settings(), ...) -> RecipeOutputs:
@@ -32,7 +32,7 @@ from flyte_ddp.whole_files import stream_digest
 
 
 def url_of(file_or_folder: FlyteFile | FlyteDirectory) -> str:
-    """The path or URL that an input comes from; a copy on this machine is in another place in each pod."""
+    """Return the path or URL that an input comes from. A copy on this machine is in another place in each pod."""
     return str(file_or_folder.remote_source or file_or_folder.path)
 
 
@@ -41,7 +41,7 @@ def downloaded(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None
 
 
 def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None:
-    """A copy that all ranks of this host share."""
+    """Return a copy that all ranks of this host share."""
     if file_or_folder is None:
         return None
     url = url_of(file_or_folder)
@@ -51,24 +51,30 @@ def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path |
 
 
 def source_of(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
-    """A copy, unless the data stay in their storage."""
+    """Return the path of a copy, unless the data stay in their storage."""
     return data if isinstance(data, StoredData) else downloaded(data)
 
 
 def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
-    """The input as data that are read where they are, for RecipeTraining.run: the recipe's data_path is its URL.
+    """Return the input as data that are read where they are, for RecipeTraining.run.
 
-    What a checkpoint belongs to follows the index of its blocks, or its files' names, sizes and ETags. For a cache key
-    that does, too, give the task folder_by_content(folder=...).
+    The recipe's data_path is their URL.
+
+    A checkpoint is only valid for the same index of blocks, or for the same names, sizes and ETags of files. For a
+    cache key that follows them, too, give the task folder_by_content(folder=...).
     """
-    is_table = isinstance(data, StructuredDataset)
-    url = str(data.literal.uri if data.literal else data.uri) if is_table else url_of(data)
+    url = _url_of_table(data) if isinstance(data, StructuredDataset) else url_of(data)
     return stored_data(url, _storage_options(url))
 
 
+def _url_of_table(data: StructuredDataset) -> str:
+    return str(data.literal.uri if data.literal else data.uri)
+
+
 def new_folder() -> FlyteDirectory:
-    """A new folder in Flyte's storage, for a task to write to, as by write_blocks(f"{folder.path}/train", ...), and to
-    return: the pod's disk need not hold it.
+    """Return a new folder in Flyte's storage, for a task to write to and to return.
+
+    write_blocks(f"{folder.path}/train", ...) can write to it, and the pod's disk need not hold the data.
     """
     folder = FlyteDirectory.new_remote()
     use_storage_options(_storage_options(str(folder.path)))
@@ -76,23 +82,26 @@ def new_folder() -> FlyteDirectory:
 
 
 def _storage_options(url: str) -> dict[str, dict[str, Any]]:
-    """Flyte's settings for the URL's storage, as use_storage_options wants them."""
+    """Return Flyte's settings for the URL's storage, as use_storage_options wants them."""
     protocol = get_protocol(url)
     return {} if protocol == "file" else {protocol: platform.storage_options(protocol)}
 
 
 def in_place(file: FlyteFile) -> FlyteFile:
-    """The same file, where it is, as a task's output."""
+    """Return the file, where it is, as a task's output."""
     return FlyteFile(url_of(file), remote_path=False) if is_local() else FlyteFile.from_source(url_of(file))
 
 
 def list_files(folder: FlyteDirectory) -> dict[str, str]:
-    """See flyte_ddp.attempt.platform_storage."""
+    """Return each file's name below the folder, sorted, with a text that changes when the file does."""
     return platform_storage.list_files(platform, url_of(folder))
 
 
 def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
-    """Each name with the path of its file on this machine: where it is, or a copy in the existing folder into."""
+    """Return each name with the path of its file on this machine.
+
+    The path is that of the original, or of a copy in the existing folder `into`.
+    """
     source = url_of(folder)
     if not FileAccessProvider.is_remote(source):
         return [(name, str(Path(source, name))) for name in names]
@@ -106,24 +115,30 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
 
 
 def of_folder(folder: FlyteDirectory) -> str:
-    """A hash that changes when a file is added, removed or written to; of names, sizes, times and other metadata."""
+    """Return a digest that changes when a file is added, removed or written to.
+
+    It is made of names, sizes, times and other metadata.
+    """
     return platform_storage.folder_digest(platform, url_of(folder))
 
 
 def of_file(file: FlyteFile) -> str:
-    """The same for one file."""
+    """Return a digest of a file's size, times and other metadata, which changes when the file is written to."""
     files, path = platform_storage.files_at(platform, url_of(file))
     return hashlib.sha256(str(files.info(path)).encode()).hexdigest()
 
 
 def of_content(file: FlyteFile) -> str:
-    """SHA-256 of the content, read from where the file is."""
+    """Return the SHA-256 of the content, read from where the file is."""
     with FlyteFile(url_of(file)).open("rb") as content:
         return stream_digest(content)
 
 
 def of_init(init: FlyteFile | None) -> str | None:
-    """None stays None: the cache key is then that of a training without this input."""
+    """Return the digest of the content.
+
+    None stays None: the cache key is then that of a training without this input.
+    """
     return None if init is None else of_content(init)
 
 
@@ -135,20 +150,20 @@ InitByContent = Annotated[FlyteFile | None, HashMethod(of_init)]
 
 @task(**small_resources())
 def folder_by_content(folder: FlyteDirectory) -> FolderByContent:
-    """Return the same folder, where it is; looks at it in each run, never cached."""
+    """Return the same folder, where it is. Each run looks at the folder; the result is never cached."""
     url = url_of(folder)
     return FlyteDirectory(url, remote_directory=False) if is_local() else FlyteDirectory.from_source(url)
 
 
 @task(**small_resources())
 def file_by_content(file: FlyteFile) -> FileByContent:
-    """Return the same file, where it is; looks at it in each run, never cached."""
+    """Return the same file, where it is. Each run looks at the file; the result is never cached."""
     return in_place(file)
 
 
 @task(**small_resources())
 def weights_by_content(file: FlyteFile) -> WeightsByContent:
-    """Return the same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
+    """Return the same file, a model_state or checkpoint to start from, where it is. Its content is the cache key."""
     return in_place(file)
 
 
@@ -158,7 +173,8 @@ def weights_by_content(file: FlyteFile) -> WeightsByContent:
     **small_resources(),
 )
 def init_by_content(init: FlyteFile | None) -> InitByContent:
-    """Return the same file, a model_state or checkpoint, where it is. A cluster reads each path only once, so that a
-    cached training starts no pod: other weights need another path.
+    """Return the same file, a model_state or checkpoint, where it is.
+
+    A cluster reads each path only once, so that a cached training starts no pod: other weights need another path.
     """
     return None if init is None else in_place(init)

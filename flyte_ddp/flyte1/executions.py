@@ -1,4 +1,4 @@
-"""What the executions of a launch plan have: Flyte's own notifications of how they ended, labels and annotations."""
+"""The executions of a launch plan: Flyte's own notifications of how they ended, labels and annotations."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ KINDS: Any = {"slack": Slack, "email": Email}
 
 
 def execution_options() -> dict[str, Any]:
-    """Arguments of a LaunchPlan: notifications from DDP_NOTIFY and DDP_NOTIFY_PHASES, labels and annotations."""
+    """Return the arguments of a LaunchPlan: the registered notifications, labels and annotations."""
     asked = registration()
     phases = [getattr(WorkflowExecutionPhase, name.upper()) for name in asked.notify_phases.split(",")]
     return {

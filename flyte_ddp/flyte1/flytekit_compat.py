@@ -1,4 +1,4 @@
-"""The private parts of flytekit that this package uses, as of version 1.16.31: see tests/compat."""
+"""The private parts of flytekit that this package uses, as of version 1.16.31; tests/compat tests them."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ E = TypeVar("E", bound=type[FlyteException])
 
 
 def type_of(option: click.ParamType) -> Any:
-    """The Python type that an option of JSON is converted to; None for others."""
+    """Return the Python type that an option of JSON is converted to; None for other options."""
     return option._python_type if isinstance(option, JsonParamType) else None
 
 
@@ -26,7 +26,7 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
 
     JsonParamType._parse is the only place that the text passes before flytekit treats it as JSON or a path.
     """
-    # a second call does not wrap it again
+    # A second call must not wrap the function again
     flytekits = getattr(JsonParamType._parse, "flytekits", JsonParamType._parse)
 
     def parse(self: JsonParamType, value: Any, param: Any) -> Any:
@@ -38,20 +38,24 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
 
 
 def alternatives(parameter: UnionParamType) -> Sequence[click.ParamType]:
-    """The types that a union input is tried as, in order. Flytekit has no public name for them."""
+    """Return the types that a union input is tried as, in order. Flytekit has no public name for them."""
     return list(parameter._types)
 
 
 def local_cache() -> MutableMapping[str, bytes]:
-    """The local cache by key, with serialised LiteralMaps. LocalTaskCache itself cannot list or delete entries."""
+    """Return the local cache by key, with serialised LiteralMaps.
+
+    LocalTaskCache itself cannot list or delete entries.
+    """
     LocalTaskCache.initialize()
     cache: MutableMapping[str, bytes] = LocalTaskCache._cache
     return cache
 
 
 def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
-    """Call a function with a task's outputs by name whenever a local run takes them from the cache; flytekit has no
-    hook for that. Calling it again replaces the function.
+    """Call a function with a task's outputs by name whenever a local run takes them from the cache.
+
+    flytekit has no hook for that. A second call replaces the function.
     """
     flytekits = getattr(LocalTaskCache.get, "flytekits", LocalTaskCache.get)
 
@@ -66,12 +70,18 @@ def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
 
 
 def checkpoint_destination(checkpoint: SyncCheckpoint) -> str:
-    """Where this attempt's checkpoint goes. The class can read only the previous attempt's, not what it has saved."""
+    """Return where this attempt's checkpoint goes.
+
+    The class can read only the previous attempt's, not what it has saved.
+    """
     return str(checkpoint._checkpoint_dest)
 
 
 def checkpoint_source(checkpoint: SyncCheckpoint) -> str | None:
-    """Where the previous attempt left its checkpoint; None for the first. The class says only whether there is one."""
+    """Return where the previous attempt left its checkpoint; None for the first attempt.
+
+    The class says only whether there is one.
+    """
     source: str | None = checkpoint._checkpoint_src
     return source
 
@@ -96,7 +106,7 @@ def with_error_code_of(other: type[FlyteException]) -> Callable[[E], E]:
 
 @contextmanager
 def metadata_of(task: PythonFunctionTask, metadata: TaskMetadata) -> Iterator[None]:
-    """Give a task other metadata while the block runs; otherwise they are fixed by its decorator."""
+    """Give a task other metadata while the block runs. A task's decorator fixes them otherwise."""
     registered = task.metadata
     task._metadata = metadata
     try:

@@ -1,4 +1,4 @@
-"""From a folder of image files to what training and the loading study read, as Flyte tasks."""
+"""The way from a folder of image files to what training reads, as Flyte tasks."""
 
 import os
 import tempfile
@@ -31,8 +31,11 @@ from flyte_ddp.whole_files import absolute, writing_to
 
 
 class FoundImages(NamedTuple):
-    """folder: of the image files. stamp: hash of their names, sizes and times; empty for those that come with the image
-    of the pods.
+    """A folder of images that was found.
+
+    Attributes:
+        folder: the folder of the image files.
+        stamp: the digest of their names, sizes and times; empty for images that come with the image of the pods.
     """
 
     folder: Annotated[FlyteDirectory, HashMethod(url_of)]
@@ -44,7 +47,7 @@ class FoundImages(NamedTuple):
 def find_images(
     folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
-    """The folder to read; never cached, because its content may have changed.
+    """Return the folder to read. Never cached, because its content may have changed.
 
     A local run finds out here whether there is anything to train on, and whether this machine can do so.
     """
@@ -57,7 +60,8 @@ def find_images(
         return FoundImages(stored, of_folder(stored))
     if folder and not is_local():
         raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
-    path = absolute(folder, "folder") if folder else lfw_folder() if images.source == "lfw" else digit_images()
+    own = lfw_folder if images.source == "lfw" else digit_images
+    path = absolute(folder, "folder") if folder else own()
     if not is_local():
         return FoundImages(FlyteDirectory(str(path)), "")
     forget_lost_results()
@@ -71,7 +75,7 @@ def find_images(
 )
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
-    """Read every image once, and return what training needs to know about them, without the images."""
+    """Read every image once, and return what training needs to know about the images, without the images themselves."""
     name = Path(url_of(folder)).name
     is_stored = FileAccessProvider.is_remote(url_of(folder))
     path = Path(folder.download())
@@ -84,7 +88,7 @@ def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> P
 
 
 def digit_images() -> Path:
-    """scikit-learn's 1,797 handwritten digits as PNG files, for runs without a folder."""
+    """Return a folder with scikit-learn's 1,797 handwritten digits as PNG files, for runs without a folder."""
     folder = data_dir() / "digit_images"
     say(f"No folder was given, so this run reads scikit-learn's 1,797 handwritten digits, as PNG files in {folder}.")
     if not folder.exists():
@@ -96,14 +100,14 @@ def digit_images() -> Path:
 
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
-    """A folder for the ranks, filled when it is downloaded: the index, and where the images themselves are."""
+    """Return a folder for the ranks with the index and a link to the images. It is filled when it is downloaded."""
     path = Path(tempfile.mkdtemp(dir=working_folder(), prefix="images-"))
 
     def fill() -> None:
         for file in Path(index.download()).iterdir():
             os.symlink(file, path / file.name)
         images = Path(folder.download())
-        if not is_local():  # where it is a copy, made later than the index
+        if not is_local():  # a pod's copy of the images is newer than the index
             verify_images(path, images)
         link_images(path, images)
 

@@ -18,15 +18,18 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 
 def explain_unreadable_settings() -> None:
-    """Make `pyflyte run` read settings with read_settings: flytekit's own reader shows a traceback for a broken file
-    and takes the name of a missing file for JSON. Other inputs are still read by flytekit.
+    """Make `pyflyte run` read settings with read_settings.
+
+    flytekit's own reader shows a traceback for a broken file, and takes the name of a missing file for JSON. flytekit
+    still reads other inputs.
     """
     read_json_inputs(Settings, read_settings)
 
 
 def explain_missing_paths() -> None:
-    """Make `pyflyte run` say that an optional file or folder is missing: flytekit tries to convert the path to None,
-    and shows a traceback. Other optional inputs are still converted by flytekit.
+    """Make `pyflyte run` say that an optional file or folder is missing.
+
+    flytekit tries to convert the path to None, and shows a traceback. It still converts other optional inputs.
     """
     if getattr(UnionParamType.convert, "explains", False):
         return
@@ -35,7 +38,7 @@ def explain_missing_paths() -> None:
     def convert(self: UnionParamType, value: Any, param: Any, context: Any) -> Any:
         of_paths = [one for one in alternatives(self) if isinstance(one, (DirParamType, FileParamType))]
         if len(of_paths) == 1 and isinstance(value, str):
-            if not value:  # as of an unset variable; flytekit takes it for the current folder
+            if not value:  # the text of an unset variable, which flytekit takes for the current folder
                 raise InputError(
                     f"--{param.name} must be a path or a URL, got '': name one, or leave --{param.name} out"
                 )
@@ -47,7 +50,10 @@ def explain_missing_paths() -> None:
 
 
 def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata | None:
-    """The metadata of given weights, if there are any; InputError where they are of a recipe."""
+    """Return the metadata of given weights, if there are any.
+
+    Raises InputError if a recipe's training wrote the weights.
+    """
     if model_state is None:
         return None
     path = model_state.path
@@ -60,7 +66,7 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
 
 
 def settings_of(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperparameters:
-    """The settings of the training of weights with this metadata, with those that differ from the defaults in asked."""
+    """Return the settings of the weights' training, replaced by those in `asked` that differ from the defaults."""
     if known is None:
         return asked
     defaults = asdict(type(asked)())
@@ -69,9 +75,12 @@ def settings_of(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperpar
 
 
 def dataset_of(known: ModelMetadata | None, asked: str, remedy: str) -> str:
-    """The name of the dataset that weights with this metadata were trained on, unless another one is asked for.
+    """Return the name of the dataset that the weights were trained on, unless another one is asked for.
 
-    remedy: for weights that were trained on a folder of images.
+    Args:
+        known: the metadata of the weights.
+        asked: a dataset's name, or "auto".
+        remedy: what users should do whose weights were trained on a folder of images.
     """
     if known and known.settings.get("dataset") == "image_folder":
         raise InputError(

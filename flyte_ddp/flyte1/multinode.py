@@ -1,6 +1,6 @@
 """Training on many nodes, as Flyte's PyTorchJob engine starts them. Needs flytekitplugins-kfpytorch, imports torch.
 
-DDP_NNODES=4 pyflyte ... register is one main node and three workers.
+`DDP_NNODES=4 pyflyte ... register` asks for one main node and three workers.
 """
 
 import platform as machine
@@ -26,16 +26,16 @@ from flyte_ddp.launch.launch_compat import restarts_only
 
 
 class Multinode(Elastic):
-    """Elastic, except that losing the first node, which hosts the rendezvous, is retried."""
+    """The Elastic task_config, with a retry after losing the first node, which hosts the rendezvous."""
 
 
 class MultinodeTask(PytorchElasticFunctionTask):
     def execute(self, **inputs: Any) -> Any:
-        point_to_previous(platform)  # the nodes may not all come
+        point_to_previous(platform)  # the attempt may end here, if not all nodes come
         try:
             with restarts_only(worth_restarts()):
                 return super().execute(**inputs)
-        except IgnoreOutputs:  # of a node without rank 0, when all has gone well
+        except IgnoreOutputs:  # nodes without rank 0 raise it when all has gone well
             raise
         except Exception as error:
             with telling_webhook(platform):
@@ -43,7 +43,7 @@ class MultinodeTask(PytorchElasticFunctionTask):
 
 
 def error_of_node(error: Exception) -> Exception:
-    """What this node reports: its ranks' first failure, or the loss of the rendezvous; else the error itself."""
+    """Return what this node reports: its ranks' first failure, or the loss of the rendezvous; else the error itself."""
     if isinstance(error.__context__, ChildFailedError):
         failure = failure_of_node(error.__context__)
     elif isinstance(error, (RendezvousError, DistError)):
@@ -65,12 +65,12 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
         nnodes="{}:{}".format(*asked.node_range),
         nproc_per_node=asked.ranks_per_node,
         monitor_interval=1,
-        max_restarts=2,  # of all ranks, within an attempt, when one is lost but its pod lives
+        max_restarts=2,  # if a rank is lost but its pod lives, all ranks start again within the attempt
         rdzv_configs=rendezvous,
-        # A lost pod ends Flyte's PyTorchJob. The others would wait for it and hold their GPUs, which the next attempt
-        # needs
+        # A lost pod ends Flyte's PyTorchJob. Without this policy, the other pods would wait for it and hold their GPUs,
+        # which the next attempt needs.
         run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING),
-        increase_shared_mem=False,  # deprecated; the resources ask for it
+        increase_shared_mem=False,  # is deprecated; the resources ask for shared memory
     )
     environment = {
         **arguments["environment"],
@@ -85,7 +85,8 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def picklable(outputs: Any) -> Any:
-    """The outputs as the plugin, which pickles them, can pass them on: without PythonPickledFile, a class that flytekit
-    makes on use.
+    """Return the outputs as the plugin, which pickles them, can pass them on.
+
+    PythonPickledFile cannot be pickled: flytekit creates the class on use.
     """
     return outputs and outputs._replace(model_state=FlyteFile(outputs.model_state.path))

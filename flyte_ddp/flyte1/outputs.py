@@ -1,4 +1,4 @@
-"""What tasks give back. A local run's files stay where they are: flytekit would copy them to a temporary place."""
+"""The outputs of tasks. A local run's files stay where they are: flytekit would copy them to a temporary place."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,15 +17,20 @@ def output_file(path: Path, kind: type[F] = FlyteFile) -> F:
 
 
 def output_folder(path: Path, url: str = "") -> FlyteDirectory:
-    """url: where its files go, if some are there already."""
+    """Return a folder as an output.
+
+    Args:
+        path: the folder on this machine.
+        url: where its files go, if some are there already.
+    """
     return FlyteDirectory(str(path), remote_directory=url or _storage())
 
 
 def output_page(folder: Path, title: str, fragment: str) -> FlyteFile:
-    """A page as an HTML file of its own in the folder, and as the task's Deck."""
+    """Write a page as an HTML file in the folder, show it as the task's Deck, and return the file."""
     return output_file(write_page(platform, folder, title, fragment))
 
 
 def _storage() -> Any:
-    """False leaves a file where it is; None has Flyte choose a place in its storage."""
+    """Return False to leave a file where it is, or None to let Flyte choose a place in its storage."""
     return False if platform.is_local() else None

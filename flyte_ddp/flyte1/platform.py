@@ -26,7 +26,8 @@ from flyte_ddp.flyte1.flytekit_compat import (
 )
 from flyte_ddp.launch.failures import Failure
 
-EFFECT_SECONDS = 10.0  # Flyte shows the earliest failure of all pods: one that may be an effect counts as later
+# Flyte shows the earliest failure of all pods, so one that may be the effect of another counts as later
+EFFECT_SECONDS = 10.0
 download_errors = (FlyteDownloadDataException,)
 
 
@@ -65,7 +66,7 @@ def logs_url() -> str:
 
 
 def previous_logs_url() -> str:
-    """Beside the previous attempt's checkpoint."""
+    """Return the URL of the logs, which are beside the previous attempt's checkpoint."""
     earlier = previous_checkpoint_url()
     return f"{earlier.rpartition('/')[0]}/logs" if earlier else ""
 
@@ -81,7 +82,7 @@ def previous_checkpoint_url() -> str:
 def _checkpoint() -> SyncCheckpoint:
     try:
         checkpoint: SyncCheckpoint = current_context().checkpoint
-    except NotImplementedError:  # flytekit's, of a platform that is too old
+    except NotImplementedError:  # flytekit raises it outside of tasks, and on a platform that is too old
         raise InputError(
             "run() must be called in a task, while Flyte runs that: call the task, or flyte_ddp.train without Flyte"
         ) from None
@@ -107,7 +108,7 @@ def storage_options(protocol: str) -> dict[str, Any]:
 
 
 def publisher(title: str) -> Callable[[str], None]:
-    """A function that shows HTML in the task's Deck."""
+    """Return a function that shows HTML in the task's Deck."""
     if is_local() or not current_context().enable_deck:
         return lambda html: None  # a local run's page is a file that one can open
     deck = Deck(title, "")
@@ -122,7 +123,7 @@ def publisher(title: str) -> Callable[[str], None]:
 
 @with_error_code_of(FlyteUserRuntimeException)
 class TaskError(FlyteUserException):
-    """A task's failure, for which Flyte's console shows the message first.
+    """A task's failure, whose message Flyte's console shows first.
 
     For other exceptions the message follows the stack, here that of the parent, where nothing is wrong.
     """

@@ -1,4 +1,7 @@
-"""From a dataset's name to the prepared dataset, as Flyte tasks. No torch: it would not fit into a small pod."""
+"""The way from a dataset's name to the prepared dataset, as Flyte tasks.
+
+No torch: it would not fit into a small pod.
+"""
 
 import json
 import os
@@ -31,7 +34,7 @@ def dataset_digest(directory: FlyteDirectory) -> str:
     return prepared.read_description(str(directory)).digest
 
 
-# A folder as flyte_ddp.data.prepared.prepared describes it; for Flyte's cache it is its content that counts
+# A folder in the format of flyte_ddp.data.prepared.prepared. Its content is the key of Flyte's cache.
 PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 
 
@@ -42,8 +45,9 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 )
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """The name of the dataset to train on, auto being the workflow's own; not cached in local runs, which may need a
-    stand-in, or find out here that this machine cannot do what is asked.
+    """Return the name of the dataset to train on; "auto" is the workflow's own.
+
+    Not cached in local runs, which may need a stand-in, or find out here that this machine cannot do what is asked.
     """
     datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)
@@ -56,13 +60,16 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 )
 @platform_errors(platform)
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
-    """The same for many nodes; refuses inputs that the nodes would refuse only after they have started."""
+    """Return the name of the dataset to train on, on many nodes.
+
+    Refuses inputs that nodes would refuse after their start.
+    """
     datasets.check_nodes(platform, hp)
     return resolve_name(hp.dataset, auto)
 
 
 def resolve_name(asked: str, auto: str = "mnist") -> str:
-    """The dataset that a name or auto stands for; a local run also discards damaged data and lost cache entries."""
+    """Return the dataset that a name or "auto" stands for. A local run discards damaged data and lost cache entries."""
     name = datasets.resolve_name(platform, asked, auto)
     if is_local():
         forget_lost_results()
@@ -70,10 +77,11 @@ def resolve_name(asked: str, auto: str = "mnist") -> str:
 
 
 def forget_lost_results() -> None:
-    """Drop local cache entries of this process's tasks whose files are gone, so that they run again, and do not fail.
+    """Drop local cache entries of this process's tasks whose files are gone, so that the tasks run again.
 
-    Flyte's local cache stores paths, never contents, and offers no such check. All projects of a user share it, and
-    other runs may drop entries at the same time; those of other projects' tasks, whose disk may be back later, stay.
+    Flyte's local cache stores paths, never contents, and offers no such check. All projects of a user share the cache,
+    and other runs may drop entries at the same time. Entries of other projects' tasks, whose disk may be back later,
+    stay.
     """
     cache = local_cache()
     ours = tuple(f"{entity.name}-" for entity in FlyteEntities.entities)
@@ -97,7 +105,7 @@ def _local_paths(outputs: LiteralMap) -> Iterator[str]:
 )
 @platform_errors(platform)
 def prepare_dataset(name: str) -> PreparedDataset:
-    """Download and prepares the named dataset (for the format see flyte_ddp.data.prepared.prepared)."""
+    """Download and prepare the named dataset, in the format of flyte_ddp.data.prepared.prepared."""
     folder = datasets.prepare(platform, name)
-    # A local run uses the folder where it is: a copy would only land in a temporary place
+    # A local run uses the original folder: a copy would only land in a temporary place
     return output_folder(folder)

@@ -1,4 +1,4 @@
-"""What every workflow file calls first, so that pyflyte reads our inputs and ships our code correctly."""
+"""The set-up that every workflow file calls first, so that pyflyte reads our inputs and ships our code correctly."""
 
 import sys
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from flyte_ddp.report.console import show_output
 
 
 def set_up_pyflyte() -> None:
-    """Raise ReportedError under Flyte 2's shim; calling it again does no harm."""
+    """Set up pyflyte. A second call does no harm. Raises ReportedError under Flyte 2's shim."""
     refuse_shim()
     show_output()
     explain_unreadable_settings()
@@ -37,17 +37,19 @@ def refuse_shim() -> None:
 
 
 def ship_whole_package() -> None:
-    """Ships all modules of this package, even those of the ranks, unless it is installed: then the image has it."""
+    """Ship all modules of this package, even those of the ranks, unless it is installed: then the image has it."""
     root = Path(flyte_ddp.__path__[0])
     if not is_installed(str(root)):
         ship(map(str, sorted(root.rglob("*.py"))))
 
 
 def ship(files: Iterable[str]) -> None:
-    """Make `pyflyte run --remote` send these files (absolute paths) without importing them: the ranks' modules import
-    torch. pyflyte sends the __file__ of everything in sys.modules that is below the project's root.
+    """Make `pyflyte run --remote` send these files (absolute paths) without importing them.
+
+    The ranks' modules import torch. pyflyte sends the __file__ of everything in sys.modules that is below the project's
+    root.
     """
-    imported = set(loaded_files().values())  # these would be sent twice
+    imported = set(loaded_files().values())  # imported files would be sent twice
     for file in files:
         name = f"{file} (file)"
         sys.modules.pop(name, None)  # the file may have been imported since
@@ -57,4 +59,4 @@ def ship(files: Iterable[str]) -> None:
 
 
 class _File(ModuleType):
-    """A type of its own, so that loaded_files doesn't count it as imported."""
+    """A type of module that loaded_files does not count as imported."""

@@ -1,4 +1,4 @@
-"""A user's recipe as a Flyte task, in a workflow file of their own:
+"""A user's recipe as a Flyte task, in a workflow file of their own.
 
 training = RecipeTraining("my_project.model:CharLM")
 
@@ -35,7 +35,8 @@ class RecipeOutputs(NamedTuple):
     """The outputs of a recipe's training.
 
     Attributes:
-        epoch_measures: after each evaluation, by name; of the validation samples, if any, else of the test samples.
+        epoch_measures: measures by name after each evaluation: of the validation samples, if any, else of the test
+            samples.
         model_state: the trained weights, a CPU state_dict, from which the recipe's load_model rebuilds the network.
             With a validation split they are those of the best epoch, and logs has those of the last one as last.pt.
         summary: the figures.
@@ -55,9 +56,10 @@ def recipe_outputs(trained: Trained) -> RecipeOutputs:
 
 
 class NamedTraining(FlytekitTraining[Outputs]):
-    """A user's code, known only by its name: its module, which imports torch, is for the ranks.
+    """A training of a user's code, known only by its name: its module, which imports torch, is for the ranks.
 
-    Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
+    The code's first-party modules and data files are shipped to the pods with the workflow's, and determine the cache
+    version.
     """
 
     distributions: Sequence[str] = ("torch",)
@@ -70,25 +72,32 @@ class NamedTraining(FlytekitTraining[Outputs]):
             ship(one.files)
 
     def arguments(self, ignored_inputs: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-        """Arguments of the @task that trains or predicts: cache, retries, live report, resources.
+        """Return the arguments of the @task that trains or predicts: cache, retries, live report, resources.
 
-        own: your own arguments of @task, which Python refuses beside these: requests=, limits= (of the registered ones,
-        what you leave out), retries= and so on, as in arguments(requests=Resources(gpu="4")). environment=,
-        secret_requests=, labels= and annotations= are added to the registered ones.
-        most_gpus: 1 for a task that predicts.
+        Args:
+            ignored_inputs: inputs of the task that the cache ignores.
+            own: your own arguments of @task, which Python refuses beside these: requests=, limits= (what you leave out
+                is registered), retries= and so on, as in arguments(requests=Resources(gpu="4")). environment=,
+                secret_requests=, labels= and annotations= are added to the registered ones. most_gpus=1 is for a task
+                that predicts.
         """
         return training_arguments(self.version, f"{self.code.name} ", ignored_inputs, **own)
 
 
 class RecipeTraining(NamedTraining[RecipeOutputs]):
-    """A recipe, known only by its name: its module, which imports torch, is for the ranks."""
+    """A training of a recipe, known only by its name: its module, which imports torch, is for the ranks."""
 
     def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
-        """recipe: "package.module:Name". data_files: files that it reads, relative to its module's file. observers:
-        classes, named likewise, with a method for each event that concerns them; no part of the cache version.
+        """Find the recipe's code. Create the object at the top level of the workflow file, after the imports.
 
-        Create it at the top level of the workflow file, after the imports. Raises InputError if there is no such
-        recipe.
+        Args:
+            recipe: "package.module:Name".
+            data_files: files that the recipe reads, relative to its module's file.
+            observers: names of classes, "package.module:Name", with a method for each event that concerns them; no part
+                of the cache version.
+
+        Raises:
+            InputError: there is no such recipe.
         """
         super().__init__(find_code(recipe, data_files), observers)
 
@@ -103,10 +112,17 @@ class RecipeTraining(NamedTraining[RecipeOutputs]):
         split: str = "test",
         init: FlyteDirectory | None = None,
     ) -> FlyteFile:
-        """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
+        """Return the predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
 
-        settings, init: those of the training. shard: from 0; map over it, in a task with
-        arguments(ignored_inputs=(), most_gpus=1).
+        Args:
+            model_state: the weights.
+            settings: the settings of the training.
+            shard: the number of the shard, from 0. Map over it, in a task with arguments(ignored_inputs=(),
+                most_gpus=1).
+            shards: the number of shards.
+            data: the data of the training.
+            split: the split to predict.
+            init: the init of the training.
         """
         subject = self.subject(settings, source_of(data), downloaded(init))
         return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))

@@ -20,11 +20,11 @@ from flyte_ddp.attempt.requested import Size, pod_environment, registered_enviro
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.caching import CodeVersion
 
-IMAGE = "{{.image.trainer}}"  # named in flyte.config, or by --image trainer=NAME
+IMAGE = "{{.image.trainer}}"  # flyte.config, or --image trainer=NAME, names the image
 
 
 def sizes(size: Size) -> dict[str, Any]:
-    """Arguments of @task or with_overrides."""
+    """Return a size as arguments of @task or with_overrides."""
     requests, limits = (
         Resources(
             cpu=size.cpu[which],
@@ -38,14 +38,16 @@ def sizes(size: Size) -> dict[str, Any]:
 
 
 def training_sizes(gpus: int) -> dict[str, Any]:
-    """What a training pod with this many GPUs needs, as arguments of @task or with_overrides."""
+    """Return the size of a training pod with this many GPUs, as arguments of @task or with_overrides."""
     needed = sizes(requested.training_size(gpus))
     return {**needed, "shared_memory": True} if gpus else needed
 
 
 def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
-    """Arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs; raises
-    InputError for what no pod can have.
+    """Return arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs.
+
+    Raises:
+        InputError: no pod can have so many GPUs.
     """
     if not 0 <= gpus <= MOST_GPUS:
         raise InputError(f"gpus must be at least 0 and at most {MOST_GPUS}, got {gpus}")
@@ -64,11 +66,18 @@ def training_resources(
     annotations: Mapping[str, str] = MappingProxyType({}),
     **own: Any,
 ) -> dict[str, Any]:
-    """Arguments of @task for training; code is what determines the result, if that is cached.
+    """Return arguments of @task for training.
 
-    most_gpus: of a task that has no use for more. requests, limits: quantities in place of the registered ones; what
-    only one of them has is both. environment, secret_requests, labels, annotations: beside the registered ones, which
-    they replace under the same name. own: other arguments of @task, in place of these.
+    Args:
+        code: what determines the result, if the result is cached.
+        most_gpus: the number of GPUs that the task can use; None is any.
+        requests: quantities in place of the registered ones. A quantity that only requests or only limits have is both.
+        limits: like requests.
+        environment: variables in addition to the registered ones, which they replace under the same name.
+        secret_requests: secrets in addition to the registered ones, likewise.
+        labels: labels in addition to the registered ones, likewise.
+        annotations: annotations in addition to the registered ones, likewise.
+        own: other arguments of @task, in place of these.
     """
     asked = registration()
     secrets = requested.training_secrets(own=[secret.env_var for secret in secret_requests])
@@ -113,7 +122,7 @@ class GracefulPod(PodTemplate):
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a @task that trains with a pod that asks for the registered grace, and knows it.
 
-    A pod template in code that asks for one itself has its own; one in the cluster is left as it is.
+    A pod template in code that sets a grace keeps its own. A template in the cluster stays as it is.
     """
     asked, template = registration(), arguments.get("pod_template")
     own = template.pod_spec.termination_grace_period_seconds if template else None
@@ -132,7 +141,7 @@ def _as_dict(quantities: Resources | None) -> dict[str, Any]:
 
 
 def preparation_resources() -> dict[str, Any]:
-    """Arguments of @task for downloading and preparing a dataset, and for other tasks that need torch but no ranks."""
+    """Return arguments of @task for preparing a dataset, and for other tasks that need torch but no ranks."""
     return {
         **_every_pod(),
         **sizes(requested.preparation_size()),
@@ -142,13 +151,14 @@ def preparation_resources() -> dict[str, Any]:
 
 
 def small_resources() -> dict[str, Any]:
-    """Arguments of @task for a task that computes nothing."""
+    """Return arguments of @task for a task that computes nothing."""
     return {**_every_pod(), **sizes(requested.small_size()), "environment": pod_environment()}
 
 
 def dynamic_resources() -> dict[str, Any]:
-    """Arguments of @dynamic: its pod compiles the tasks that it starts, and needs the registration's settings for
-    that.
+    """Return arguments of @dynamic.
+
+    Its pod compiles the tasks that it starts, and needs the registration's settings for that.
     """
     return {**small_resources(), "environment": registered_environment()}
 
@@ -159,5 +169,5 @@ def _every_pod() -> dict[str, Any]:
 
 
 def _secret(variable: str, group: str, key: str) -> Secret:
-    """The Flyte secret named GROUP/KEY as an environment variable."""
+    """Return the Flyte secret named GROUP/KEY as an environment variable."""
     return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR, env_var=variable)

@@ -1,4 +1,4 @@
-"""Training within a Flyte task, from typed inputs to typed outputs; and that of the built-in image classifiers."""
+"""Training within a Flyte task, from typed inputs to typed outputs, and that of the built-in image classifiers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -30,20 +30,25 @@ def training_arguments(
     ignored_inputs: Sequence[str] = ("options",),
     **own: Any,
 ) -> dict[str, Any]:
-    """Arguments of a @task that trains: cache (its version depends on code and salt), retries, live report,
-    resources. own: see training_resources; what else @task takes is in place of ours.
+    """Return the arguments of a @task that trains: cache, retries, live report, resources.
+
+    Args:
+        code: the version of the cache.
+        salt: a part of the cache's version.
+        ignored_inputs: inputs of the task that the cache ignores.
+        own: arguments of training_resources, or of @task in place of these.
     """
     return {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
         "retries": registration().retries,
         "enable_deck": True,
-        "deck_fields": (),  # only the report, live
+        "deck_fields": (),  # the live report is the only Deck
         **with_grace(training_resources(code, **own)),
     }
 
 
 class FlytekitTraining(Training[Data, Outputs]):
-    """Trains within a task of flytekit, on one node or many."""
+    """A training within a task of flytekit, on one node or many."""
 
     platform = platform
     downloaded = staticmethod(downloaded)
@@ -58,7 +63,7 @@ class FlytekitTraining(Training[Data, Outputs]):
 
 
 def files_of(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
-    """The outputs that all trainings have, in their order: model_state, summary, report, logs."""
+    """Return the outputs that all trainings have, in their order: model_state, summary, report, logs."""
     model = output_file(trained.model, PythonPickledFile)
     return model, summary, output_file(trained.report), output_folder(trained.logs, trained.logs_url)
 
@@ -67,7 +72,8 @@ class TrainingOutputs(NamedTuple):
     """The outputs of an image classifier's training.
 
     Attributes:
-        epoch_accuracies: after each evaluation, on the validation split, if any, else on the test split; 0 to 1.
+        epoch_accuracies: accuracy after each evaluation, from 0 to 1, on the validation split, if any, else on the test
+            split.
         model_state: the trained weights, a CPU state_dict; with a validation split those of the best epoch.
         summary: the figures.
         report: an HTML page in one file.
@@ -83,7 +89,7 @@ class TrainingOutputs(NamedTuple):
 
 
 class ImageTraining(OfImages[Data, TrainingOutputs], FlytekitTraining[TrainingOutputs]):
-    """Trains an image classifier on a prepared dataset."""
+    """A training of an image classifier on a prepared dataset."""
 
     def outputs_of(self, trained: Trained) -> TrainingOutputs:
         return TrainingOutputs(trained.epoch_accuracies, *files_of(trained, trained.image_summary()))

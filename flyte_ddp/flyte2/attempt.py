@@ -1,4 +1,4 @@
-"""What a task of Flyte 2 does around its work."""
+"""The surroundings of a task's work in Flyte 2."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,9 @@ from flyte_ddp.flyte2 import platform
 
 @contextmanager
 def one_attempt() -> Iterator[None]:
-    """On a cluster, raises the platform's error. In a local run, makes every failure final: the SDK would try again,
-    after a pause, and nobody has asked for that.
+    """Raise the platform's error on a cluster, and a final one in a local run.
+
+    The SDK would repeat a local run after a pause, which nobody has asked for.
     """
     try:
         with platform_errors(platform):

@@ -1,4 +1,4 @@
-"""Files and folders of Flyte 2, between its storage and this machine; as inputs of tasks, cached by their content."""
+"""Files and folders of Flyte 2, between its storage and this machine. As inputs of tasks they are cached by content."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +15,25 @@ from flyte_ddp.whole_files import stream_digest
 
 
 def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path | None:
-    """Where it is, or a copy, in any case one if `to` names its path. Raises DownloadError, which is worth another
-    attempt.
+    """Return the place of the file or folder on this machine, after downloading it if necessary.
+
+    Args:
+        file_or_folder: the input.
+        to: the path of a copy; None leaves a local file where it is.
+
+    Raises:
+        DownloadError: the download has failed, which is worth another attempt.
     """
     if file_or_folder is None:
         return None
     try:
         return Path(file_or_folder.download_sync(to))
-    except Exception as error:  # each storage has its own
+    except Exception as error:  # each storage has errors of its own
         raise DownloadError(f"{file_or_folder.path} cannot be downloaded: {type(error).__name__}: {error}") from None
 
 
 def downloaded_once(file_or_folder: File | Dir | None) -> Path | None:
-    """A copy that all ranks of this host share."""
+    """Return a copy that all ranks of this host share."""
     if file_or_folder is None:
         return None
 
@@ -39,19 +45,28 @@ def downloaded_once(file_or_folder: File | Dir | None) -> Path | None:
 
 
 def output_file(path: Path) -> File:
-    """A local run's file stays where it is; so does that of a plain call of a task's function, without Flyte."""
+    """Return a file as an output.
+
+    A local run's file stays where it is, and so does that of a plain call without Flyte.
+    """
     return File.from_local_sync(str(path)) if flyte.ctx() else File(path=str(path))
 
 
 def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
-    """url: where it belongs; empty leaves it to Flyte. digest: of its content, as key of the caches."""
+    """Return a folder as an output.
+
+    Args:
+        path: the folder on this machine.
+        url: where it belongs; empty leaves that to Flyte.
+        digest: the digest of its content, as key of the caches.
+    """
     if not flyte.ctx():
         return Dir(path=str(path), hash=digest)
     return Dir.from_local_sync(str(path), url or None, dir_cache_key=digest)
 
 
 def by_content(file: File | None) -> File | None:
-    """The same file, a model_state or checkpoint to start from, where it is; its content is the cache key."""
+    """Return the same file, a model_state or checkpoint to start from, where it is. Its content is the cache key."""
     if file is None:
         return None
     with one_attempt(), there(file), open_file(platform, file.path) as content:
@@ -59,14 +74,14 @@ def by_content(file: File | None) -> File | None:
 
 
 def folder_by_content(folder: Dir) -> Dir:
-    """The same folder, where it is; its cache key changes when a file is added, removed or written to."""
+    """Return the same folder, where it is. Its cache key changes when a file is added, removed or written to."""
     with one_attempt(), there(folder):
         return Dir(path=folder.path, hash=folder_digest(platform, folder.path))
 
 
 @contextmanager
 def there(file_or_folder: File | Dir) -> Iterator[None]:
-    """Raise InputError where an input is missing, or is a folder where a file is needed or the other way round."""
+    """Raise InputError if an input is missing, or is a folder where a file is needed or the other way round."""
     kind = "folder" if isinstance(file_or_folder, Dir) else "file"
     try:
         yield

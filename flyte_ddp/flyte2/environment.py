@@ -1,8 +1,7 @@
-"""The environments of tasks: image, resources, secrets and variables, from the registration's settings; and what their
-tasks' decorators have in common.
+"""The environments of tasks (image, resources, secrets and variables), and the arguments that their decorators share.
 
-These settings (DDP_GPUS and so on) are those of the process that deploys or runs: a task that calls others, whose pod
-reads this module again, gets them as variables.
+They follow from the registration's settings (DDP_GPUS and so on) of the process that deploys or runs. The pod of a task
+that calls others reads this module again, and gets the settings as variables.
 """
 
 import os
@@ -25,21 +24,25 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte
 from flyte_ddp.launch.grace import USUAL_SECONDS
 
-# Those that flytekit, whose names the registration has, calls otherwise
+# Accelerators whose names here differ from flytekit's, which the registration has
 ACCELERATORS: dict[str, Any] = {"L40S": "L40s", "A100_80GB": "A100_80G", "L4_VWS": "L4"}
 Kind = type[flyte.TaskEnvironment]
 PodTemplate: TypeAlias = str | flyte.PodTemplate | None
-OwnSecrets: TypeAlias = str | flyte.Secret | Sequence[str | flyte.Secret]  # as the SDK takes them
-IMAGE = flyte.Image.from_ref_name("trainer")  # named by --image trainer=NAME, or in Flyte's config file
-# What comes again after a fault of the cluster should find it mended
+OwnSecrets: TypeAlias = str | flyte.Secret | Sequence[str | flyte.Secret]  # the SDK takes all of these
+IMAGE = flyte.Image.from_ref_name("trainer")  # --image trainer=NAME, or Flyte's config file, names the image
+# The pauses before retries give the cluster time to recover from a fault
 PAUSES = flyte.Backoff(base=timedelta(seconds=10), factor=6.0, cap=timedelta(minutes=10))
 
 
 def workflow_environment(
     name: str, *called: flyte.TaskEnvironment, secrets: Sequence[str] = ()
 ) -> flyte.TaskEnvironment:
-    """For a task that computes little, such as one that only calls others, which are of these environments. secrets:
-    the variables of those that it needs, as far as they are registered.
+    """Return the environment of a task that computes little, such as one that only calls others.
+
+    Args:
+        name: the environment's name.
+        called: the environments of the tasks that it calls.
+        secrets: the variables of the secrets that it needs, as far as they are registered.
     """
     set_up_flyte()
     return _environment(
@@ -57,7 +60,7 @@ def _secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Sec
 
 
 def preparation_environment(name: str) -> flyte.TaskEnvironment:
-    """For tasks that download and prepare a dataset, and for others that need torch but no ranks."""
+    """Return the environment of tasks that download and prepare a dataset, or need torch but no ranks."""
     return _environment(name, requested.preparation_size(), pod_environment())
 
 
@@ -74,11 +77,20 @@ def training_environment(
     include: Sequence[str] = (),
     **more: Any,
 ) -> flyte.TaskEnvironment:
-    """For tasks that train.
+    """Return the environment of tasks that train.
 
-    code: the version of what determines the result. files: shipped besides the library's own. most_gpus: of a task that
-    has no use for more. own: resources in place of those that are registered. secrets, env_vars, include: beside the
-    registered and shipped ones. kind, variables: those of clustered. more: other arguments of the environment.
+    Args:
+        name: the environment's name.
+        code: the version of what determines the result.
+        files: files to ship in addition to the library's own.
+        kind: the class of the environment, from clustered().
+        variables: variables from clustered().
+        most_gpus: the number of GPUs that the task can use; None is any.
+        own: resources in place of the registered ones.
+        secrets: secrets in addition to the registered ones.
+        env_vars: variables in addition to the registered ones.
+        include: more files to ship.
+        more: other arguments of the environment.
     """
     asked = registration()
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _gpus_of(own)
@@ -92,11 +104,11 @@ def training_environment(
 
 
 def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any]:
-    """Arguments of training_environment for the registered number of nodes: a JobSet, each of whose pods runs torchrun.
+    """Return arguments of training_environment for many nodes: a JobSet, each of whose pods runs torchrun.
 
-    If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice; if its node is taken
-    away for maintenance, as often as that happens. With several numbers of nodes, see flyte_ddp.flyte2.sizes, these are
-    the largest.
+    If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice. If its node is taken
+    away for maintenance, Flyte does so as often as that happens. If several numbers of nodes are registered, this is
+    the largest; flyte_ddp.flyte2.sizes chooses smaller ones.
     """
     from flyte.clustered import ClusteredTaskEnvironment, ClusterFailurePolicy, TorchRun
 
@@ -150,8 +162,10 @@ def _labelled(template: PodTemplate) -> PodTemplate:
 
 
 def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
-    """Return the pod template, which asks for the registered grace unless it says that itself, and the pod's variables
-    of it. One in the cluster is left as it is."""
+    """Return the pod template with the registered grace, and the variables that tell the pod its grace.
+
+    A template that sets a grace keeps its own. A template in the cluster stays as it is.
+    """
     if template and isinstance(template, str):
         return template, requested.grace_environment(registration().grace_seconds or USUAL_SECONDS)
     mine = template if isinstance(template, flyte.PodTemplate) else flyte.PodTemplate()
@@ -167,7 +181,10 @@ def _gpus_of(own: flyte.Resources) -> int:
 
 
 def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources:
-    """Of this size, but where own ones are given. Flyte has one size of disk: the limit."""
+    """Return the resources of this size, replaced by own ones where they are given.
+
+    Flyte has one size of disk: the limit.
+    """
     kind = registration().accelerator
     gpu = cast(Any, size.gpus or None)
     if gpu and kind != "none":
@@ -179,8 +196,9 @@ def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources
 
 
 def shipped() -> tuple[str, ...]:
-    """The library's files, also those of the ranks, which no process here imports; none where the image has them: if it
-    is installed, or not below this folder, the project's.
+    """Return the library's files, even those of the ranks, which no process here imports.
+
+    There are none if the image has them: if the library is installed, or is not below this folder, the project's.
     """
     root = Path(flyte_ddp.__path__[0])
     if is_installed(str(root)) or not root.is_relative_to(os.getcwd()):
@@ -189,17 +207,17 @@ def shipped() -> tuple[str, ...]:
 
 
 def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] = ()) -> flyte.Cache:
-    """The cache of a task whose result is decided by this code and these distributions.
+    """Return the cache of a task whose result is decided by this code and these distributions.
 
-    Where another task calls it, the pod of that one asks for the version, so that these are the distributions of the
-    image. The types of inputs and outputs are part of Flyte's own key.
+    If another task calls it, that task's pod asks for the version, so that these are the distributions of the image.
+    The types of inputs and outputs are part of Flyte's own key.
     """
     version = with_installed(code, distributions)
     return flyte.Cache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
 
 
 def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-    """Arguments of a task that trains: cache, retries with pauses, live report and time limit, and the user's own."""
+    """Return the arguments of a task that trains: cache, retries, live report, time limit, and the user's own."""
     if "pod_template" in own:
         own["pod_template"] = _labelled(_with_grace(own["pod_template"])[0])
     return {

@@ -1,4 +1,4 @@
-"""The private parts of Flyte 2's SDK that this package uses, as of version 2.12.1: see tests/compat."""
+"""The private parts of Flyte 2's SDK that this package uses, as of version 2.12.1; tests/compat tests them."""
 
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from flyte.types import TypeEngine, TypeTransformerFailedError
 
 
 def type_of(option: click.ParamType) -> Any:
-    """The Python type that an option of JSON is converted to; None for others."""
+    """Return the Python type that an option of JSON is converted to; None for other options."""
     return option._python_type if isinstance(option, JsonParamType) else None
 
 
@@ -23,7 +23,7 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
 
     The SDK's own reader takes the last of several values for a key, and then drops the keys that it does not know.
     """
-    # a second call does not wrap it again
+    # A second call must not wrap the function again
     original = getattr(JsonParamType.convert, "original", JsonParamType.convert)
 
     def convert(self: JsonParamType, value: Any, param: Any, context: Any) -> Any:
@@ -57,8 +57,11 @@ def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Excepti
 
 @contextmanager
 def local_cache() -> Iterator[sqlite3.Connection]:
-    """The local cache, empty if there is none: a table task_cache of keys and values, which are serialised Outputs. It
-    cannot list or delete entries.
+    """Open the local cache: a table task_cache of keys and values, which are serialised Outputs.
+
+    Empty if there is none.
+
+    The SDK cannot list or delete entries.
     """
     path = LocalDB._get_cache_dir() / "cache.db"
     with closing(sqlite3.connect(path if path.exists() else ":memory:")) as connection, connection:
@@ -67,6 +70,6 @@ def local_cache() -> Iterator[sqlite3.Connection]:
 
 
 def with_replicas(clustered: Any, replicas: int) -> Any:
-    """The plugin_config of a task of a ClusteredTaskEnvironment, for another number of pods; none is restarted."""
+    """Return the plugin_config of a task of a ClusteredTaskEnvironment for another number of pods, without restarts."""
     settings = replace(clustered.settings, replicas=replicas, failure_policy=ClusterFailurePolicy())
     return replace(clustered, settings=settings)

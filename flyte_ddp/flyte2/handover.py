@@ -1,5 +1,6 @@
-"""What an action leaves for the next one of the same training, in a folder of the storage that is named to it: where
-its checkpoints are, and how it has failed. If its nodes never came, it leaves nothing.
+"""The handover of an action to the next one of the same training, by files in a folder of the storage.
+
+They say where the action's checkpoints are, and how it has failed. An action whose nodes never came leaves nothing.
 """
 
 import dataclasses
@@ -20,37 +21,43 @@ PLACE, FAILURE = "checkpoints-url", "failure.json"
 
 
 def variables(folder: str, previous: str) -> dict[str, str]:
-    """Of an action. folder: for what it leaves, named by the number of actions that have failed before. previous: the
-    place that one of them has left, if any.
+    """Return the variables of an action.
+
+    Args:
+        folder: the folder for what it leaves, named by the number of actions that have failed before.
+        previous: the place of checkpoints that an earlier action has left, if any.
     """
     return {HANDOVER_VARIABLE: folder, PREVIOUS_VARIABLE: previous}
 
 
 def leave_place() -> None:
-    """Of rank 0. Who goes on from this action's checkpoints finds there, before there is one, where the earlier are."""
+    """Record where this action keeps its checkpoints, for the next action. Rank 0 calls it.
+
+    Until there is a checkpoint, the place points to the previous action's.
+    """
     if folder := os.environ.get(HANDOVER_VARIABLE):
         point_to_previous(platform)
         url = f"{folder}/{PLACE}"
         try:
             _put(platform.checkpoint_url(), url)
-        except Exception as error:  # each storage has its own; the next action would not find this one's checkpoints
+        except Exception as error:  # without the record, the next action would not find this one's checkpoints
             problem = f"{type(error).__name__}: {one_line(error)}"
             raise RecoverableError(f"cannot write {url}: {problem}: check access") from None
 
 
 def leave_failure(failure: Failure) -> None:
-    """Of rank 0."""
+    """Record the failure of this action, for the next one. Rank 0 calls it."""
     if folder := os.environ.get(HANDOVER_VARIABLE):
         put_failure(failure, f"{folder}/{FAILURE}")
 
 
 def put_failure(failure: Failure, url: str) -> None:
-    with suppress(Exception):  # storage fails: whoever would have read this says what it knows
+    with suppress(Exception):  # if storage fails, the reader of the failure does without it
         _put(json.dumps(dataclasses.asdict(failure)), url)
 
 
 def place_left(folder: str) -> str:
-    """Empty if there is none."""
+    """Return the place of checkpoints that an action has left; empty if there is none."""
     return _get(f"{folder}/{PLACE}")
 
 

@@ -1,4 +1,4 @@
-"""What every workflow file of Flyte 2 has done before its tasks run: by flyte_ddp.flyte2.environment."""
+"""The set-up of every workflow file of Flyte 2, which flyte_ddp.flyte2.environment calls before its tasks run."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from flyte_ddp.report.console import show_output
 
 
 def set_up_flyte() -> None:
-    """Calling it again does no harm."""
+    """Set up Flyte 2's SDK. A second call does no harm."""
     show_output()
     read_json_inputs(Settings, read_settings)
     explain_unknown_options(type_of)
@@ -31,7 +31,10 @@ def set_up_flyte() -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Not a failure that `flyte run --local` shows at its end, without the stacks of all tasks that waited for it."""
+    """Return whether a log record is no failure that `flyte run --local` shows at its end, too.
+
+    The record would also have the stacks of all tasks that waited for the failed one.
+    """
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, RuntimeUserError) and platform.is_local())
 
@@ -48,10 +51,10 @@ def forget_lost_results() -> None:
 
 
 def _local_paths(outputs: Outputs) -> Iterator[str]:
-    """Of files and folders, which may be fields of a dataclass."""
+    """Yield the paths of files and folders, which may be fields of a dataclass."""
     for named in outputs.literals:
         for one in named.value.collection.literals or [named.value]:
-            if one.scalar.binary.tag == "msgpack":  # not what is pickled, for other tasks
+            if one.scalar.binary.tag == "msgpack":  # pickled outputs have another tag
                 yield from _paths_in(msgpack.loads(one.scalar.binary.value, strict_map_key=False))
             elif one.scalar.blob.uri.startswith("/"):
                 yield one.scalar.blob.uri

@@ -15,8 +15,10 @@ from flyte_ddp.launch.failures import Failure
 
 @contextmanager
 def naming_the_cause() -> Iterator[None]:
-    """Flyte shows, and acts upon, the error of rank 0 alone. So each rank leaves its own in the storage, and rank 0, if
-    it has only lost another one or waited for it, raises that one's instead.
+    """Let rank 0 raise the failure that was the cause, because Flyte shows, and acts upon, the error of rank 0 alone.
+
+    Each rank leaves its own failure in the storage. If rank 0 has only lost another rank or waited for it, rank 0
+    raises that rank's failure instead of its own.
     """
     try:
         yield
@@ -25,7 +27,7 @@ def naming_the_cause() -> Iterator[None]:
             raise
         own = failure_of(platform, error)
         others = f"{platform.logs_url()}/failures"
-        rank = os.environ.get("RANK", "0")  # without torchrun there are no others
+        rank = os.environ.get("RANK", "0")  # without torchrun there are no other ranks
         if (own.is_effect or own.kind == "hang") and rank == "0":
             own = next(iter(_causes(others)), own)
         elif not own.is_effect:
@@ -38,10 +40,10 @@ def naming_the_cause() -> Iterator[None]:
 
 
 def _causes(folder: str) -> list[Failure]:
-    """Those that ranks have left, the first one first."""
+    """Return the failures that ranks have left, the first one first."""
     try:
         files = storage.get_underlying_filesystem(path=folder)
         left = [Failure(**json.loads(files.cat_file(path))) for path in files.find(folder)]
-    except Exception:  # each storage has its own; one without a folder of this name may raise, too
+    except Exception:  # each storage has errors of its own, and may raise one if there is no such folder
         return []
     return sorted(left, key=lambda failure: failure.at)

@@ -18,11 +18,11 @@ from flyte_ddp.attempt.pod import HANDOVER_VARIABLE, PREVIOUS_VARIABLE
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
 from flyte_ddp.launch.failures import Failure
 
-download_errors = ()  # flyte_ddp.flyte2.data raises our own
+download_errors = ()  # flyte_ddp.flyte2.data raises a DownloadError itself
 
 
 def is_local() -> bool:
-    """Also in a plain call of a task's function, without a run."""
+    """Return whether this is a local run, or a plain call of a task's function without a run."""
     context = flyte.ctx()
     return not context or context.mode != "remote"
 
@@ -37,13 +37,13 @@ def _working_folder(*attempt: object) -> Path:
 
 
 def earlier_attempts() -> int:
-    """With those of the actions before, if the training is one of several sizes."""
+    """Return the number of earlier attempts, with those of earlier actions if the training has several sizes."""
     before = int(os.environ.get(HANDOVER_VARIABLE, "0").rpartition("/")[2])
     return before + (flyte.ctx().attempt_number if flyte.ctx() else 0)
 
 
 def execution() -> tuple[str, str]:
-    """The run: PROJECT/DOMAIN/NAME."""
+    """Return the run's name, PROJECT/DOMAIN/NAME, and the link to its page."""
     if is_local():
         return "", ""
     run = flyte.ctx().action
@@ -56,24 +56,29 @@ def execution() -> tuple[str, str]:
 
 
 def logs_url() -> str:
-    """Beside the checkpoint: Flyte gives each attempt a folder for that. A pod that Flyte starts once more within the
-    attempt, because it was killed, has a folder of its own in it, so that the log of the one before remains.
+    """Return the URL of the logs, which are beside the checkpoint: Flyte gives each attempt a folder for that.
+
+    A pod that Flyte starts once more within the attempt, because it was killed, has a folder of its own in it, so that
+    the log of the pod before remains.
     """
     return _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)[-1]
 
 
 def previous_logs_url() -> str:
-    """That of the killed pod before this one, if it is of the same attempt."""
+    """Return the logs' URL of the killed pod before this one in the same attempt, or of the attempt before."""
     *earlier, _ = _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)
     if not earlier and (previous := previous_checkpoint_url()):
         first, *later = _logs_urls(previous.rpartition("/")[0], None)
-        earlier = [first, *later[:-1]]  # the last one is the first that is not there
+        earlier = [first, *later[:-1]]  # the last of these URLs is the first one that does not exist
     return earlier[-1] if earlier else ""
 
 
 @cache
 def _logs_urls(attempt: str, restarts: int | None) -> list[str]:
-    """Those of all pods of the attempt until now, one after the other; of a JobSet, those of all its restarts."""
+    """Return the logs' URLs of all pods of the attempt until now, one after the other.
+
+    Of a JobSet, of all its restarts.
+    """
     urls = [f"{attempt}/logs"]
     while (restarts is None and _exists(f"{urls[-1]}/console.log")) or len(urls) <= (restarts or 0):
         urls.append(f"{attempt}/restart-{len(urls)}/logs")
@@ -83,7 +88,7 @@ def _logs_urls(attempt: str, restarts: int | None) -> list[str]:
 def _exists(url: str) -> bool:
     try:
         return bool(storage.get_underlying_filesystem(path=url).exists(url))
-    except Exception:  # each storage has its own; the checkpoint, which is asked for next, finds out what to do
+    except Exception:  # the checkpoint, which is asked for next, meets the same error and handles it
         return False
 
 
@@ -96,7 +101,7 @@ def checkpoint_url() -> str:
 
 
 def previous_checkpoint_url() -> str:
-    """That of the attempt before, or of the action before; see flyte_ddp.flyte2.handover."""
+    """Return the URL of the checkpoint of the attempt before, or of the action before, by flyte_ddp.flyte2.handover."""
     return _path(_checkpoint_paths().prev_checkpoint_path) or os.environ.get(PREVIOUS_VARIABLE, "")
 
 
@@ -107,7 +112,7 @@ def _checkpoint_paths() -> CheckpointPaths:
 
 
 def _path(argument: str | None) -> str:
-    """In the first attempt the path of the one before it is two quotation marks."""
+    """Return an argument as a URL. In the first attempt, the path of the one before it is two quotation marks."""
     return (argument or "").strip().strip('"').rstrip("/")
 
 
@@ -138,7 +143,7 @@ def storage_options(protocol: str) -> dict[str, Any]:
 
 
 def publisher(title: str) -> Callable[[str], None]:
-    """A function that shows HTML as the task's report."""
+    """Return a function that shows HTML as the task's report."""
     if is_local():
         return lambda html: None  # a local run's page is a file that one can open
     tab = flyte.report.get_tab(title)

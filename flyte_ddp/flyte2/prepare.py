@@ -1,4 +1,4 @@
-"""From a dataset's name to the prepared dataset, within tasks of Flyte 2."""
+"""The way from a dataset's name to the prepared dataset, within tasks of Flyte 2."""
 
 from typing import Any
 
@@ -20,8 +20,9 @@ from flyte_ddp.settings import RunOptions
 
 
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """The name of the dataset to train on, auto being the workflow's own; a local run finds out here whether this
-    machine can do what is asked.
+    """Return the name of the dataset to train on; "auto" is the workflow's own.
+
+    A local run finds out here whether this machine can do what is asked.
     """
     with one_attempt():
         datasets.check_ranks(platform, hp, options)
@@ -29,14 +30,17 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 
 
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
-    """The same for many nodes; refuses inputs that the nodes would refuse only after they have started."""
+    """Return the name of the dataset to train on, on many nodes.
+
+    Refuses inputs that nodes would refuse after their start.
+    """
     with one_attempt():
         datasets.check_nodes(platform, hp)
         return datasets.resolve_name(platform, hp.dataset, auto)
 
 
 def classifier_settings(model_state: File) -> Hyperparameters:
-    """The settings of the training of a built-in classifier, with the name of its dataset, from the weights' file."""
+    """Return the settings of a built-in classifier's training, with the name of its dataset, from the weights' file."""
     with one_attempt():
         path = downloaded(model_state)
         assert path
@@ -46,7 +50,7 @@ def classifier_settings(model_state: File) -> Hyperparameters:
 
 
 def shard_numbers(shards: int) -> range:
-    """To map a prediction over: those of so many shards."""
+    """Return the numbers of so many shards, for a map over a prediction."""
     with one_attempt():
         if shards < 1:
             raise InputError(f"shards must be at least 1, got {shards}: that many parts are predicted, each on its own")
@@ -54,14 +58,15 @@ def shard_numbers(shards: int) -> range:
 
 
 def preparation_arguments() -> dict[str, Any]:
-    """Arguments of a task that prepares a dataset."""
+    """Return the arguments of a task that prepares a dataset."""
     code = code_version("flyte_ddp.data.sources.datasets")
     return {"cache": cached(code), "retries": flyte.RetryStrategy(3, PAUSES)}
 
 
 def prepare_dataset(name: str) -> Dir:
-    """Download and prepares the named dataset (for the format see flyte_ddp.data.prepared.prepared). Its content is
-    the key of the caches.
+    """Download and prepare the named dataset, in the format of flyte_ddp.data.prepared.prepared.
+
+    Its content is the key of the caches.
     """
     with one_attempt():
         folder = datasets.prepare(platform, name)

@@ -1,4 +1,4 @@
-"""A user's recipe as a task of Flyte 2, in a file of their own:
+"""A user's recipe as a task of Flyte 2, in a file of their own.
 
 training = RecipeTraining("my_project.model:CharLM")
 env = training.environment("my_project")
@@ -22,7 +22,7 @@ from flyte_ddp.flyte2.train import Flyte2Training, files_of
 
 @dataclass(frozen=True)
 class RecipeOutputs:
-    """The outputs of a recipe's training, see flyte_ddp.flyte1.recipe.RecipeOutputs."""
+    """The outputs of a recipe's training, with the fields of flyte_ddp.flyte1.recipe.RecipeOutputs."""
 
     epoch_measures: list[dict[str, float]]
     model_state: File
@@ -32,17 +32,23 @@ class RecipeOutputs:
 
 
 class RecipeTraining(Flyte2Training[RecipeOutputs]):
-    """A recipe, known only by its name: its module, which imports torch, is for the ranks.
+    """A training of a recipe, known only by its name: its module, which imports torch, is for the ranks.
 
-    Its first-party code and data files are shipped to the pods with the workflow's, and determine the cache version.
+    The recipe's first-party code and data files are shipped to the pods with the workflow's, and determine the cache
+    version.
     """
 
     def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
-        """recipe: "package.module:Name". data_files: files that it reads, relative to its module's file. observers:
-        classes, named likewise, with a method for each event that concerns them; no part of the cache version.
+        """Find the recipe's code. Create the object at the top level of the file with the task, after the imports.
 
-        Create it at the top level of the file with the task, after the imports. Raises InputError if there is no such
-        recipe.
+        Args:
+            recipe: "package.module:Name".
+            data_files: files that the recipe reads, relative to its module's file.
+            observers: names of classes, "package.module:Name", with a method for each event that concerns them; no part
+                of the cache version.
+
+        Raises:
+            InputError: there is no such recipe.
         """
         set_up_flyte()
         super().__init__(find_code(recipe, data_files), find_observers(observers))

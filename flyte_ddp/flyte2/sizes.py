@@ -1,7 +1,7 @@
-"""A training that goes on with fewer nodes where as many as wanted are not to be had.
+"""A training that continues on fewer nodes if there are not as many as wanted.
 
 Flyte 2 starts all nodes of an action or none. So each size is an action of its own, of the same task with the same
-inputs, and each goes on from the checkpoint of the one before.
+inputs, and each continues from the checkpoint of the one before.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from flyte_ddp.report.console import say
 
 
 async def on_available_nodes(train: Any, *inputs: Any) -> Any:
-    """What a task of a clustered environment returns, run on one of the numbers of nodes in DDP_NNODES.
+    """Run a task of a clustered environment on one of the numbers of nodes in DDP_NNODES, and return its outputs.
 
-    It asks for the largest number; if these are not there within DDP_QUEUE_MINUTES, for the next smaller one, and for
-    the smallest as long as it takes. If nodes are lost or preempted, or the training fails in another way that may not
-    recur, it goes on from the last checkpoint and begins to ask anew, up to DDP_RETRIES times; what ends it then, or
-    would come again, is raised. With a single number, and in a local run, it is a plain call.
+    It asks for the largest number; if these nodes are not there within DDP_QUEUE_MINUTES, for the next smaller one, and
+    for the smallest as long as it takes. If nodes are lost or preempted, or the training fails in another way that may
+    not recur, it continues from the last checkpoint and begins to ask anew, up to DDP_RETRIES times. The failure that
+    ends it then, or that would come again, is raised. With a single number, and in a local run, it is a plain call.
     """
     if platform.is_local() or len(registration().node_sizes) == 1:
         return await train(*inputs)
@@ -34,8 +34,13 @@ async def on_available_nodes(train: Any, *inputs: Any) -> Any:
 
 
 async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) -> Any:
-    """folder: the same if this action's own pod is lost and comes again: then it asks for the same actions in the same
-    order, and Flyte knows how they have ended.
+    """Run the task on one of several numbers of nodes.
+
+    Args:
+        train: the task.
+        inputs: its inputs.
+        folder: the folder for the handover. It is the same if this action's own pod is lost and comes again: then it
+            asks for the same actions in the same order, and Flyte knows how they have ended.
     """
     asked = registration()
     failures = 0
@@ -48,7 +53,7 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
         say(f"Training on {nodes} node{'s' * (nodes > 1)}")
         try:
             return await _sized(train, nodes, minutes, handover.variables(left, previous))(*inputs)
-        except ActionAbortedError:  # somebody wants it to end
+        except ActionAbortedError:  # somebody wants the training to end
             raise
         except MaxQueuedTimeExceededError:
             say(f"{nodes} nodes were not there within {minutes} minutes (DDP_QUEUE_MINUTES)")
@@ -64,8 +69,13 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
 
 
 def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str]) -> Any:
-    """The task for this number of nodes, which Flyte itself tries once: again, it would ask for as many. minutes: 0 for
-    any.
+    """Return the task for this number of nodes. Flyte itself tries it once: a retry would ask for as many nodes.
+
+    Args:
+        train: the task.
+        nodes: the number of nodes.
+        minutes: how long to wait for the nodes; 0 is as long as it takes.
+        variables: more variables of the pods.
     """
     return train.override(
         short_name=f"{train.short_name} on {nodes}",

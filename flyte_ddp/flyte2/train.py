@@ -1,4 +1,4 @@
-"""Training within a task of Flyte 2, from typed inputs to typed outputs; and that of the built-in image classifiers."""
+"""Training within a task of Flyte 2, from typed inputs to typed outputs, and that of the built-in image classifiers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ Outputs = TypeVar("Outputs")
 
 
 class Flyte2Training(Training[Data, Outputs]):
-    """Trains within a task of Flyte 2, on one node or many.
+    """A training within a task of Flyte 2, on one node or many.
 
-    The task is an async function, although it awaits nothing, so that it runs in the pod's main thread: that one alone
-    hears that the pod is asked to stop, and has a checkpoint written.
+    The task is an async function, although it awaits nothing, so that it runs in the pod's main thread. Only that
+    thread is told that the pod is asked to stop, and has a checkpoint written.
     """
 
     platform = platform
@@ -38,18 +38,23 @@ class Flyte2Training(Training[Data, Outputs]):
     def environment(
         self, name: str, most_gpus: int | None = None, resources: flyte.Resources | None = None, **more: Any
     ) -> flyte.TaskEnvironment:
-        """The environment of the task.
+        """Return the environment of the task.
 
-        most_gpus: of a task that has no use for more: 1 for one that predicts. resources: your own, in place of those
-        that are registered, each that is given. more: the arguments of clustered, for many nodes, and your own of
-        flyte.TaskEnvironment: secrets=, env_vars=, include= and a pod_template's labels and annotations are added to
-        the registered ones, others such as interruptible= replace them.
+        Args:
+            name: the environment's name.
+            most_gpus: the number of GPUs that the task can use: 1 for one that predicts; None is any.
+            resources: your own resources. Each that you give replaces the registered one.
+            more: the arguments of clustered, for many nodes, and your own of flyte.TaskEnvironment: secrets=,
+                env_vars=, include= and a pod_template's labels and annotations are added to the registered ones, others
+                such as interruptible= replace them.
         """
-        files = {file for code in (self.code, *self.observers) for file in code.files}
+        files = {*self.code.files}
+        for observer in self.observers:
+            files |= {*observer.files}
         return training_environment(name, self.code.version, sorted(files), most_gpus=most_gpus, own=resources, **more)
 
     def arguments(self, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-        """Arguments of the task: cache, retries, live report, time limit, unless own ones are given here."""
+        """Return the arguments of the task: cache, retries, live report and time limit. Own ones replace these."""
         return training_arguments(f"{self.code.name} {self.code.version}", ignored, **own)
 
     def run(
@@ -80,10 +85,17 @@ class Flyte2Training(Training[Data, Outputs]):
         split: str = "test",
         init: Data = None,
     ) -> File:
-        """The predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
+        """Return the predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
 
-        settings, init: those of the training. shard: from 0; map over it, in a task with arguments(ignored=()), of an
-        environment with most_gpus=1.
+        Args:
+            model_state: the weights.
+            settings: the settings of the training.
+            shard: the number of the shard, from 0. Map over it, in a task with arguments(ignored=()), of an environment
+                with most_gpus=1.
+            shards: the number of shards.
+            data: the data of the training.
+            split: the split to predict.
+            init: the init of the training.
         """
         with one_attempt():
             subject = self.subject(settings, downloaded(data), downloaded(init))
@@ -93,7 +105,7 @@ class Flyte2Training(Training[Data, Outputs]):
 
 
 def files_of(trained: Trained) -> dict[str, Any]:
-    """The outputs that all trainings have."""
+    """Return the outputs that all trainings have."""
     return {
         "model_state": output_file(trained.model),
         "report": output_file(trained.report),
@@ -103,7 +115,7 @@ def files_of(trained: Trained) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainingOutputs:
-    """The outputs of an image classifier's training, see flyte_ddp.flyte1.train.TrainingOutputs."""
+    """The outputs of an image classifier's training, with the fields of flyte_ddp.flyte1.train.TrainingOutputs."""
 
     epoch_accuracies: list[float]
     model_state: File
@@ -113,7 +125,7 @@ class TrainingOutputs:
 
 
 class ImageTraining(OfImages[Data, TrainingOutputs], Flyte2Training[TrainingOutputs]):
-    """Trains an image classifier on a prepared dataset."""
+    """A training of an image classifier on a prepared dataset."""
 
     def outputs_of(self, trained: Trained) -> TrainingOutputs:
         return TrainingOutputs(trained.epoch_accuracies, summary=trained.image_summary(), **files_of(trained))

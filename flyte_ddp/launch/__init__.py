@@ -1,4 +1,4 @@
-"""Processes: starts ranks, hears of them, and tells why one ended, hung or was lost.
+"""The processes of ranks: this room starts them, listens to them, and says why one ended, hung or was lost.
 
-Knows nothing of what the ranks do, and the side of the parent imports no torch.
+It knows nothing of what the ranks do, and the parent's side imports no torch.
 """

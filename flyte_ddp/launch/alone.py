@@ -1,4 +1,4 @@
-"""Runs a function that imports torch in a single separate process."""
+"""A single separate process for a function that imports torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,5 +19,8 @@ def run_alone(
     world: World = CPU,
     root: str = "",
 ) -> Any:
-    """Return target(environment, link, argument); raises as launcher.launch does."""
+    """Return target(environment, link, argument), called in a process of its own.
+
+    Raises what launcher.launch raises.
+    """
     return launcher.launch(target, world, argument, timeouts, on_event, root=root)[0]

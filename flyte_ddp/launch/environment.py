@@ -1,4 +1,4 @@
-"""Which rank a process is, how many ranks a host runs, and with how many threads.
+"""The environment of a process: its rank, the ranks of its host, and its number of threads.
 
 Standard library only: the parent decides without torch.
 """
@@ -22,7 +22,7 @@ DEFAULT_CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of one training run, local_size of them on this host; by nccl or gloo, on cuda or cpu."""
+    """All ranks of one training run, local_size of them on this host, with nccl or gloo, on cuda or cpu."""
 
     size: int
     local_size: int
@@ -32,10 +32,10 @@ class World:
 
 @dataclass(frozen=True)
 class Environment:
-    """Which rank of the world a process is, and of its host, both from 0; with this many torch threads.
+    """The rank of a process in the world and on its host, both from 0, and its number of torch threads.
 
     Attributes:
-        init_method: the rendezvous, env:// or file:// and a path as it is.
+        init_method: the rendezvous: env://, or file:// with a path that is not escaped.
     """
 
     world: World
@@ -50,15 +50,19 @@ class Environment:
 
 
 def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int = 0) -> World:
-    """The ranks to run on this host for a backend (auto, gloo, nccl).
+    """Return the ranks to run on this host for a backend (auto, gloo, nccl).
 
-    With nproc 0 there is one rank per visible GPU, or two where there is none, but no more than can share a batch.
-    Ranks under gloo may share a GPU. Raises InputError if this machine cannot run them.
+    With nproc 0 there is one rank per visible GPU, or two if there is no GPU, but no more than can share a batch. Ranks
+    under gloo may share a GPU.
+
+    Raises:
+        InputError: this machine cannot run them.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:
         raise InputError('backend "nccl" needs a GPU and none is visible here: use "gloo" or "auto"')
-    backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
+    if backend == "auto":
+        backend = "nccl" if gpus else "gloo"
     if backend == "nccl" and nproc > gpus:
         raise InputError(f"nproc must be at most the number of visible GPUs ({gpus}) under nccl, got {nproc}: lower it")
     size = nproc or min(gpus or DEFAULT_CPU_RANKS, virtual_ranks or batch_size)
@@ -78,10 +82,11 @@ def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
-    """This rank of the world that torchrun or Flyte's Elastic plugin has created.
+    """Return this rank's environment in the world that torchrun or Flyte's Elastic plugin has created.
 
-    Raises InputError if that world does not have this number of nodes and ranks: a node training alone would return
-    its result as that of all.
+    Raises:
+        InputError: the world does not have this number of nodes and ranks. A node training alone would return its
+            result as that of all.
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size
@@ -96,10 +101,12 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
 
 
 def environment_from_variables(backend: str) -> Environment:
-    """This rank, from torchrun's environment variables.
+    """Return this rank's environment from torchrun's variables.
 
-    If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank. Raises InputError if one is
-    missing or can't be, or there are too few GPUs.
+    If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank.
+
+    Raises:
+        InputError: a variable is missing or impossible, or there are too few GPUs.
     """
     needed = [name for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if needed:
@@ -112,11 +119,12 @@ def environment_from_variables(backend: str) -> Environment:
         raise InputError(f"{needed[0]} is not set: {why}")
     size, local_size = _whole_number("WORLD_SIZE", 1, 1), _whole_number("LOCAL_WORLD_SIZE", 1, 1)
     rank, local_rank = _whole_number("RANK", 0, 0, size - 1), _whole_number("LOCAL_RANK", 0, 0)
-    _whole_number("MASTER_PORT", 0, 0, 2**16 - 1)  # which torch reads
+    _whole_number("MASTER_PORT", 0, 0, 2**16 - 1)  # torch reads the port
     gpus = visible_gpus()
-    backend = backend if backend != "auto" else ("nccl" if gpus else "gloo")
-    # A rank that sees a single one may have been given it: Slurm's --gpus-per-task gives each rank a mask of its own.
-    # Whether two have the same one, nccl will tell
+    if backend == "auto":
+        backend = "nccl" if gpus else "gloo"
+    # A rank that sees a single GPU may have a GPU of its own: Slurm's --gpus-per-task gives each rank another mask.
+    # nccl itself reports two ranks with the same GPU.
     is_masked = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     if backend == "nccl" and local_size > gpus and not is_masked:
         raise InputError(
@@ -127,7 +135,10 @@ def environment_from_variables(backend: str) -> Environment:
 
 
 def _whole_number(name: str, default: int, minimum: int, maximum: float = math.inf) -> int:
-    """Of an environment variable; beyond its range, ranks fail deep down, or wait for one that never comes."""
+    """Return an environment variable as a whole number.
+
+    Beyond its range, ranks would fail deep down, or wait for a rank that never comes. Raises InputError.
+    """
     text = os.environ.get(name, str(default))
     try:
         value = int(text)
@@ -140,15 +151,15 @@ def _whole_number(name: str, default: int, minimum: int, maximum: float = math.i
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0 of those that a launcher has started; True if there is no launcher."""
+    """Return whether this process is rank 0 of those that a launcher has started; True if there is no launcher."""
     return "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0"
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Number of GPUs that a rank started here can use; counted without CUDA and without torch, which takes seconds to
-    import.
+    """Return the number of GPUs that a rank started here can use.
 
-    torch is asked only if there are NVIDIA device files but the driver does not answer.
+    They are counted without CUDA and without torch, which takes seconds to import. Torch is asked only if there are
+    NVIDIA device files but the driver does not answer.
     """
     if not nvidia_devices(devices) or not _torch_has_cuda():
         return 0
@@ -161,25 +172,25 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def nvidia_devices(devices: Path = Path("/dev")) -> int:
-    """Number of device files of NVIDIA's driver: one per GPU, or a single one under Windows (WSL)."""
+    """Return the number of device files of NVIDIA's driver: one per GPU, or a single one under Windows (WSL)."""
     return len([*devices.glob("nvidia[0-9]*"), *devices.glob("dxg")])
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the installed torch is built for CUDA; does not import it."""
+    """Return whether the installed torch is built for CUDA, without importing it."""
     spec = importlib.util.find_spec("torch")
     folders = (spec and spec.submodule_search_locations) or []
     return any(runpy.run_path(str(Path(folder, "version.py")))["cuda"] for folder in folders)
 
 
 def available_cores() -> int:
-    """Number of cores that this process may use, by its affinity mask and the container's CPU limit."""
+    """Return the number of cores that this process may use, by its affinity mask and the container's CPU limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, int(min(cores, cpu_limit())))
 
 
 def threads_per_rank(local_size: int) -> int:
-    """Number of torch threads for each rank on this host."""
+    """Return the number of torch threads for each rank on this host."""
     return max(1, available_cores() // local_size)
 
 

@@ -1,4 +1,4 @@
-"""Which rank failed, why, and whether trying again can help. Imports no torch."""
+"""Failures of ranks: which rank failed, why, and whether trying again can help. Imports no torch."""
 
 import math
 import re
@@ -13,13 +13,13 @@ from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.text import encodable, masked
 
 ROOT = Path(__file__).parent.parent
-# What a rank reports when another one is gone or does not answer: an effect, never the cause
+# Errors of a rank whose peer is gone or does not answer: these are effects, never causes
 PEER_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 PEER_MESSAGE = re.compile(
     r"\b(gloo|NCCL)\b|connection (closed|reset|refused)|broken pipe|timed out (after|waiting)|wait timeout",
     re.IGNORECASE,
 )
-# What CUDA reports of broken hardware, or of a fault that may not recur; NCCL passes it on
+# Messages of CUDA, which NCCL repeats, about broken hardware, or a fault that may not recur
 HARDWARE_MESSAGE = re.compile(
     r"\bECC\b|\bXid\b|uncorrectable|unspecified launch failure|launch timed out|hardware error|NVLink error"
     r"|CUDA error: unknown error|busy or unavailable|fallen off the bus|GPU is lost|system not yet initialized",
@@ -30,20 +30,20 @@ MEMORY_MESSAGE = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED"
 SETUP_MESSAGE = re.compile(r"Duplicate GPU|no kernel image|invalid device ordinal")
 MORE_MEMORY = " (lower batch_size, or train on more GPUs; where model() fails, the network itself is too large)"
 LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
-# Of the semaphores that processes share, and of torch's tensors between them
+# Messages about shared memory, which semaphores of processes and torch's tensors between processes need
 SHARED_MESSAGE = re.compile(r"shared memory (object|file)|</?torch_\d|bus error .*shared memory")
 NO_SHARED_MEMORY = (
     " (processes of a rank share /dev/shm, which is full or read-only: give the container more, by docker's --shm-size "
     "or an emptyDir of medium Memory, or set loader_workers, or a loader's num_workers, to 0)"
 )
 OTHER_RANKS = ' (under nccl each rank needs a GPU of its own: lower the number of ranks, or set backend to "gloo")'
-EFFECTS = ("aborted", "peer")  # the kinds of which another rank may be the cause, the more likely one last
-LOSSES = ("killed", *EFFECTS)  # not errors of the ranks' own code, nor of a device: another pod has another device
+EFFECTS = ("aborted", "peer")  # kinds of failure that another rank may have caused; the last one more likely
+LOSSES = ("killed", *EFFECTS)  # without errors of the ranks' code, and of a device: another pod has another device
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed, or the process that starts them.
+    """The failure of one rank, or of the process that starts the ranks.
 
     Attributes:
         rank: None outside of the ranks.
@@ -51,7 +51,8 @@ class Failure:
             native code, perhaps because it lost another rank), or peer (it lost another rank).
         others: ranks that hang like this one.
         cause: the exception's type, or the signal's name.
-        details: the traceback, or the stacks of a hang; empty where the message says everything.
+        details: the traceback, or the stacks of a hang; empty if the message says everything.
+        at: the time of the failure, in seconds since 1970.
     """
 
     rank: int | None
@@ -65,13 +66,13 @@ class Failure:
     at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "others", tuple(self.others))  # JSON, by which it travels, makes them a list
+        object.__setattr__(self, "others", tuple(self.others))  # a failure that was JSON has a list
         for name in ("message", "details"):
             object.__setattr__(self, name, masked(getattr(self, name)))
 
     @property
     def is_effect(self) -> bool:
-        """Whether another rank may be the cause."""
+        """Return whether another rank may be the cause."""
         return self.kind in EFFECTS
 
     def __str__(self) -> str:
@@ -84,7 +85,7 @@ class Failure:
 
 
 class RankError(ReportedError):
-    """Training ended because of the failure of one rank; trying again would end the same way."""
+    """The end of a training by the failure of one rank. Trying again would end the same way."""
 
     def __init__(self, failure: Failure):
         super().__init__(str(failure))
@@ -92,14 +93,14 @@ class RankError(ReportedError):
 
 
 class RecoverableRankError(RankError, RecoverableError):
-    """Training ended because of the failure of one rank, for a reason that may not recur."""
+    """The end of a training by the failure of one rank, for a reason that may not recur."""
 
 
 class PreemptedError(RecoverableError):
-    """The process was asked to end (SIGTERM); a checkpoint has been written if that was possible.
+    """The end of a process by a SIGTERM. It has written a checkpoint if that was possible.
 
     Attributes:
-        until: the time, as of time.monotonic(), until which it may be uploaded.
+        until: the time, as of time.monotonic(), until which the checkpoint may be uploaded.
     """
 
     def __init__(self, message: str, until: float = math.inf):
@@ -108,7 +109,7 @@ class PreemptedError(RecoverableError):
 
 
 def from_exception(error: BaseException, rank: int | None, host: str) -> Failure:
-    """Classifies the exception that ended a rank, or with None the process that starts them."""
+    """Classify the exception that ended a rank, or for rank None the process that starts the ranks."""
     kind, recoverable, remedy = _classify(error)
     says_everything = isinstance(error, (InputError, ReportedError))
     return Failure(
@@ -123,7 +124,7 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
 
 
 def _traceback_of(error: BaseException) -> str:
-    """From where this library has called something else: what led there says nothing to whom wrote that."""
+    """Format the traceback without this library's own frames above the user's code."""
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/")
     caller = error.__traceback__
     while caller and caller.tb_next and caller.tb_next.tb_frame.f_code.co_filename.startswith(own):
@@ -133,7 +134,7 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """The exception's message, without passwords, nor blank lines before it, and even where its own __str__ fails."""
+    """Return the exception's message, without passwords and leading blank lines, even if its own __str__ fails."""
     try:
         return masked(encodable(str(error))).lstrip()
     except Exception as problem:
@@ -141,7 +142,10 @@ def message_of(error: BaseException) -> str:
 
 
 def _classify(error: BaseException) -> tuple[str, bool, str]:
-    """The kind, whether trying again can help, and a remedy: by type, or by message where torch has just one type."""
+    """Return the kind, whether trying again can help, and a remedy.
+
+    They follow from the error's type, or from its message if torch has just one type.
+    """
     message = message_of(error)
     types = {base.__name__ for base in type(error).__mro__}
     is_plain = type(error) is RuntimeError
@@ -165,7 +169,7 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
 
 
 def _is_semaphore(error: BaseException) -> bool:
-    """Whether the system has refused one, as it does without saying so."""
+    """Return whether the operating system has refused a semaphore. The error itself does not say so."""
     frames = traceback.extract_tb(error.__traceback__)
     return (
         isinstance(error, OSError) and bool(frames) and frames[-1].filename.endswith("multiprocessing/synchronize.py")
@@ -174,7 +178,7 @@ def _is_semaphore(error: BaseException) -> bool:
 
 HINTS = {
     "SIGKILL": ("killed", "probably out of memory"),
-    # This is how NCCL's watchdog ends a rank, without an exception
+    # NCCL's watchdog ends a rank by this signal, without an exception
     "SIGABRT": (
         "aborted",
         "ended by native code, as NCCL or gloo end a rank that has lost another: look at the others",
@@ -183,7 +187,7 @@ HINTS = {
 
 
 def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Failure:
-    """The failure of a rank that ended without a report: by a signal, or by a call of os._exit."""
+    """Return the failure of a rank that ended without a report: by a signal, or by a call of os._exit."""
     memory = f"; peak memory {peak_bytes / 2**20:.0f} MiB" if peak_bytes else ""
     if code >= 0:
         return Failure(rank, host, "killed", f"exit status {code}", f"ended without a report{memory}")
@@ -194,7 +198,10 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
 
 
 def name_the_cause(failures: Sequence[Failure]) -> InputError | RankError:
-    """The exception for a failed run: its first failure, those that may be just the loss of a peer coming last."""
+    """Return the exception for a failed run, from its first failure.
+
+    Failures that may be the loss of a peer come last.
+    """
     cause = min(failures, key=lambda failure: (EFFECTS.index(failure.kind) if failure.is_effect else -1, failure.at))
     if cause.kind == "input":
         return InputError(cause.message)

@@ -1,4 +1,4 @@
-"""Imported first by the process that all ranks are forked from, and by no other: it imports torch, forks, and ends.
+"""The first import of the process that all ranks are forked from, and of no other. It imports torch, forks, and ends.
 
 Looking for garbage during the imports and tidying up torch's modules at the end would take a quarter of its processor
 time. A rank reverts both, in rank.py.

@@ -1,5 +1,7 @@
-"""How long ranks may go on after a notice, such as SIGTERM, and what is said when that was too short. Standard library
-only."""
+"""The grace: how long ranks may go on after a notice, such as SIGTERM. Standard library only.
+
+This module also has the message for a grace that was too short.
+"""
 
 import os
 
@@ -47,14 +49,14 @@ def seconds_of_upload(grace: float) -> float:
 
 
 class Saved:
-    """What a run has saved so far.
+    """The newest checkpoint of a run, as far as this process knows.
 
     Attributes:
-        has_started: whether its first step is next, or was.
+        has_started: whether the run's first step is next, or has begun.
     """
 
     def __init__(self, is_told: bool = True):
-        """is_told: whether this process hears of checkpoints."""
+        """Begin without a checkpoint. is_told: whether this process is told of checkpoints."""
         self.has_started, self._is_told = False, is_told
         self._position: tuple[int, int] | None = None  # epoch and step, both from 0, of the newest checkpoint
         self._write_seconds = 0.0  # that it took

@@ -1,4 +1,4 @@
-"""Which ranks the others wait for, and how that is said. Standard library only."""
+"""The report of a hang: which ranks the others wait for. Standard library only."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,22 +8,23 @@ from flyte_ddp.launch.failures import Failure
 from flyte_ddp.launch.phases import STEPPING, Timeouts
 from flyte_ddp.text import shortened
 
-ANSWER_SECONDS = 5.0  # for the ranks of a hang to say where they are; stopped ones never do
+ANSWER_SECONDS = 5.0  # how long the ranks of a hang may take to say where they are; stopped ones never do
 NO_ANSWER = "does not answer (stopped, or stuck in the kernel)\n"
-MOST_CHARACTERS = 50_000  # of all stacks: those of the ranks that are waited for come first
+MOST_CHARACTERS = 50_000  # the limit for all stacks; those of the ranks that the others wait for come first
 KEEPS_STORE = "does not answer, nor does the store of all ranks, which it keeps: others may hang, too\n"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank is; by default that of a rank which does not answer.
+    """The answer of a rank that says where it is. The default stands for a rank that does not answer.
 
     Attributes:
         reached: how many collectives it has reached.
         is_idle: whether its GPU has no work left; true on a CPU.
-        collective: the last that it has reached, or that its GPU is in, with types and shapes; empty if unknown.
-        stack: where its threads are, or the one that trains.
-        phase: of its last sign of life.
+        collective: the last collective that it has reached, or that its GPU is in, with types and shapes; empty if
+            unknown.
+        stack: the stacks of its threads, or of the one that trains.
+        phase: the phase of its last sign of life.
     """
 
     reached: int = -1
@@ -34,9 +35,9 @@ class Answer:
 
 
 def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: Timeouts) -> Failure:
-    """The failure that names the ranks that the others wait for, with what each rank answers.
+    """Return the failure that names the ranks that the others wait for, with what each rank answers.
 
-    All ranks reach the same collectives in the same order, and wait there for the ranks that have reached fewer, or
+    All ranks reach the same collectives in the same order. They wait there for the ranks that have reached fewer, or
     whose GPU is still busy with earlier work.
     """
     progress = {rank: (answer.reached, answer.is_idle) for rank, answer in answers.items()}
@@ -44,7 +45,7 @@ def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: T
     least = min(progress.values())
     first, *others = (rank for rank in by_progress if progress[rank] == least)
     waiting = {answers[rank].collective for rank in progress if progress[rank] > least} - {""}
-    phases = (answers[rank].phase for rank in by_progress)  # one that does not answer is in that of the others
+    phases = (answers[rank].phase for rank in by_progress)  # a rank that does not answer is in the others' phase
     message = timeouts.exceeded(next(filter(None, phases), STEPPING))
     if waiting:
         message += f"; the others wait in {' and '.join(sorted(waiting))}"
@@ -60,7 +61,7 @@ def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: T
 
 
 def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
-    """What the ranks answer, once for all of a host's that answer the same."""
+    """Return what the ranks answer, once for all ranks of a host with the same answer."""
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, answer in answers.items():
         alike[hosts[rank], answer.collective, answer.stack].append(rank)

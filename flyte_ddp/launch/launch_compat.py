@@ -1,4 +1,7 @@
-"""The private parts of multiprocessing and torch that the launcher uses, without importing torch: see tests/compat."""
+"""The private parts of multiprocessing and torch that the launcher uses, without importing torch.
+
+Tests/compat tests them.
+"""
 
 import json
 import multiprocessing.process
@@ -10,10 +13,12 @@ from typing import Any
 
 
 def standing(local_rank: int) -> tuple[int, bool, str]:
-    """How many collectives this rank has reached, whether its GPU is idle (always true on a CPU), and which collective
-    it is in, with types and shapes; empty if it is in none, or TORCH_FR_BUFFER_SIZE=0 switches torch's recorder off.
+    """Return this rank's collective progress. Torch counts and records collectives, even DistributedDataParallel's.
 
-    torch itself counts and records them, including those of DistributedDataParallel.
+    Returns:
+        How many collectives this rank has reached; whether its GPU is idle (always true on a CPU); and the collective
+            that it is in, with types and shapes, which is empty if it is in none, or TORCH_FR_BUFFER_SIZE=0 switches
+            torch's recorder off.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
@@ -22,13 +27,16 @@ def standing(local_rank: int) -> tuple[int, bool, str]:
     if torch.cuda.is_initialized():
         is_idle = torch.cuda.default_stream(local_rank % torch.cuda.device_count()).query()
     collective = ""
-    with suppress(Exception):  # of another version of torch: it is no more than an addition
+    with suppress(Exception):  # another version of torch may raise anything; the report can do without the collective
         collective = _collective(torch)
     return torch.distributed.group.WORLD._get_sequence_number_for_group(), is_idle, collective
 
 
 def _collective(torch: Any) -> str:
-    """Under NCCL the first that has not ended; gloo's ends are not recorded, and its ranks wait in the last."""
+    """Return the collective that this rank is in.
+
+    Under NCCL it is the first that has not ended. The ends of gloo's are not recorded, and its ranks wait in the last.
+    """
     recorders = torch._C._distributed_c10d
     is_nccl = torch.distributed.get_backend() == "nccl"
     dump = recorders._dump_nccl_trace_json if is_nccl else recorders._dump_fr_trace_json
@@ -43,15 +51,16 @@ def _collective(torch: Any) -> str:
 
 
 def stack_of(thread: int | None) -> str:
-    """Where a thread of this process is, by its ident; empty if it has ended."""
+    """Return the stack of a thread of this process, by its ident; empty if the thread has ended."""
     frame = sys._current_frames().get(thread or 0)
     return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 @contextmanager
 def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
-    """In the block, torch's elastic agent starts its ranks again only if is_worth_it(ChildFailedError of them all). It
-    has no setting for that, and the caller of elastic_launch does not get to see the agent (torch 2.15).
+    """Let torch's elastic agent start its ranks again only if is_worth_it(ChildFailedError of them all), in the block.
+
+    The agent has no setting for that, and the caller of elastic_launch does not get to see the agent (torch 2.15).
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api

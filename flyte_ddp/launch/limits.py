@@ -1,4 +1,4 @@
-"""A container's CPU and memory limits, from control groups version 1 and 2, and what is used of it.
+"""A container's CPU and memory limits, from control groups version 1 and 2, and its use of them.
 
 Standard library only.
 """
@@ -15,18 +15,18 @@ ROOT = Path("/")
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """CPU seconds per second; infinity where there is no limit."""
+    """Return the limit in CPU seconds per second; infinity if there is no limit."""
     limits = [math.inf]
     for group in _groups("cpu", root):
         version_1 = _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
         for quota in (version_1, _numbers(group / "cpu.max")):
-            if len(quota) == 2 and min(quota) > 0:  # version 1 says -1 for no limit
+            if len(quota) == 2 and min(quota) > 0:  # version 1 has -1 if there is no limit
                 limits.append(quota[0] / quota[1])
     return min(limits)
 
 
 def usable_memory(root: Path = ROOT) -> int:
-    """Bytes that this process and its children may use: the machine's memory, or the lowest limit."""
+    """Return the bytes that this process and its children may use: the machine's memory, or the lowest limit."""
     limits: list[float] = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group in _groups("memory", root):
         limits += _numbers(group / "memory.limit_in_bytes") + _numbers(group / "memory.max")
@@ -34,7 +34,10 @@ def usable_memory(root: Path = ROOT) -> int:
 
 
 def memory_kills(root: Path = ROOT) -> int:
-    """How many processes of this container the kernel has killed because its memory was used up; 0 if unknown."""
+    """Return how many processes of this container the kernel has killed because its memory was used up.
+
+    0 if unknown.
+    """
     counts = [0]
     for group in _groups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
@@ -45,13 +48,15 @@ def memory_kills(root: Path = ROOT) -> int:
 
 
 def peak_memory(of_children: bool = False) -> int:
-    """Bytes that this process had in memory at most, or the largest of its children that have ended."""
+    """Return the most bytes that this process had in memory, or the largest of its children that have ended."""
     peak = resource.getrusage(resource.RUSAGE_CHILDREN if of_children else resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the groups that this process is in, up to the outermost one mounted here; some may not exist.
+    """Yield the folders of the groups that this process is in, up to the outermost one mounted here.
+
+    Some may not exist.
 
     A container often sees its own group as the root, but under the path that it has on the host.
     """
@@ -66,13 +71,13 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         if names and controller not in names.split(","):
             continue
         inner = Path(path.lstrip("/"))
-        # version 2 has no names; alongside version 1 it is mounted at "unified", and limits neither CPU nor memory
+        # Version 2 has no names. Beside version 1 it is mounted at "unified", and limits neither CPU nor memory.
         base = mounts / controller if names else mounts
         yield from (base / folder for folder in (inner, *inner.parents))
 
 
 def _numbers(file: Path) -> list[float]:
-    """The numbers in a file, "max" being infinity; none if the file is missing or holds something else."""
+    """Return the numbers in a file, "max" being infinity; none if the file is missing or holds something else."""
     try:
         return [math.inf if word == "max" else int(word) for word in file.read_text().split()]
     except (OSError, ValueError):

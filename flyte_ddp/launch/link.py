@@ -18,13 +18,15 @@ from flyte_ddp.launch.launch_compat import standing
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.phases import STARTING, STEPPING
 
-ALIVE_SECONDS = 1.0  # between two heartbeats, which cost a system call each
+ALIVE_SECONDS = 1.0  # time between two heartbeats, each of which costs a system call
 
 
 class Link:
-    """What every rank's job is given. Whether its events arrive anywhere is not the job's concern.
+    """The connection that every rank's job gets. Whether its events arrive anywhere is not the job's concern.
 
-    is_heard: whether events of this rank arrive anywhere; if not, expensive ones need not be computed.
+    Attributes:
+        is_heard: whether events of this rank arrive anywhere; if not, expensive ones need not be computed.
+        stop_requested: whether the rank was asked to stop.
     """
 
     def __init__(self, is_heard: bool = False):
@@ -35,10 +37,11 @@ class Link:
         pass
 
     def heartbeat(self, phase: str = STEPPING) -> None:
-        """Called after each step by each rank, so that a hang can be told from slow work.
+        """Give a sign of life. Each rank calls it after each step, so that a hang can be told from slow work.
 
-        phase: which time-out counts until the next call. One that others are in, too, until this rank meets them: they
-        wait for it.
+        Args:
+            phase: decides which time-out counts until the next call. If other ranks are in it, too, they wait for this
+                rank.
         """
 
     def on_signal(self, *_: Any) -> None:
@@ -69,7 +72,10 @@ class ParentLink(Link):
             self.send("heartbeat", (phase, peak_memory()))
 
     def send(self, kind: str, content: Any) -> None:
-        """Leaves it to another sender if there is one: it may be this very thread, in which a finalizer prints."""
+        """Send a message, or leave it to another sender that is at work.
+
+        The other sender may be this very thread, in which a finalizer prints.
+        """
         self._waiting.append(pickle.dumps((kind, content)))
         while self._waiting and self._lock.acquire(blocking=False):
             try:
@@ -78,7 +84,7 @@ class ParentLink(Link):
                 self._lock.release()
 
     def flush(self) -> None:
-        """Return when all has been sent."""
+        """Wait until all messages are sent."""
         with self._lock:
             self._pass_on()
 
@@ -86,11 +92,11 @@ class ParentLink(Link):
         try:
             while self._waiting:
                 self._connection.send_bytes(self._waiting.popleft())
-        except OSError:  # the parent is gone: listen, which sees that too, ends this rank
+        except OSError:  # the parent is gone; listen() notices that, too, and ends this rank
             threading.Event().wait()
 
     def listen(self, private: str) -> None:
-        """Answers the parent's requests; when the parent is gone, removes its folder and ends this rank."""
+        """Answer the parent's requests. When the parent is gone, remove its folder and end this rank."""
         try:
             while True:
                 if self._connection.recv() == "standing":
@@ -106,9 +112,12 @@ class ParentLink(Link):
 
 
 class DirectLink(Link):
-    """Passes events to observers in this process, if any; for ranks that another launcher has started.
+    """A link that passes events to observers in this process, if any, for ranks that another launcher has started.
 
-    steps: counts signs of life, for watched. phase: of the last one. saved: what this rank has heard of it.
+    Attributes:
+        steps: the number of signs of life, which the watchdog watches.
+        phase: the phase of the last sign of life.
+        saved: what this rank knows of saved checkpoints.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None):

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 
 class NvmlError(Exception):
-    """NVML cannot be loaded or refuses to answer; the message is the reason."""
+    """A failure to load NVML, or its refusal to answer. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,13 @@ class Gpu:
 
 @contextmanager
 def open_nvml() -> Iterator[Any]:
-    """The module pynvml, initialised while the block runs; raises NvmlError, also for NVML errors in the block."""
+    """Initialise the module pynvml while the block runs.
+
+    Raises NvmlError, which replaces NVML's errors in the block, too.
+    """
     try:
         import pynvml
-    except ModuleNotFoundError:  # torch and numpy are enough to train
+    except ModuleNotFoundError:  # training needs only torch and numpy
         raise NvmlError("nvidia-ml-py is not installed") from None
 
     try:
@@ -44,7 +48,7 @@ def open_nvml() -> Iterator[Any]:
 
 
 def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
-    """Index and handle of each GPU that this process may open: a container may not open those of others."""
+    """Yield index and handle of each GPU that this process may open: a container may not open the GPUs of others."""
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -54,7 +58,7 @@ def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
 
 
 def is_divided(nvml: Any, handle: Any) -> bool:
-    """Whether MIG partitions the GPU."""
+    """Return whether MIG partitions the GPU."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
     except nvml.NVMLError_NotSupported:  # most kinds of GPU have no MIG
@@ -62,7 +66,7 @@ def is_divided(nvml: Any, handle: Any) -> bool:
 
 
 def list_gpus() -> list[Gpu]:
-    """Raise NvmlError."""
+    """Return the GPUs that this process may open. Raises NvmlError."""
     with open_nvml() as nvml:
         return [
             Gpu(nvml.nvmlDeviceGetUUID(handle), tuple(_instances(nvml, handle)) if is_divided(nvml, handle) else None)
@@ -80,8 +84,9 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def why_slow(uuid: str) -> str:
-    """Why a GPU keeps its clocks lower than its load would: heat, power, or both; empty if it does not, or if nobody
-    knows.
+    """Return why a GPU keeps its clocks lower than its load would: heat, power, or both.
+
+    The text is empty if the GPU does not, or if nobody knows.
     """
     with suppress(NvmlError), open_nvml() as nvml:
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(nvml.nvmlDeviceGetHandleByUUID(uuid))
@@ -92,7 +97,7 @@ def why_slow(uuid: str) -> str:
 
 
 def count_cuda_devices(gpus: Sequence[Gpu], visible: str | None) -> int:
-    """How many devices CUDA offers a process for this CUDA_VISIBLE_DEVICES (None if it is not set).
+    """Return how many devices CUDA offers a process for this CUDA_VISIBLE_DEVICES (None if it is not set).
 
     A process gets at most one MIG device, and no whole GPU besides it (MIG User Guide, "CUDA Device Enumeration").
     """
@@ -104,17 +109,17 @@ def count_cuda_devices(gpus: Sequence[Gpu], visible: str | None) -> int:
 
 
 def _chosen(gpus: Sequence[Gpu], visible: str) -> list[str]:
-    """The UUIDs of the devices in CUDA_VISIBLE_DEVICES, which lists indices, or prefixes of the UUIDs of GPUs or MIG
-    devices.
+    """Return the UUIDs of the devices in CUDA_VISIBLE_DEVICES, as CUDA reads it.
 
-    As CUDA reads it: everything after an unknown entry, or an entry of another kind, is ignored; a device listed twice
-    means none at all.
+    The variable lists indices, or prefixes of the UUIDs of GPUs or MIG devices. Everything after an unknown entry, or
+    an entry of another kind, is ignored. A device listed twice means none at all.
     """
     chosen: list[str] = []
     words = [word.strip() for word in visible.split(",")]
     for word in words:
         if word[:4] in ("GPU-", "MIG-"):
-            names = [name for gpu in gpus for name in (gpu.uuid, *(gpu.instances or ())) if name.startswith(word)]
+            known = chain.from_iterable((gpu.uuid, *(gpu.instances or ())) for gpu in gpus)
+            names = [name for name in known if name.startswith(word)]
         else:
             index = re.match(r"\+?(\d+)", word)  # C's strtoul, which takes "1gpu" for 1
             names = [gpu.uuid for number, gpu in enumerate(gpus) if index and number == int(index[1])]

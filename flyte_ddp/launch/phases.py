@@ -1,4 +1,4 @@
-"""What a rank does between two signs of life, and how long that may take. Standard library only."""
+"""The phases of a rank between two signs of life, and how long each may take. Standard library only."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,12 @@ SAID = {
 
 
 class Timeouts(NamedTuple):
-    """How many seconds a rank may go without a sign of life: between two steps, until the first, and while checkpoints
-    or results are written, where that may take longer.
+    """Limits on the seconds that a rank may go without a sign of life.
+
+    Attributes:
+        step: between two steps.
+        start: until the first step, if that may take longer.
+        write: while checkpoints or results are written, if that may take longer.
     """
 
     step: float
@@ -31,7 +35,7 @@ class Timeouts(NamedTuple):
         return max(self.step, {STARTING: self.start, WRITING: self.write}.get(phase, 0.0))
 
     def exceeded(self, phase: str) -> str:
-        """How it is said that a rank has been silent for longer, with the option to raise."""
+        """Return the message that a rank has been silent for longer, with the option to raise."""
         seconds = self.seconds(phase)
         kind = "" if seconds == self.step else {STARTING: "start_", WRITING: "write_"}[phase]
         return f"{SAID[phase]} {kind}timeout_seconds ({seconds:g})"

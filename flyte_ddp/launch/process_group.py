@@ -1,4 +1,4 @@
-"""The process group of all ranks, with a time-out, destroyed again if all goes well."""
+"""The process group of all ranks, with a time-out. It is destroyed again if all goes well."""
 
 import itertools
 import os
@@ -20,18 +20,23 @@ from flyte_ddp.launch.environment import Environment, World, default_variable
 from flyte_ddp.launch.phases import STARTING, Timeouts
 from flyte_ddp.settings import RunOptions
 
-RENDEZVOUS = itertools.count()  # of this process; all ranks go through them in the same order
-BEYOND_SECONDS = 60.0  # how much longer a collective waits than the launcher, which then can still query hanging ranks
+RENDEZVOUS = itertools.count()  # numbers this process's rendezvous, which all ranks go through in the same order
+BEYOND_SECONDS = 60.0  # a collective waits so much longer than the launcher, which can then still query hanging ranks
 
 
 @contextmanager
 def process_group(
     environment: Environment, timeouts: Timeouts | RunOptions | float, store: Store | None = None
 ) -> Iterator[torch.device]:
-    """Join all ranks; yields this rank's device. A rank that fails leaves the group as it is: its process ends anyway.
+    """Join all ranks, and yield this rank's device.
 
-    timeouts: how long the launcher waits for a sign of life before it ends the ranks; collectives wait a little longer.
-    store: what meet has returned, if it has been called.
+    A rank that fails leaves the group as it is: its process ends anyway.
+
+    Args:
+        environment: this rank.
+        timeouts: how long the launcher waits for a sign of life before it ends the ranks; collectives wait a little
+            longer.
+        store: what meet() has returned, if it has been called.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
@@ -56,7 +61,7 @@ def process_group(
 
 
 def _check_interfaces() -> None:
-    """Raise InputError for a network interface that there is not: gloo's own error looks like the loss of a peer."""
+    """Raise InputError for a network interface that does not exist: gloo's own error looks like the loss of a peer."""
     asked = os.environ.get("GLOO_SOCKET_IFNAME", "")
     known = {name for _, name in socket.if_nameindex()}
     missing = [name for name in asked.split(",") if name and name not in known]
@@ -68,29 +73,32 @@ def _check_interfaces() -> None:
 
 
 def gloo_group(world: World, ranks: Sequence[int]) -> Any:
-    """Another group, of these ranks, whose collectives of objects a thread can call while training has its own; itself
-    a collective. They wait for as long as the others live: of a hang, training itself hears.
+    """Create another group, of these ranks, for collectives of objects in a thread beside training.
+
+    All ranks must call it.
+
+    Its collectives wait for as long as the other ranks live. Training itself notices a hang.
     """
     with _off_network(world):
         return distributed.new_group(ranks, timeout=timedelta(days=1), backend="gloo")
 
 
 def _off_network(world: World) -> AbstractContextManager[None]:
-    """While ranks of one host meet: gloo then keeps off the network, which can make it hang."""
+    """Keep gloo off the network while ranks of one host meet, because the network can make gloo hang."""
     if world.size > world.local_size:
         return nullcontext()
     return default_variable("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
 
 
 def meet(environment: Environment, timeouts: Timeouts) -> Store:
-    """Wait for all ranks; returns a store that they share, for one process group."""
+    """Wait for all ranks, and return a store that they share, for one process group."""
     size = environment.world.size
     (scheme, _, path) = environment.init_method.partition("://")
     timeout = timedelta(seconds=timeouts.seconds(STARTING) + BEYOND_SECONDS)
-    if scheme == "file":  # no URL: torch would take a "#" or "?" in the path for its end
+    if scheme == "file":  # the path is no URL, in which torch would take a "#" or "?" for the path's end
         store: Store = FileStore(path, size)
         store.set_timeout(timeout)
     else:
         store = next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
-    # torchrun's store outlives a process group, and the next one would find the addresses of the last
+    # torchrun's store outlives a process group, so the next group would find the last one's addresses
     return PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store)

@@ -23,15 +23,15 @@ from flyte_ddp.launch.link import ParentLink
 from flyte_ddp.launch.phases import STARTING
 from flyte_ddp.launch.signals import STOP_SIGNALS
 
-# What the launcher has set when it started the process that ranks are forked from
+# The variables that the launcher sets when it starts the process that ranks are forked from
 SET_FOR_RANKS = {"GOMP_SPINCOUNT"}
 
 
 class _Lines(io.BufferedIOBase):
-    """Passes on what is written to it, line by line. Safe to write to from any thread, and from a finalizer.
+    """A file that forwards what is written to it, line by line. Any thread may write to it, and a finalizer, too.
 
-    What a forked child writes, as by a logging handler that it has inherited, goes straight to the file: its lines
-    would end up in the middle of this process's, and a thread that it does not have may hold the lock.
+    The output of a forked child, such as that of an inherited logging handler, goes straight to the original file. Its
+    lines would end up in the middle of this process's, and a thread that the child does not have may hold the lock.
     """
 
     def __init__(self, hand_on: Callable[[str], None], file: TextIO):
@@ -67,19 +67,19 @@ class _Lines(io.BufferedIOBase):
         return len(data)
 
     def end(self) -> None:
-        """Pass on a last line that has no end."""
+        """Forward a last line that has no end."""
         if any(self._begun):
             self.write(b"\n")
 
 
 def _without_overwritten(line: bytes) -> bytes:
-    """What a terminal would show of a line: a progress bar goes back to its beginning with a carriage return."""
+    """Return what a terminal would show of a line. A progress bar goes back to its beginning with a carriage return."""
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 
 @contextmanager
 def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Iterator[None]:
-    """Pass on what the block prints to standard output and error, line by line, also a last one without an end.
+    """Forward what the block prints to standard output and error, line by line, including a last one without an end.
 
     Output of native code bypasses this and goes straight to the file.
     """
@@ -94,8 +94,10 @@ def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Ite
 
 
 def _let_go(connection: Connection) -> None:
-    """Undoes in a forked child of the rank what keeps it from ending on SIGTERM, and from printing on its own; and
-    closes its end of the pipe, by which the parent sees that the rank has ended, though children of it live on.
+    """Undo in a forked child of the rank what keeps it from ending on SIGTERM, and from printing on its own.
+
+    It also closes the child's end of the pipe, so that the parent sees that the rank has ended, even if children live
+    on.
     """
     connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -103,8 +105,9 @@ def _let_go(connection: Connection) -> None:
 
 
 def own_lock_of_tqdm() -> None:
-    """Give the progress bars of tqdm, if the user's code has imported it, a lock of this process. Their own is a
-    semaphore of the system, which would outlive the rank.
+    """Give tqdm's progress bars, if the user's code has imported tqdm, a lock of this process.
+
+    Their own lock is a semaphore of the operating system, which would outlive the rank.
     """
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
@@ -118,33 +121,39 @@ def serve(
     private: str,
     variables: dict[str, str],
 ) -> None:
-    """The main function of a rank's process: reports the target's return value or failure, and ends the process.
+    """Report the target's return value or failure, and end the process: the main function of a rank's process.
 
-    variables: the parent's environment now; the process that ranks are forked from has that of the first launch.
+    Args:
+        connection: the pipe to the parent.
+        environment: this rank.
+        target: the name of the function to call.
+        argument: the function's argument.
+        private: the run's private folder.
+        variables: the parent's environment now. The process that ranks are forked from has that of the first launch.
     """
     for name in os.environ.keys() - variables.keys() - SET_FOR_RANKS:
         del os.environ[name]
     os.environ.update(variables)
-    atexit.unregister(os._exit)  # see fork_server.py
-    gc.freeze()  # what the ranks share stays: a collection need not look at it
+    atexit.unregister(os._exit)  # fork_server.py has registered it
+    gc.freeze()  # a collection need not look at the objects that the ranks share, which stay
     gc.enable()
-    # It ends with its parent as a daemon does, see listen, but may have children, such as loader workers and pools
+    # listen() ends a rank with its parent, as if it were a daemon. But a rank may have children, such as loader workers
     multiprocessing.current_process().daemon = False
-    if sys.platform == "linux":  # else the loader workers of the user's code would each import torch anew
+    if sys.platform == "linux":  # the loader workers of the user's code would otherwise each import torch anew
         multiprocessing.set_start_method("fork", force=True)
     os.register_at_fork(after_in_child=partial(_let_go, connection))
-    os.setpgrp()  # with whatever it starts, so that all of it can be ended
+    os.setpgrp()  # a group with whatever this process starts, so that all of it can be ended
     link = ParentLink(connection, environment.rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)
-    # blocked in the process that this one was forked from
+    # The process that this one was forked from blocks these signals
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     stacks = open(os.path.join(private, f"stack-{environment.rank}"), "w")  # noqa: SIM115 open until the end
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()
     try:
         link.heartbeat(STARTING)
-        with printed_lines(link.on_line, link.on_line):  # to the parent, the only one that writes to the terminal
+        with printed_lines(link.on_line, link.on_line):  # only the parent writes to the terminal
             value = pkgutil.resolve_name(target)(environment, link, argument)
         link.send("done", value)
     except StopRequested as stopped:
@@ -154,4 +163,4 @@ def serve(
     link.flush()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without the exit handlers of CUDA and gloo, which can hang or abort
+    os._exit(0)  # skips the exit handlers of CUDA and gloo, which can hang or abort

@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end of a pod, of a terminal
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end of a pod, the end of a terminal
 
 
 @contextmanager
 def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
-    """Collect the signals that ask to stop. A second Ctrl-C interrupts at once; what ends a pod or a terminal may come
-    several times, forwarded by a parent and sent to the group, and never does.
+    """Collect the signals that ask to stop. A second Ctrl-C interrupts at once.
 
-    is_writing: whether a checkpoint is being written, which is ended first.
+    The signals that end a pod or a terminal may come several times, forwarded by a parent and sent to the group. They
+    never interrupt.
+
+    Args:
+        is_writing: returns whether a checkpoint is being written, which is finished first.
     """
     received: list[int] = []
 
@@ -38,7 +41,7 @@ def finishing() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle signals instead of dying from them; not those that are ignored, as nohup does with SIGHUP."""
+    """Handle signals instead of dying from them, except those that are ignored, as nohup does with SIGHUP."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals only to the main thread
         return

@@ -1,5 +1,7 @@
-"""Watches a rank that torchrun or a cluster has started, from its own main thread, which never waits for anything else:
-so it can end whatever the rank's work, in another thread, is stuck in, and say which ranks are to blame.
+"""The watchdog of a rank that torchrun or a cluster has started.
+
+It is the rank's own main thread, which never waits for anything else. So it can end whatever the rank's work, in
+another thread, is stuck in, and say which ranks are to blame.
 """
 
 import atexit
@@ -30,7 +32,7 @@ from flyte_ddp.launch.link import ALIVE_SECONDS, DirectLink
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import meet
 
-# Lets the rank that caused a failure be the first to report it, and the others say that they are still there
+# The rank that caused a failure reports it first, and the others say meanwhile that they are still there
 GRACE_SECONDS = ANSWER_SECONDS + 2 * ALIVE_SECONDS
 UNKNOWN = "unknown host"
 Value = TypeVar("Value")
@@ -43,14 +45,24 @@ def under_watchdog(
     timeouts: Timeouts,
     stop_signals: Sequence[signal.Signals] = (),
 ) -> Value:
-    """Run work(store) in a thread of its own and return its value; store: for the process group of all ranks.
+    """Run work(store) in a thread of its own and return its value.
 
-    Raises what work raises; RankError, or its recoverable kind, if this rank has lost another one, and if any rank has
-    been silent for longer than what it does may take: with the ranks that the others wait for; PreemptedError if this
-    rank was asked to stop: at once before the first step, else when its grace ends, see grace.py. A thread that is
-    stuck then is left behind, and the process ends without waiting for it.
+    A thread that is stuck is left behind, and the process ends without waiting for it.
 
-    stop_signals: ask it to stop; until all ranks have met they end the process, as Python would not hear them.
+    Args:
+        work: gets a store for the process group of all ranks.
+        link: the rank's link.
+        environment: this rank.
+        timeouts: how long a rank may be silent.
+        stop_signals: ask the rank to stop. Until all ranks have met they end the process, because Python would not
+            handle them.
+
+    Raises:
+        RankError: this rank has lost another one; or any rank has been silent for too long, with the ranks that the
+            others wait for. It may be the recoverable kind.
+        PreemptedError: this rank was asked to stop. Before the first step it is raised at once, else when the grace
+            ends, which grace.py explains.
+        Exception: whatever work raises.
     """
     grace = grace_seconds()
     store = meet(environment, timeouts)
@@ -77,7 +89,7 @@ def under_watchdog(
     thread.start()
     try:
         _wait(value, link, roll_call, timeouts, grace)
-        # It still frees what the work held, for which the interpreter must be there
+        # The thread still frees what the work held, and needs the interpreter for that
         thread.join(GRACE_SECONDS)
         return value.result()
     except Exception as error:
@@ -96,13 +108,13 @@ def under_watchdog(
 def _wait(
     value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts, grace: float
 ) -> None:
-    """Return when the value is there; raises RankError if a rank hangs, PreemptedError when the grace has ended."""
+    """Return when the value is there. Raises RankError if a rank hangs, and PreemptedError when the grace has ended."""
     silent_seconds = 0.0
     steps = link.steps
     now = time.monotonic()
     stop_at = math.inf
     while not futures.wait([value], ALIVE_SECONDS).done:
-        # Not silent while this very process was suspended
+        # A rank was not silent while this very process was suspended
         turn = min(time.monotonic() - now, 2 * ALIVE_SECONDS)
         now = time.monotonic()
         silent_seconds = silent_seconds + turn if steps == link.steps else 0.0
@@ -131,9 +143,9 @@ class Found:
     """The finding of a roll call.
 
     Attributes:
-        reason: hang, or loss (of a rank, noticed by another one).
-        failure: if it is a hang, how to report it.
-        silent: which ranks do not answer, as the end of a message.
+        reason: "hang", or "loss" (of a rank, noticed by another one).
+        failure: how to report a hang.
+        silent: the ranks that do not answer, as the end of a message.
     """
 
     reason: str
@@ -142,11 +154,12 @@ class Found:
 
 
 class RollCall:
-    """Asks all ranks through their store where they are, in a thread of its own: a store that is kept by a rank which
-    stands still never answers.
+    """A thread that asks all ranks through their store where they are.
 
-    A rank looks once a second whether another one has asked. Of those that ask, the first reads all answers and tells
-    the others; so no rank's effort grows with the number of ranks, except for that one's, and once.
+    The store never answers if its keeper stands still.
+
+    A rank looks once a second whether another one has asked. The first rank that asks reads all answers and tells the
+    others. So no rank's effort grows with the number of ranks, except that one's, and once.
     """
 
     def __init__(self, store: Store, environment: Environment, timeouts: Timeouts, answer: Callable[[], Answer]):
@@ -157,7 +170,7 @@ class RollCall:
         self._rank = environment.rank
         self._size = environment.world.size
         self._host = environment.host
-        self._keeper = UNKNOWN  # host of the first rank, which keeps the store
+        self._keeper = UNKNOWN  # the host of the first rank, which keeps the store
         self._reason = ""
         self._woken = threading.Event()
         self._closed = False
@@ -174,7 +187,10 @@ class RollCall:
         self._thread.join(ALIVE_SECONDS)
 
     def result(self) -> Found:
-        """Return what the ranks have found; until then, and if the store does not answer, that its keeper is silent."""
+        """Return what the ranks have found.
+
+        Until then, and if the store does not answer, say that the store's keeper is silent.
+        """
         if self.found.done():
             return self.found.result()
         answers = {0: Answer(stack=KEEPS_STORE)}
@@ -182,7 +198,7 @@ class RollCall:
         return self._found(self._reason, answers | {self._rank: self._answer()}, hosts | {self._rank: self._host})
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # of torch: the store is gone, or a key is not there in time
+        with suppress(RuntimeError):  # torch raises it if the store is gone, or a key is not there in time
             self._store.set(f"host {self._rank}", self._host)
             self._keeper = self._store.get("host 0").decode()
             while not self._woken.wait(ALIVE_SECONDS) and not self._store.check(["asked"]):
@@ -198,10 +214,10 @@ class RollCall:
         if first == own:
             time.sleep(ANSWER_SECONDS)
         else:
-            with suppress(DistStoreError):  # not told in time: that rank may be lost, too
+            with suppress(DistStoreError):  # the rank that should tell the others may be lost, too
                 self._store.wait(["found"], timedelta(seconds=GRACE_SECONDS))
         if not self._store.check(["found"]):
-            # Several may come to this at once: the first one's holds
+            # Several ranks may do this at once; the first one's finding counts
             self._store.compare_set("found", "", json.dumps(asdict(self._gather(first.split()[0]))))
         fields = json.loads(self._store.get("found"))
         return Found(**{**fields, "failure": Failure(**fields["failure"])})

@@ -1,4 +1,4 @@
-"""The state of a training in files: written while it goes on, verified, read again by the same or by other ranks.
+"""The state of a training in files: written while it goes on, verified, and read again by the same or other ranks.
 
-What the state consists of is not decided here, but in state.py.
+state.py decides what the state consists of, not this room.
 """

@@ -1,5 +1,6 @@
-"""Checkpoints: written whole or not at all, in one file or, of sharded networks, in one for each rank; verified before
-anything in them is unpickled.
+"""Checkpoints, which are written whole or not at all, and verified before anything in them is unpickled.
+
+A checkpoint is one file, or for sharded networks one file for each rank.
 """
 
 import hashlib
@@ -37,10 +38,18 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
-    """Write the content to a temporary file beside path, one tensor after the other; finish makes it the checkpoint.
+    """Write the content to a temporary file beside path, one tensor after the other. finish() makes it the checkpoint.
 
-    Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. Raises OSError. A
-    collective if any are sharded; device: of these.
+    Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. If any tensors are
+    sharded, all ranks must call it.
+
+    Args:
+        path: where the checkpoint will be.
+        content: what to write.
+        device: where sharded tensors are.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     draft = temporary_beside(path)
     content = {"format": FORMAT, **content}
@@ -69,12 +78,18 @@ def finish(draft: Path, path: Path) -> None:
 
 
 def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The content of a checkpoint; raises CheckpointError if it is damaged or of a training with another identity.
+    """Return the content of a checkpoint.
 
-    files: the hashes of the user's files, of which the error names those that differ.
+    Its tensors are mapped, not read: a copy of what is kept takes memory, and frees the file. The tensors of a sharded
+    checkpoint are StoredTensors, and content["shards"] has the digests of its files, which are still to be verified.
 
-    Its tensors are mapped, not read: a copy of what is kept takes memory, and frees the file. Those of a sharded one
-    are StoredTensors, and content["shards"] has the digests of its files, which are still to be verified.
+    Args:
+        path: the checkpoint.
+        identity: what determines the result of this training.
+        files: the hashes of the user's files. The error names the files that differ.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of a training with another identity.
     """
     try:
         with open(path, "rb") as file:
@@ -107,13 +122,14 @@ def _changed_files(saved: Any, ours: Mapping[str, str] | None) -> str:
 
 
 def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Where an identity differs from ours, or from as much as is given of it: ("code",) or ("settings", "seed"), and
-    both values.
+    """Yield where an identity differs from ours, with both values. The place is ("code",) or ("settings", "seed").
+
+    Parts that ours lacks are not compared.
     """
 
     def parts(identity: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         settings = identity.get("settings")
-        named = settings.items() if isinstance(settings, dict) else ()  # it may be another's
+        named = settings.items() if isinstance(settings, dict) else ()  # somebody else may have written the file
         rest: dict[tuple[str, ...], Any] = {(name,): value for name, value in identity.items() if name != "settings"}
         return {**rest, **{("settings", name): value for name, value in named}}
 
@@ -126,8 +142,17 @@ def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[t
 def refuse(
     error: CheckpointError, options: RunOptions, emit: Callable[[Event], None], output: Path | None = None
 ) -> None:
-    """Says why training starts anew; raises InputError where the user has asked for this very checkpoint, or for the
-    folder output, in which another training's would be lost.
+    """Report why training starts anew.
+
+    Args:
+        error: why the checkpoint is refused.
+        options: how to run the training.
+        emit: gets the event.
+        output: the output folder of train(), if there is one.
+
+    Raises:
+        InputError: the user has asked for this very checkpoint, or another training's would be lost in the output
+            folder.
     """
     if options.resume_from:
         raise InputError(f"RunOptions.resume_from: the checkpoint in {options.resume_from} {error}")
@@ -140,14 +165,14 @@ def refuse(
 
 
 def checksum(path: Path) -> bytes:
-    """The checksum that a checkpoint has; other content of the same length if it is none. Raises OSError."""
+    """Return the checksum at the end of a checkpoint. Any other file gives other bytes. Raises OSError."""
     with open(path, "rb") as file:
         file.seek(-DIGEST_BYTES, os.SEEK_END)
         return file.read()
 
 
 def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
-    """The content of the checkpoint that another rank has verified, if it is at this path here, too."""
+    """Return the content of the checkpoint that another rank has verified; None if it is not at this path here."""
     try:
         return _content(path) if checksum(path) == expected else None
     except (OSError, CheckpointError):
@@ -155,18 +180,18 @@ def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
 
 
 def restore(state: TrainingState, saved: dict[str, Any]) -> None:
-    """Load a checkpoint's state; raises CheckpointError if it does not fit, which leaves the state half loaded."""
+    """Load a checkpoint's state. Raises CheckpointError if it does not fit, which leaves the state half loaded."""
     try:
         state.load_state_dict(saved)
-    except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this rank's device, not for what it was given
+    except (torch.AcceleratorError, torch.OutOfMemoryError):  # the device has failed, whatever the content
         raise
-    except Exception as error:  # of many types, as the content may have any form
+    except Exception as error:  # the content may have any form, so the error may have any type
         message = " ".join(str(error).split())
         raise CheckpointError(f"does not fit this training: {type(error).__name__}: {message}") from None
 
 
 def check_readable(state: dict[str, Any]) -> None:
-    """Raise InputError if a checkpoint of this state could not be read again, for the type of something in it."""
+    """Raise InputError if a checkpoint of this state could not be read again, because of some part's type."""
     is_sharded = any(isinstance(leaf, Shard) for leaf in pytree.tree_leaves(state))
     _check_readable(pytree.tree_map_only((Tensor, Shard), lambda _: torch.empty(0), state), "", is_sharded)
 
@@ -179,8 +204,9 @@ def _check_readable(content: Any, where: str, is_sharded: bool) -> None:
         _load(buffer)
         if is_sharded:
             rebuilt(*described(content))
-    except Exception:  # of many types, and about the whole: the part to blame is found by trying each
-        parts = content if isinstance(content, dict) else dict(enumerate(content if isinstance(content, list) else ()))
+    except Exception:  # the error is about the whole; trying each part finds the one to blame
+        listed_parts = content if isinstance(content, list) else ()
+        parts = content if isinstance(content, dict) else dict(enumerate(listed_parts))
         for key, part in parts.items():
             _check_readable(part, f"{where}[{key!r}]", is_sharded)
         raise InputError(
@@ -190,7 +216,7 @@ def _check_readable(content: Any, where: str, is_sharded: bool) -> None:
 
 
 def _save(content: Any, file: IO[bytes]) -> None:
-    """Numbers of NumPy become plain ones: to read them as they are, torch would have to trust the file."""
+    """Save the content, with plain numbers in place of NumPy's. To read NumPy's, torch would have to trust the file."""
     save(pytree.tree_map_only(np.generic, np.generic.item, content), file, checksums=False)
 
 
@@ -201,7 +227,7 @@ def _content(path: Path) -> Any:
         return open_shards(shards_beside(path) / manifest["folder"], manifest) if manifest else _load(path, mmap=True)
     except CheckpointError:
         raise
-    except Exception as error:  # of many types, as the manifest may have any form
+    except Exception as error:  # the manifest may have any form, so the error may have any type
         raise CheckpointError(f"cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -214,13 +240,13 @@ def _load(file: Path | IO[bytes], mmap: bool = False) -> Any:
         raise CheckpointError(
             f"cannot be read: it has something else than tensors and plain values in it{kind}"
         ) from None
-    except Exception as error:  # of many types, from pickle, zipfile and torch
+    except Exception as error:  # pickle, zipfile and torch raise many types
         first_line = str(error).partition("\n")[0]
         raise CheckpointError(f"cannot be read: {type(error).__name__}: {first_line}") from None
 
 
 def _digest(file: IO[bytes], count: int) -> bytes:
-    """SHA-256 of the next count bytes, or as many as there are."""
+    """Return the SHA-256 of the next count bytes, or of as many as there are."""
     digest = hashlib.sha256()
     while piece := file.read(max(0, min(count, 2**20))):
         digest.update(piece)

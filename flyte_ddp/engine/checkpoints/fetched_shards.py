@@ -1,4 +1,4 @@
-"""Fetches what ranks need of a sharded checkpoint from the platform's storage: each file once for a host."""
+"""Downloads of a sharded checkpoint from the platform's storage: each host downloads each file that it needs once."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,24 @@ from flyte_ddp.whole_files import temporary_beside
 def fetched(
     manifest: dict[str, Any], layout: Layout, storage: RankStorage, environment: Environment
 ) -> Iterator[dict[str, Any]]:
-    """The content of the checkpoint with this manifest, of whose files those that have rows of this rank are on its
-    disk while the block runs, verified; raises CheckpointError on all ranks if one of theirs is damaged or missing. A
-    collective.
+    """Provide the content of the checkpoint with this manifest while the block runs. All ranks must call it.
+
+    The files that have rows of this rank are on its disk, and verified, meanwhile.
+
+    Raises:
+        CheckpointError: a rank's file is damaged or missing. It is raised on all ranks.
     """
     names = [uuid.uuid4().hex]
     distributed.broadcast_object_list(names)
-    folder = Path(tempfile.gettempdir(), f"checkpoint-{names[0]}")  # of this job's ranks on this host, and no others
+    folder = Path(tempfile.gettempdir(), f"checkpoint-{names[0]}")  # this job's ranks on this host share the folder
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = open_shards(folder, manifest)
     leaves = pytree.tree_flatten_with_path(content["state"])[0]
     tensors = [layout.local(path, leaf) for path, leaf in leaves if isinstance(leaf, StoredTensor)]
-    needed = list(dict.fromkeys(file for tensor in tensors for file, _, _ in tensor.parts()))
+    parts = chain.from_iterable(tensor.parts() for tensor in tensors)
+    needed = list(dict.fromkeys(file for file, _, _ in parts))
     first = len(needed) * environment.local_rank // environment.world.local_size
-    shared_out = needed[first:] + needed[:first]  # each of a host's ranks begins with others
+    shared_out = needed[first:] + needed[:first]  # each rank of a host begins with another file
     outcomes = (_fetch(file, content["shards"][file], manifest["url"], storage) for file in shared_out)
     problems: list[Any] = [None] * environment.world.size
     distributed.all_gather_object(problems, next(filter(None, outcomes), ""))
@@ -47,13 +52,16 @@ def fetched(
             raise CheckpointError(problem)
         yield content
     finally:
-        distributed.barrier()  # until no rank of the host reads them any more
+        distributed.barrier()  # no rank of the host reads the files any more after this
         if environment.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
-    """Make the file be there, unless another rank of the host has done so; what is wrong with it, if anything is."""
+    """Download the file, unless another rank of the host has done so.
+
+    Returns what is wrong with it; empty if nothing is.
+    """
     with locked(file.with_suffix(".lock")):
         if file.exists():
             return ""

@@ -1,7 +1,8 @@
-"""Resumes a training from its checkpoint, on all ranks."""
+"""The resume of a training from its checkpoint, on all ranks."""
 
 import os
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,17 @@ OTHER_BASE = "belongs to another training: the weights that model() freezes were
 
 
 def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> str | None:
-    """Restores the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training; None
-    then, and if there is none. Else, on all ranks alike, the state must be set up anew: in the precision that is
-    returned, if the checkpoint has another one; or as it was, if this failed half-way, which returns "".
+    """Restore the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training.
 
-    Rank 0 verifies the file, and ranks that see the same one map it, too; of a sharded one each reads its rows. If some
-    do not see it, those of another host, the tensors are broadcast, one by one; with hybrid sharding, each rank of the
-    first node sends its rows to those that have the same. The files of a manifest with a URL are in the platform's
-    storage, from which each host gets those that it needs.
+    Rank 0 verifies the file, and ranks that see the same file map it, too; of a sharded checkpoint each rank reads its
+    rows. If some ranks do not see it, such as those of another host, the tensors are broadcast, one by one. With hybrid
+    sharding, each rank of the first node then sends its rows to the ranks that have the same. If a manifest has a URL,
+    its files are in the platform's storage, from which each host downloads those that it needs.
+
+    Returns:
+        None if training can go on, from the checkpoint or from the start. Otherwise the state must be set up anew, on
+            all ranks alike: in the precision that is returned, if the checkpoint has another one; or as it was, for "",
+            because restoring it failed half-way.
     """
     path = Path(job.checkpoint_path)
     content = None
@@ -42,7 +46,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
             content = read_checkpoint(path, job.checkpoint_identity, job.hashes)
-            if content["state"]["base"] != state.base.digest:  # of which all ranks have rank 0's weights
+            if content["state"]["base"] != state.base.digest:  # all ranks have rank 0's weights of the base
                 raise OtherTrainingError(OTHER_BASE)
             manifest = read_manifest(path)
             outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
@@ -53,9 +57,9 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     distributed.broadcast_object_list(messages)
     if messages[0] is None:
         return None
-    expected, outline, manifest, options = messages[0]  # options of rank 0, which knows whether it is resume_from's
+    expected, outline, manifest, options = messages[0]  # only rank 0 knows whether the checkpoint is resume_from's
     precision: str = outline["precision"]
-    if precision != state.precision:  # "auto" elsewhere: what has been trained in one goes on in it
+    if precision != state.precision:  # "auto" may choose another one here, but a training keeps its precision
         return precision
     with ExitStack() as stack:
         try:
@@ -77,14 +81,14 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
 
 
 def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:
-    """Its type, shape and strides."""
+    """Return a meta tensor of the same type, shape and strides."""
     if isinstance(tensor, StoredTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return tensor.to("meta")
 
 
 def _receivers(state: TrainingState, seen: list[bool]) -> Any:
-    """The ranks to which the first of them sends what it reads; None if each can read for itself."""
+    """Return the group of ranks to which its first rank sends what it reads; None if each rank can read for itself."""
     if all(seen):
         return None
     is_hybrid = is_sharded(state.model) and copies() > 1
@@ -92,8 +96,12 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
 
 
 def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
-    """Which ranks have the content of the checkpoint, of whose shards, if any, each of these verifies some; raises
-    CheckpointError on all ranks. A collective.
+    """Find out which ranks have the content of the checkpoint, and verify its shards. All ranks must call it.
+
+    Each rank that has the content verifies some of the shards, if there are any.
+
+    Raises:
+        CheckpointError: a shard is damaged or missing. It is raised on all ranks.
     """
     seen: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(seen, content is not None)
@@ -107,20 +115,22 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
 
 
 def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None) -> dict[str, Any]:
-    """The same content with the training's own tensors: those of its networks, where they fit, else new ones; of what
-    is sharded, this rank's rows.
+    """Return the content in the training's own tensors: those of its networks if they fit, else new ones.
 
-    Each is filled from saved, or from what the first of the receivers has; then that of the others may be an outline of
-    meta tensors.
+    Of sharded tensors, these are this rank's rows. Each tensor is filled from saved, or from what the first of the
+    receivers has. The others may then have an outline of meta tensors in saved.
     """
     networks = {"model": state.model, "average": state.average.model if state.average else None}
     own = {name: network.state_dict() for name, network in networks.items() if network}
     fitting = {path: local(value) for path, value in pytree.tree_flatten_with_path(own)[0]}
-    updated = [local(weight) for group in state.optimizer.param_groups for weight in group["params"]]
+    weights = chain.from_iterable(group["params"] for group in state.optimizer.param_groups)
+    updated = [local(weight) for weight in weights]
 
     def new(path: tuple[Any, ...], value: Tensor) -> Tensor:
-        """Torch's optimizers have their numbers of steps on the CPU, and all else where their weights are; the fused
-        ones rely on what is as large as a weight to lie as it does, which it may not where it was saved.
+        """Return a new tensor for a value of the checkpoint.
+
+        Torch's optimizers have their numbers of steps on the CPU, and all else where their weights are. The fused ones
+        rely on tensors as large as a weight to have the weight's strides, which the saved ones may lack.
         """
         if not value.dim() or [key.key for key in path[:2]] != ["optimizer", "state"]:
             return torch.empty_like(value, device="cpu")
@@ -130,7 +140,7 @@ def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None)
     def filled(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, (Tensor, StoredTensor)):
             return value
-        if receivers is distributed.group.WORLD:  # whose first rank has other rows than most
+        if receivers is distributed.group.WORLD:  # the first rank has other rows than most
             value = broadcast(_read(value), state.device, receivers)
         came = _read(state.layout.local(path, value))
         if receivers not in (None, distributed.group.WORLD):

@@ -17,10 +17,15 @@ from flyte_ddp.events import Event
 
 
 def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.device) -> dict[str, Any] | None:
-    """That of rank 0's checkpoint, perhaps on another host, if there is one of this training; a collective.
+    """Return the state in rank 0's checkpoint, if there is one of this training. All ranks must call it.
 
-    Its tensors are mapped from the file, on the CPU; where some rank lacks the file they are sent, one by one.
-    device: from which this rank can send.
+    Rank 0 may be on another host. The tensors are mapped from the file, on the CPU. If some rank lacks the file, they
+    are sent, one by one.
+
+    Args:
+        job: the training.
+        emit: gets events.
+        device: from which this rank can send.
     """
     path = Path(job.checkpoint_path)
     objects = [None]

@@ -1,4 +1,7 @@
-"""Checks that all ranks have been started for the same training, as another launcher starts each host's by itself."""
+"""A check that all ranks have been started for the same training.
+
+Other launchers start each host's ranks separately.
+"""
 
 import torch
 from torch import distributed
@@ -9,16 +12,18 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 
-# By these, ranks call other collectives
+# Options that decide which collectives ranks call
 OPTIONS = ("sharding", "compile", "audit_every", "odd_hosts")
 
 
 def check_same_training(environment: Environment, job: Job) -> None:
-    """InputError, on all ranks, unless settings, code, data, initial weights and OPTIONS are those of rank 0; a
-    collective.
+    """Check that settings, code, data, initial weights and OPTIONS are those of rank 0. All ranks must call it.
 
-    With another learning rate, say, a rank would drift apart from the others without a word. Another torch, whose
-    version the code's has in it, is warned of, see hosts/places.py.
+    With another learning rate, say, a rank would silently drift apart from the others. hosts/places.py warns of another
+    version of torch, which is part of the code's version.
+
+    Raises:
+        InputError: a rank differs. It is raised on all ranks.
     """
     own = {**job.identity, **{name: getattr(job.options, name) for name in OPTIONS}, "torch": str(torch.__version__)}
     first = of_first_rank(own)

@@ -1,5 +1,6 @@
-"""Writes checkpoints of sharded trainings: each rank its rows to a file, then rank 0 the manifest, which makes all of
-them the checkpoint at once.
+"""The writer of sharded trainings' checkpoints.
+
+Each rank writes its rows to a file. Then rank 0 writes the manifest, which makes all files the checkpoint at once.
 """
 
 import errno
@@ -26,26 +27,37 @@ from flyte_ddp.whole_files import content_digest, sync, sync_folder
 
 
 class Destination(Protocol):
-    """A place for the files of checkpoints, and the manifest that says which of them count. All may raise OSError."""
+    """A place for the files of checkpoints, and for the manifest that says which of them count.
+
+    All methods may raise OSError.
+    """
 
     def begin(self, position: str) -> Path:
-        """The folder for this rank's file of the next one; a collective."""
+        """Return the folder for this rank's file of the next checkpoint. All ranks must call it."""
 
     def keep(self, file: Path) -> None:
-        """Put the file, which is on this host's disk, where it has to be before the manifest may name it."""
+        """Put the file, which is on this host's disk, where it must be before the manifest may name it."""
 
     def commit(self, manifest: dict[str, Any]) -> None:
-        """Make this the checkpoint, in place of the one before; called on rank 0."""
+        """Make this the checkpoint, in place of the one before. Rank 0 calls it."""
 
     def discard(self, folder: Path) -> None:
-        """Called on rank 0 if a file is missing."""
+        """Remove the files of a checkpoint of which one is missing. Rank 0 calls it."""
 
 
 class SharedFolder:
-    """Beside the manifest, on a disk that all ranks that write see."""
+    """A destination beside the manifest, on a disk that all writing ranks see."""
 
     def __init__(self, path: Path, environment: Environment):
-        """A collective. path: of the manifest; rank 0's counts. Raises InputError if others do not see its folder."""
+        """Check that the ranks see the folder. All ranks must call it.
+
+        Args:
+            path: the manifest; rank 0's counts.
+            environment: this rank.
+
+        Raises:
+            InputError: a rank does not see rank 0's folder.
+        """
         values: list[Any] = [path, uuid.uuid4().hex[:8]]
         distributed.broadcast_object_list(values)
         self._path, self._start = values
@@ -88,10 +100,10 @@ class SharedFolder:
 
 
 class Stored:
-    """In the platform's storage, to which each rank uploads its own file.
+    """A destination in the platform's storage, to which each rank uploads its own file.
 
-    Nothing is removed from there. So there are few names for folders: those of this start of the ranks that the stored
-    manifest may name are left alone, and the others are used again.
+    Nothing is removed from there. So there are few names for folders. The names of this start of the ranks that the
+    stored manifest may contain are left alone, and the others are used again.
     """
 
     def __init__(self, storage: RankStorage):
@@ -104,7 +116,7 @@ class Stored:
         names = [next(name for name in (f"{self._start}-{n}" for n in itertools.count()) if name not in self._taken)]
         distributed.broadcast_object_list(names)
         shards = shards_beside(self._path)
-        shutil.rmtree(shards, ignore_errors=True)  # of one that could not be written
+        shutil.rmtree(shards, ignore_errors=True)  # a checkpoint that could not be written may have left files
         return shards / names[0]
 
     def keep(self, file: Path) -> None:
@@ -113,7 +125,7 @@ class Stored:
 
     def commit(self, manifest: dict[str, Any]) -> None:
         write_manifest(self._path, manifest)
-        self._taken.add(manifest["folder"])  # for good, should it be unknown whether the manifest has arrived
+        self._taken.add(manifest["folder"])  # stays taken if an error leaves it unknown whether the manifest arrived
         self._storage.put_manifest(self._path)
         self._taken = {manifest["folder"]}
 
@@ -122,17 +134,18 @@ class Stored:
 
 
 class ShardWriter:
-    """Writes this rank's part of each checkpoint."""
+    """A writer of this rank's part of each checkpoint."""
 
     def __init__(self, destination: Destination, environment: Environment):
-        """A collective."""
+        """Create the group of writing ranks. All ranks must call it."""
         self._destination = destination
         self._cut = cut()
         self._group = gloo_group(environment.world, range(self._cut.parts))
 
     def begin(self, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
-        """Copy this rank's tensors; what it returns writes the checkpoint, a collective for a thread of each rank,
-        which raises OSError on rank 0 if any rank fails.
+        """Copy this rank's tensors, and return a function that writes the checkpoint.
+
+        A thread of each rank must call the function. It raises OSError on rank 0 if any rank fails.
         """
         description, tensors = described(content)
         progress = content["state"]["progress"]
@@ -151,7 +164,7 @@ class ShardWriter:
         return lambda: self._finish(manifest, file, _write(file, copied))
 
     def _entry(self, tensor: Tensor | Shard) -> dict[str, Any]:
-        """Return what the manifest says of a tensor; of what is not sharded the first file has all."""
+        """Return the manifest's entry of a tensor. The first file has all of a tensor that is not sharded."""
         count = tensor.shape[0] if tensor.shape else 1
         each = count
         dtype = (tensor.rows if isinstance(tensor, Shard) else tensor).dtype
@@ -160,8 +173,10 @@ class ShardWriter:
         return {"dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape), "each": max(1, each)}
 
     def _own(self, tensor: Tensor | Shard) -> Tensor | None:
-        """What this rank's file has of it: of what is not sharded rank 0's has all, as a copy: it may share memory with
-        others, which safetensors refuses. Complex numbers, some of which it lacks, are pairs of real ones.
+        """Return what this rank's file has of a tensor. Rank 0's file has all of a tensor that is not sharded.
+
+        Such a tensor is copied, because it may share memory with others, which safetensors refuses. Complex numbers
+        become pairs of real ones, because safetensors lacks some of their types.
         """
         if isinstance(tensor, Shard):
             return tensor.rows.contiguous() if len(tensor.rows) else None
@@ -175,7 +190,7 @@ class ShardWriter:
         outcomes: list[Any] | None = None if self._cut.part else [None] * self._cut.parts
         try:
             distributed.gather_object((digest, problem), outcomes, group=self._group)
-        except RuntimeError as error:  # a rank is gone, of which training hears by itself
+        except RuntimeError as error:  # a rank is gone; training notices that by itself
             raise OSError(errno.EPIPE, f"not all ranks wrote their shards: {str(error).splitlines()[0]}") from None
         if outcomes is None:
             return
@@ -187,7 +202,7 @@ class ShardWriter:
         )
 
     def _kept(self, file: Path) -> tuple[str, str]:
-        """The digest of a file that is kept from now on, and what went wrong, if anything did."""
+        """Return the digest of a file that is kept from now on, and what went wrong, if anything did."""
         try:
             with open(file, "rb") as written:
                 sync(written)
@@ -195,7 +210,7 @@ class ShardWriter:
             digest = content_digest(file)
             self._destination.keep(file)
             return digest, ""
-        except Exception as error:  # of whatever type: the others wait to hear of it
+        except Exception as error:  # whatever the type, the other ranks wait for the outcome
             return "", reason_of(error)
 
 
@@ -204,7 +219,7 @@ def _file_of(part: int) -> str:
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors to a file; returns what went wrong, if anything did: the others must hear of it."""
+    """Write tensors to a file, and return what went wrong, if anything did: the other ranks must be told."""
     from safetensors.torch import save_file  # an optional library
 
     try:

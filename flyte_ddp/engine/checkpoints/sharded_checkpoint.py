@@ -1,8 +1,8 @@
-"""Checkpoints of sharded trainings, as they are read: files with rows, and a manifest, which makes all of them the
-checkpoint at once. Nothing in them is unpickled.
+"""The reader of sharded trainings' checkpoints: files with rows, and a manifest that makes all of them the checkpoint.
 
-The manifest has the state as JSON, but for its tensors: of these it has type, shape, and how many rows are in each
-file. So a rank of any other training of this recipe, sharded or not, reads what it needs and nothing else.
+Nothing in them is unpickled. The manifest has the state as JSON, without its tensors. Of a tensor it has type, shape,
+and how many rows are in each file. So a rank of any other training of this recipe, sharded or not, reads what it needs
+and nothing else.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from torch import Tensor
 from flyte_ddp.engine.sharding.sharded_state import Shard
 from flyte_ddp.whole_files import content_digest
 
-PLAIN = (str, int, float, bool, type(None))  # what JSON has, too
+PLAIN = (str, int, float, bool, type(None))  # the plain types that JSON has
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class StoredTensor:
     """Rows of a tensor of a sharded checkpoint, in files.
 
     Attributes:
-        name: in the files.
-        shape: of these rows; () for a number.
-        files: of the checkpoint, in the order of their rows.
+        name: the tensor's name in the files.
+        shape: the shape of these rows; () for a number.
+        files: the checkpoint's files, in the order of their rows.
         each: how many rows of the whole tensor a file has: the first ones in the first file, and so on.
         first: the first of these rows in the whole tensor.
     """
@@ -51,7 +51,7 @@ class StoredTensor:
         return replace(self, shape=(last - first, *self.shape[1:]), first=self.first + first)
 
     def parts(self) -> Iterator[tuple[Path, int, int]]:
-        """The files that have these rows, or the number, each with its first row and the one after its last."""
+        """Yield each file that has some of these rows, or the number, with its first row and the one after its last."""
         count = len(self) if self.shape else 1
         for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():
             yield self.files[begin // self.each], begin, begin + self.each
@@ -79,13 +79,13 @@ class StoredTensor:
 
 
 def described(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:
-    """The state as JSON can have it, and its tensors by name; TypeError for what is neither."""
+    """Return the state as JSON can have it, and its tensors by name. Raises TypeError for anything else."""
     names: dict[int, str] = {}
     tensors: dict[str, Tensor | Shard] = {}
 
     def describe(value: Any, name: str) -> Any:
         if isinstance(value, (Tensor, Shard)):
-            name = names.setdefault(id(value), name)  # tied weights have several
+            name = names.setdefault(id(value), name)  # tied weights have several names names
             tensors[name] = value
             return {"tensor": name}
         if isinstance(value, dict):
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def rebuilt(description: Any, tensors: Mapping[str, Any]) -> Any:
-    """The state of which this is the description, with these for its tensors."""
+    """Return the state that a description stands for, with these tensors."""
     if not isinstance(description, dict):
         return description
     ((kind, content),) = description.items()
@@ -118,8 +118,9 @@ def rebuilt(description: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The content of the checkpoint with this manifest and files in this folder, with StoredTensors, and the digests of
-    its files as "shards".
+    """Return the content of the checkpoint with this manifest and files in this folder.
+
+    Its tensors are StoredTensors, and "shards" has the digest of each file.
     """
     files = tuple(folder / name for name in manifest["files"])
     tensors = {

@@ -1,4 +1,4 @@
-"""Starts a training from earlier weights, continues it from a checkpoint, and freezes layers."""
+"""The start of a training from earlier weights, its continuation from a checkpoint, and the freezing of layers."""
 
 import fnmatch
 import os
@@ -19,22 +19,24 @@ from flyte_ddp.manifest import DIGEST_BYTES
 from flyte_ddp.model_files.weights import describe_misfits, misfits, read_weights, with_base, with_tied
 from flyte_ddp.text import listed
 
-ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # how the last record of a file from torch.save begins, and its size
+ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # the beginning and the size of the last record of a file from torch.save
 MISMATCHING = "mismatching"
-# What may change within an epoch: the rest determines which samples remain, or what the sums so far mean
+# These may change within an epoch. The rest determines which samples remain, or what the sums so far mean
 FREE_WITHIN_EPOCH = {
     ("code",), ("init",),
     *(("settings", name) for name in (
         "backend", "choose_by", "epochs", "log_interval", "minimum_delta", "patience", "stop_after",
     )),
 }  # fmt: skip
-NEW_WITH_EPOCH = ("names", "sums", "told")  # parts of the progress
-JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_fraction")}  # what is the best epoch
+NEW_WITH_EPOCH = ("names", "sums", "told")  # parts of the progress that begin anew with each epoch
+JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_fraction")}  # these decide the best epoch
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the file is a checkpoint, which ends with a checksum, rather than just weights; InputError if it cannot
-    be read.
+    """Return whether the file is a checkpoint, which ends with a checksum, rather than just weights.
+
+    Raises:
+        InputError: the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -46,10 +48,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
-    """Load a model_state's weights into the network, except those that leave_out names; returns the names of what the
-    file has replaced, and a remark on it.
+    """Load a model_state's weights into the network, except those that leave_out names.
 
-    Raises InputError if the other weights do not fit the network.
+    Returns:
+        The names of the tensors that the file has replaced, and a remark for the user.
+
+    Raises:
+        InputError: the weights do not fit the network.
     """
     inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
     own = model.state_dict()
@@ -76,10 +81,12 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
 
 
 def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
-    """Load another training's checkpoint, to continue with this training's settings; returns a remark on it.
+    """Load another training's checkpoint, to continue with this training's settings, and return a remark for the user.
 
-    The optimizer's state is from the checkpoint, its learning rates and the schedule are this training's own. Raises
-    InputError if this training cannot continue the other one.
+    The optimizer's state is the checkpoint's; its learning rates and the schedule are this training's own.
+
+    Raises:
+        InputError: this training cannot continue the other one.
     """
     try:
         return _continue_from(state, path, job, steps_per_epoch)
@@ -141,21 +148,18 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 
 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Drop the other training's best epoch if it does not count here; patience that ran out there begins anew."""
+    """Drop the other training's best epoch if it does not count here. Patience that ran out there begins anew."""
     if not state.best_tracker:
         return
-    if not JUDGED_BY.isdisjoint(
-        path for path, *_ in differences(other_identity, ours)
-    ):  # the best by another measure, or on other samples
+    differing = {path for path, *_ in differences(other_identity, ours)}
+    if differing & JUDGED_BY:  # the best epoch was chosen by another measure, or on other samples
         state.best_tracker.load_state_dict(fresh)
-    elif state.best_tracker.is_over and not other_identity["settings"].get(
-        "stop_after"
-    ):  # stopped by patience, not by stop_after
+    elif state.best_tracker.is_over and not other_identity["settings"].get("stop_after"):  # patience ended the training
         state.best_tracker.waited = 0
 
 
 def freeze(model: nn.Module, patterns: str) -> str:
-    """Freezes the parameters with these names, or in layers with these names; returns a remark on it.
+    """Freeze the parameters with these names, or in layers with these names, and return a remark for the user.
 
     A batch norm layer whose parameters are all frozen keeps its running statistics, too.
     """
@@ -171,12 +175,14 @@ def freeze(model: nn.Module, patterns: str) -> str:
 
 
 def _keep_statistics(layer: nn.Module, _: Any) -> None:
-    layer.eval()  # again before each forward pass, since each epoch begins with train()
+    layer.eval()  # before each forward pass, since each epoch begins with train()
 
 
 def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names that match one of the patterns, or belong to a layer whose name does; InputError for a pattern without
-    a match.
+    """Return the names that match one of the patterns, or belong to a layer whose name does.
+
+    Raises:
+        InputError: a pattern matches nothing.
     """
     matched = []
     for pattern in patterns:
@@ -192,13 +198,13 @@ def patterns_of(text: str) -> list[str]:
 
 
 def _layers(name: str) -> list[str]:
-    """Return a.b.c, a.b and a for a.b.c."""
+    """Return a name with the names of the layers that it is in: a.b.c, a.b and a for a.b.c."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def _optimizer(fresh: dict[str, Any], saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
-    """The saved state of each parameter, with the hyperparameters and learning rates of this training."""
+    """Return the saved state of each parameter, with the hyperparameters and learning rates of this training."""
 
     def shape(state: dict[str, Any]) -> list[tuple[list[str], int]]:
         return [(sorted(group), len(group["params"])) for group in state["param_groups"]]

@@ -1,4 +1,4 @@
-"""Writes checkpoints while training goes on."""
+"""The writers of checkpoints, which work while training goes on."""
 
 import contextvars
 import math
@@ -26,25 +26,25 @@ from flyte_ddp.manifest import shards_beside
 from flyte_ddp.model_files.weights import copied_to_host
 from flyte_ddp.text import reason_of
 
-# Copies the content of a checkpoint, whose tensors may change then; what it returns, for a thread, writes it. Both may
-# raise OSError
+# A function that copies the content of a checkpoint, whose tensors may change afterwards, and returns a function for a
+# thread that writes the copy. Both may raise OSError.
 Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
 
 
 def checkpoints_of(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
 ) -> Checkpoints:
-    """Return what writes this rank's part of the checkpoints; a collective of a sharded network."""
+    """Return the writer of this rank's part of the checkpoints. If the network is sharded, all ranks must call it."""
     if not is_sharded(state.model):
         return whole_checkpoints(environment, emit, job)
     destination = Stored(job.storage) if job.storage else SharedFolder(Path(job.checkpoint_path), environment)
     kind = StoredCheckpointWriter if job.storage else CheckpointWriter
-    every = math.inf if environment.rank else job.options.checkpoint_seconds  # rank 0 says when
+    every = math.inf if environment.rank else job.options.checkpoint_seconds  # rank 0 decides when
     return kind(ShardWriter(destination, environment).begin, job, every, emit)
 
 
 def whole_checkpoints(environment: Environment, emit: Callable[[Event], None], job: Job) -> Checkpoints:
-    """Rank 0 writes a single file."""
+    """Return the writer of a single file on rank 0, and one that writes nothing on the other ranks."""
     if environment.rank:
         return NoCheckpoints()
     return CheckpointWriter(
@@ -55,8 +55,13 @@ def whole_checkpoints(environment: Environment, emit: Callable[[Event], None], j
 def begin_file(
     path: Path, room: dict[Any, Tensor], content: dict[str, Any], device: torch.device
 ) -> Callable[[], None]:
-    """Begin for a single file at path, beside which the copy is; but that from a GPU is in room, in the host's memory,
-    until it is written.
+    """Begin a checkpoint in a single file. This is a Begin, once path and room are given.
+
+    Args:
+        path: the checkpoint; on a CPU, the copy is a draft beside it.
+        room: the copies from a GPU, in the host's memory, which later checkpoints overwrite.
+        content: what to write.
+        device: where the tensors are.
     """
     if device.type == "cpu":
         write = partial(finish, write_draft(path, content, device), path)
@@ -69,24 +74,31 @@ def begin_file(
 
     def rest() -> None:
         write()
-        shutil.rmtree(shards_beside(path), ignore_errors=True)  # of a checkpoint before this one
+        shutil.rmtree(shards_beside(path), ignore_errors=True)  # a sharded checkpoint before this one has left them
 
     return rest
 
 
 class CheckpointWriter:
-    """Writes checkpoints: the state is copied once, and a thread sees to the rest while training continues.
+    """A writer of checkpoints. The state is copied once, and a thread does the rest while training continues.
 
     The next step changes the weights, so training waits for that copy. From a GPU it goes to the host's memory, from
     where the thread writes it, tensor by tensor. On a CPU the copy is the file itself, in the kernel's cache, which is
-    not the process's memory: where memory is short the kernel writes it out, and training waits for the disk instead of
-    being killed. Checksum, disk and renaming are left to the thread.
+    not the process's memory. If memory is short, the kernel writes the file out, and training waits for the disk
+    instead of being killed. The thread does checksum, disk and renaming.
 
     A checkpoint that cannot be written is reported and skipped: training need not fail because a disk does.
     """
 
     def __init__(self, begin: Begin, job: Job, seconds: float, emit: Callable[[Event], None]):
-        """begin: copies a state. seconds: between two checkpoints that this rank asks for."""
+        """Remember what to write, and when.
+
+        Args:
+            begin: copies a state.
+            job: the training.
+            seconds: time between two checkpoints that this rank asks for.
+            emit: gets events.
+        """
         self._begin = begin
         self._path = job.checkpoint_path
         self._belongs_to = {"identity": job.checkpoint_identity, "files": job.hashes}
@@ -99,7 +111,12 @@ class CheckpointWriter:
         return time.monotonic() - self._last >= self._seconds
 
     def save(self, state: Resumable, is_last: bool = False) -> None:
-        """is_last: training ends with it."""
+        """Save the state.
+
+        Args:
+            state: the state.
+            is_last: whether training ends with this checkpoint.
+        """
         started = time.monotonic()
         self.close()
         content = {"format": FORMAT, **self._belongs_to, "state": state.state_dict()}
@@ -112,7 +129,7 @@ class CheckpointWriter:
             self._last = time.monotonic()
         progress = state.progress
         arguments = (self._write, rest, progress.epoch, progress.step, self._last - started)
-        # the thread needs this one's context, in which a platform knows its storage
+        # Only in this thread's context does the platform know its storage
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=arguments)
         self._thread.start()
 
@@ -125,7 +142,7 @@ class CheckpointWriter:
         started = time.monotonic()
         try:
             rest()
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # nobody else would notice an error in this thread
             self._emit(CheckpointFailed(f"{self._path}: {reason_of(error)}"))
         else:
             seconds = time.monotonic() - started
@@ -133,9 +150,9 @@ class CheckpointWriter:
 
 
 class StoredCheckpointWriter(CheckpointWriter):
-    """A writer whose checkpoints are written once they are in a storage.
+    """A writer that treats the upload to a storage as a part of writing.
 
-    That may take longer than an epoch: training does not wait then, but leaves out the next one, unless it is the last.
+    The upload may take longer than an epoch. While it runs, the next checkpoint is skipped, unless it is the last.
     """
 
     def due(self) -> bool:
@@ -143,7 +160,7 @@ class StoredCheckpointWriter(CheckpointWriter):
 
     def save(self, state: Resumable, is_last: bool = False) -> None:
         flags = [is_last or not self._is_busy()]
-        distributed.broadcast_object_list(flags)  # rank 0 knows best, as it waits for the others
+        distributed.broadcast_object_list(flags)  # rank 0's thread ends last, because it waits for the others
         if flags[0]:
             super().save(state, is_last)
 
@@ -152,7 +169,7 @@ class StoredCheckpointWriter(CheckpointWriter):
 
 
 class NoCheckpoints:
-    """Writes nothing, for the other ranks: rank 0 has the same state."""
+    """A writer that writes nothing, for ranks other than rank 0, which has the same state."""
 
     def due(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""How fast ranks exchange data: within a host, and from host to host."""
+"""The speed at which ranks exchange data: within a host, and from host to host."""
 
 import itertools
 import time
@@ -9,17 +9,27 @@ from torch import distributed
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
 GPU_LINK = "GB/s between GPUs of its host"
-# The first round opens connections; the least of the others is not that of a link which somebody else used meanwhile
+# The first round opens connections. The shortest of the other rounds is not disturbed by others who use the link.
 ROUNDS = 4
-# By device: long enough for a clock, short enough for 1 Gbit/s
+# Bytes of a message, by device: they take long enough for a clock, and not too long at 1 Gbit/s
 BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
 
 
 def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[float, float]:
-    """GB/s, in both directions at once, between this rank and the next in a ring of ranks; a collective.
+    """Measure the speed, in both directions at once, between this rank and the next in a ring of ranks.
 
-    First in a ring of its host's GPUs; then in one of those that are like it on the other hosts, all of which exchange
-    at once, as in training. 0 where there is no such ring. hosts: of each rank.
+    All must call it.
+
+    The first ring is that of its host's GPUs. The second has the ranks with the same place on the other hosts. All
+    ranks exchange at once, as in training.
+
+    Args:
+        hosts: the host of each rank.
+        rank: this rank.
+        device: the rank's device.
+
+    Returns:
+        GB/s in each ring; 0 if there is no such ring.
     """
     if distributed.get_backend() != "nccl":
         return 0.0, _speed(across(hosts), rank, torch.device("cpu"))
@@ -27,7 +37,7 @@ def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[
 
 
 def ranks_of(hosts: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks of each host."""
+    """Return the ranks of each host."""
     found: dict[str, list[int]] = {host: [] for host in hosts}
     for rank, host in enumerate(hosts):
         found[host].append(rank)
@@ -35,13 +45,18 @@ def ranks_of(hosts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def across(hosts: Sequence[str]) -> list[list[int]]:
-    """The first rank of each host, the second of each, and so on."""
+    """Return the first rank of each host, the second of each, and so on."""
     rings = itertools.zip_longest(*ranks_of(hosts).values())
     return [[rank for rank in ring if rank is not None] for ring in rings]
 
 
 def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
-    """GB/s of the slowest link from each host to the next; speeds: of each rank to the next of its ring."""
+    """Return the GB/s of the slowest link from each host to the next.
+
+    Args:
+        hosts: the host of each rank.
+        speeds: GB/s from each rank to the next of its ring.
+    """
     found: dict[tuple[str, str], float] = {}
     for ring in across(hosts):
         if len(ring) < 2:  # a host has more ranks than all others
@@ -78,7 +93,8 @@ def _speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> f
 
 
 def _turn_of(place: int, size: int) -> int:
-    """When the link from this place of a ring to the next is tried: a rank's two links share what it can send, so they
-    never are at once.
+    """Return the turn in which the link from this place of a ring to the next is measured.
+
+    A rank's two links share what it can send, so they never have the same turn.
     """
     return 2 if size % 2 and place == size - 1 else place % 2

@@ -1,4 +1,4 @@
-"""On what a training has run: what its bits may depend on, besides its identity."""
+"""The machines that a training has run on: what its bits may depend on, in addition to its identity."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from flyte_ddp.settings import RunOptions
 
 
 def machine(places: Sequence[Place], precision: str, options: RunOptions) -> dict[str, Any]:
-    """What all ranks run on, in plain values."""
+    """Return what all ranks run on, in plain values."""
     return {
         "hardware": " and ".join(dict.fromkeys(place.hardware for place in places)),
         "torch": str(torch.__version__),
@@ -25,9 +25,15 @@ def machine(places: Sequence[Place], precision: str, options: RunOptions) -> dic
 def moved(
     ran_on: Sequence[dict[str, Any]], now: dict[str, Any], virtual_ranks: int | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what a training has run on, with what it runs on now as the last; and remarks on what its bits follow.
+    """Compare the machines that a training has run on with the present one.
 
-    virtual_ranks: None where there can be none, as under Lightning.
+    Args:
+        ran_on: the machines before.
+        now: the present machine.
+        virtual_ranks: their number; None if there can be none, as under Lightning.
+
+    Returns:
+        The machines, the present one last, and remarks on what the bits now follow.
     """
     if not ran_on or ran_on[-1] == now:
         return [*ran_on[:-1], now], []

@@ -1,4 +1,4 @@
-"""Where each rank runs: its host and device, what they have, and how fast they are."""
+"""The places of ranks: each rank's host and device, their equipment, and their speed."""
 
 import itertools
 import platform
@@ -22,22 +22,22 @@ from flyte_ddp.launch.limits import usable_memory
 from flyte_ddp.launch.nvml import why_slow
 from flyte_ddp.text import GIB, gib
 
-MATRIX, PRODUCTS = 4096, 10  # large enough for all of a GPU's cores; 3 ms altogether on an H100
+MATRIX, PRODUCTS = 4096, 10  # matrices for all of a GPU's cores, and how many products: 3 ms in total on an H100
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class Place(NamedTuple):
-    """Where a rank runs.
+    """The place where a rank runs.
 
     Attributes:
-        device: by which a GPU is found among its host's.
-        hardware: see there.
-        facts: by name, what should be alike on all hosts.
-        figures: by name, what should be about as high on all hosts or GPUs; see unlike.py.
-        product: the digest of a product of matrices, equal on all GPUs of a kind that compute rightly; 0 on a CPU.
-        link: GB/s to its like on the next host; 0 on one host.
-        clock: of the host, where those of all show the same time.
+        device: the name by which a GPU is found among its host's.
+        hardware: what hardware() returns.
+        facts: facts by name that should be the same on all hosts.
+        figures: numbers by name that should be about as high on all hosts or GPUs; unlike.py compares them.
+        product: the digest of a product of matrices, equal on all correct GPUs of a kind; 0 on a CPU.
+        link: GB/s to the rank at the same place of the next host; 0 if there is one host.
+        clock: the host's time, read when all hosts' clocks should show the same.
         slow_by: why the GPU keeps its clocks low, such as heat.
         lacks: what its disk has too little of.
     """
@@ -55,7 +55,10 @@ class Place(NamedTuple):
 
 
 def places_of_ranks(environment: Environment, device: torch.device, job: Job, model: nn.Module) -> list[Place]:
-    """Each rank's, by rank; a collective. On a GPU it takes some tenths of a second, and memory for a moment."""
+    """Return each rank's place, by rank. All ranks must call it.
+
+    On a GPU it takes some tenths of a second, and memory for a moment.
+    """
     hosts = [environment.host] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)
     clock = time.time()  # all ranks are here now
@@ -82,30 +85,30 @@ def places_of_ranks(environment: Environment, device: torch.device, job: Job, mo
 
 
 def hardware(device: torch.device) -> str:
-    """The GPU's name, or the CPU's instruction set as torch uses it."""
+    """Return the GPU's name, or the CPU's instruction set as torch uses it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def serial(device: torch.device) -> str:
-    """The UUID of a GPU; empty where torch does not know it."""
+    """Return the UUID of a GPU; empty if torch does not know it."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) if device.type == "cuda" else ""
 
 
 def facts_of(device: torch.device) -> dict[str, str]:
-    """What should be alike on all hosts of a training."""
+    """Return the facts that should be the same on all hosts of a training."""
     facts = {"Python": platform.python_version(), "torch": str(torch.__version__), "cores": str(available_cores())}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {"GPU": properties.name, "GPU memory": f"{properties.total_memory / GIB:.0f} GiB"}
-        with suppress(OSError, IndexError):  # not all containers show it
+        with suppress(OSError, IndexError):  # not all containers show the driver's version
             facts["NVIDIA driver"] = re.findall(r"\d+\.\d+(?:\.\d+)?", DRIVER.read_text())[0]
     return facts
 
 
 def room(device: torch.device) -> dict[str, float]:
-    """GiB that this host and this GPU have for a training."""
+    """Return the GiB that this host and this GPU have for a training."""
     found = {"GiB of memory": usable_memory() / GIB}
     with suppress(OSError):
         found["GiB of /dev/shm"] = shutil.disk_usage(SHARED_MEMORY).total / GIB
@@ -116,8 +119,11 @@ def room(device: torch.device) -> dict[str, float]:
 
 
 def tried(device: torch.device) -> tuple[float, int]:
-    """TFLOPS of a GPU in a product of bfloat16 matrices, the best of some, since the first find it cold; and the digest
-    of the product. Zeros without a GPU.
+    """Multiply bfloat16 matrices on a GPU.
+
+    Returns:
+        The TFLOPS of the fastest of several products, since a cold GPU is slow at first; and the digest of the product.
+            Both are 0 without a GPU.
     """
     if device.type != "cuda":
         return 0.0, 0
@@ -132,13 +138,13 @@ def tried(device: torch.device) -> tuple[float, int]:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Of this rank's part of the weights."""
+    """Return the bytes of this rank's part of the weights."""
     count = sum(weight.nbytes for weight in model.parameters())
     return count // distributed.get_world_size() if is_sharded(model) else count
 
 
 def lack_of_disk(job: Job, weights: int) -> str:
-    """What is missing for the least that this rank writes, a checkpoint and the model, each with the weights."""
+    """Return what is missing for the checkpoint and the model, each with the weights, that this rank must write."""
     if not job.checkpoint_path:
         return ""
     folder = Path(job.checkpoint_path).absolute().parent

@@ -1,8 +1,9 @@
-"""What is odd about some of the hosts, GPUs and links of a training."""
+"""The oddities of some of the hosts, GPUs and links of a training."""
 
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from flyte_ddp.engine.hosts.links import GPU_LINK, between_hosts
@@ -11,14 +12,14 @@ from flyte_ddp.errors import RecoverableError
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.text import listed
 
-# Of the best: two hosts may be farther from one another than two others. Without GPUs, processes that share cores take
-# turns: eight on two busy cores had a fifth of the best
+# A link is slow below this share of the best link's speed: two hosts may be farther from one another than two others.
+# Without GPUs, processes that share cores take turns: eight on two busy cores had a fifth of the best speed.
 SLOW_LINK, SLOW_LINK_OF_CPUS = 0.5, 0.1
 CLOCK_SECONDS = 5.0  # storages refuse requests of the wrong time after minutes
 
 
 def named(rank: int, place: Place) -> str:
-    """A rank with its host and device, in messages."""
+    """Return a rank with its host and device, for messages."""
     return f"rank {rank} on {place.host} ({place.device})"
 
 
@@ -26,7 +27,7 @@ def host_of(rank: int, place: Place) -> str:
     return place.host
 
 
-# Of each figure, whose it is, and which share of the median is odd
+# The owner of each figure in messages, and the share of the median below which the figure is odd
 FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
     "GiB of memory": (host_of, 0.8),
     "GiB of /dev/shm": (host_of, 0.8),
@@ -37,7 +38,7 @@ FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
 
 
 def unlike(places: Sequence[Place], options: RunOptions) -> list[str]:
-    """Raise RecoverableError with them if options.odd_hosts refuses what is odd."""
+    """Return what is odd about the places. Raises RecoverableError instead if options.odd_hosts refuses odd ones."""
     odd = [*_other_facts(places), *_low_figures(places), *_slow_links(places), *_other_clocks(places)]
     advised = [f"{reason}: an odd host may fail, or be slow; give the training hosts alike" for reason in odd]
     reasons = [*advised, *_wrong_gpus(places), *_slow_gpus(places), *_full_disks(places)]
@@ -49,7 +50,7 @@ def unlike(places: Sequence[Place], options: RunOptions) -> list[str]:
 def _other_facts(places: Sequence[Place]) -> Iterator[str]:
     of_host = {place.host: place.facts for place in reversed(places)}
     hosts = list(dict.fromkeys(place.host for place in places))
-    for name in dict.fromkeys(name for facts in of_host.values() for name in facts):
+    for name in dict.fromkeys(chain.from_iterable(of_host.values())):
         values = {host: of_host[host].get(name, "none") for host in hosts}
         most, _ = Counter(values.values()).most_common(1)[0]
         odd = [f"{host} has {value}" for host, value in values.items() if value != most]
@@ -68,7 +69,7 @@ def _low_figures(places: Sequence[Place]) -> Iterator[str]:
 
 def _slow_links(places: Sequence[Place]) -> Iterator[str]:
     speeds = between_hosts([place.host for place in places], [place.link for place in places])
-    best = max(speeds.values(), default=0.0)  # of three hosts, one slow host makes two of three links slow
+    best = max(speeds.values(), default=0.0)  # the median would not do: one slow host of three makes two links slow
     share = SLOW_LINK if any(place.product for place in places) else SLOW_LINK_OF_CPUS
     slow = [f"{speed:.3g} from {one} to {other}" for (one, other), speed in speeds.items() if speed < share * best]
     if slow:
@@ -85,7 +86,7 @@ def _other_clocks(places: Sequence[Place]) -> Iterator[str]:
 
 
 def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """For each kind of GPU whose products of two matrices differ: the ranks to blame, and the others; see minority."""
+    """Yield, for each kind of GPU whose products of two matrices differ, the ranks to blame, and the others."""
     of_kind: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, (place, product) in enumerate(zip(places, products, strict=True)):
         of_kind[place.hardware][rank] = product
@@ -96,8 +97,9 @@ def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator
 
 
 def minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """The ranks with another value than more than half of all have, and those that have it. Where no value is that
-    common, all ranks and none.
+    """Return the ranks with another value than more than half of all ranks have, and the ranks with that value.
+
+    If no value is that common, return all ranks and none.
     """
     value, count = Counter(values.values()).most_common(1)[0]
     if 2 * count <= len(values):

@@ -1,4 +1,4 @@
-"""Which of two values of a measure is better, which weights are the best so far, and when to stop early."""
+"""The tracker of the best weights so far, which also decides when to stop early."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ STATE = ("best", "score", "improved", "waited", "weights")
 
 
 def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
-    """None where the recipe does not say so."""
+    """Return whether lower values of a measure are better; None if the recipe does not say so."""
     if measure == "loss" or measure in recipe.lower_is_better:
         return True
     return False if measure in (*recipe.percent, *recipe.higher_is_better) else None
@@ -22,18 +22,20 @@ def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
 
 @dataclass
 class BestTracker:
-    """The best evaluation so far, of one or several per epoch; the same on all ranks, since they share the measures.
+    """The best evaluation so far, of one or several per epoch.
+
+    It is the same on all ranks, since they share the measures.
 
     Attributes:
         measure: the measure to compare by; the earliest of equals is the best.
         is_lower_better: whether lower values of the measure are better.
         patience: training ends after this many evaluations without an improvement; 0 is never.
         minimum_delta: an improvement must beat the last one by more than this.
-        best: its number, from 0; -1 if the measure has never been finite.
-        score: its measure, negated if lower is better.
+        best: the number of the best evaluation, from 0; -1 if the measure has never been finite.
+        score: the measure of the best evaluation, negated if lower is better.
         improved: the score at the last improvement.
         waited: evaluations since the last improvement.
-        weights: of the best, on the CPU; never changed in place.
+        weights: the weights of the best evaluation, on the CPU; never changed in place.
     """
 
     measure: str
@@ -48,13 +50,14 @@ class BestTracker:
 
     @property
     def is_over(self) -> bool:
-        """Whether training has waited long enough."""
+        """Return whether training has waited long enough."""
         return 0 < self.patience <= self.waited
 
     def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
         """Record the measures of the validation split, and copy the weights if they are the best so far."""
         value = measures.get(self.measure, math.nan)
-        score = -math.inf if not math.isfinite(value) else -value if self.is_lower_better else value
+        signed = -value if self.is_lower_better else value
+        score = signed if math.isfinite(value) else -math.inf
         if score > self.score:
             self.best = number
             self.score = score
@@ -65,7 +68,7 @@ class BestTracker:
             self.waited = 0
 
     def chosen(self, last: int) -> int:
-        """The evaluation whose weights are returned; the last one if the measure has never been finite."""
+        """Return the evaluation whose weights are returned: the last one if the measure has never been finite."""
         return last if self.weights is None else self.best
 
     def state_dict(self) -> dict[str, Any]:

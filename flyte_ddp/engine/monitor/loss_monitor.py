@@ -1,4 +1,4 @@
-"""Detects a training that does not learn, from its losses. Standard library only."""
+"""The detection of a training that does not learn, from its losses. Standard library only."""
 
 import math
 from collections.abc import Iterable
@@ -9,25 +9,25 @@ from flyte_ddp.events import EpochFinished, NotLearning, SlowRank, Warned
 from flyte_ddp.text import counted
 
 GUESSING = 0.99  # above this share of a constant prediction's loss, a model counts as no better than guessing
-EARLY, MOST_EARLY = 0.1, 3  # share of the epochs, and number, before which a training may still be as bad as guessing
+EARLY, MOST_EARLY = 0.1, 3  # so early, by share of epochs and by number, a training may still be as bad as guessing
 LEAP = 0.3  # a rise of the loss above its lowest by this share of a constant prediction's loss is a leap
-WINDOW = 1000  # least number of samples to average a loss over: among fewer, some hard ones would look like a leap
+WINDOW = 1000  # samples to average a loss over, at least: among fewer, a few hard ones would look like a leap
 
 
 @dataclass
 class LossMonitor:
-    """The losses of a training, as far as needed to tell whether it learns; the same on all ranks.
+    """The losses of a training, as far as they are needed to tell whether it learns. They are the same on all ranks.
 
     Attributes:
         constant_loss: mean loss of the best constant prediction; for classes, the entropy of their frequencies. 0 if
             unknown.
-        epochs: of the training; 0 if unknown.
-        scale: what a leap is measured by: constant_loss or, if unknown, the mean loss of the first window.
+        epochs: the number of epochs; 0 if unknown.
+        scale: the unit for leaps: constant_loss or, if unknown, the mean loss of the first window.
         lowest: the lowest mean training loss of any window since the last leap.
-        loss_sum, samples: of the current window.
+        loss_sum, samples: the sum of losses and the number of samples of the current window.
         guessing: whether the last evaluation was no better than the constant prediction.
         broken: split and name of each measure that was not finite.
-        warnings: all warnings so far, also those of slow ranks.
+        warnings: all warnings so far, those of slow ranks included.
         remedies: the end of each warning.
     """
 
@@ -43,13 +43,13 @@ class LossMonitor:
     remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
     def noted(self, epoch: int, step: int, reasons: Iterable[str]) -> list[NotLearning]:
-        """Warnings for these reasons, which others have found."""
+        """Record and return warnings for these reasons, which others have found."""
         warnings = [NotLearning(epoch, step, reason) for reason in reasons]
         self.warnings += warnings
         return warnings
 
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
-        """Record the mean loss of the latest samples, NaN if there is none; returns a warning if it has leapt."""
+        """Record the mean loss of the latest samples, NaN if there is none. Returns a warning if the loss has leapt."""
         if math.isnan(loss):
             return []
         self.loss_sum = self.loss_sum + loss * samples
@@ -71,10 +71,14 @@ class LossMonitor:
         return []
 
     def after_evaluation(self, finished: EpochFinished, step: int, mismatched: float = 0.0) -> list[NotLearning]:
-        """Record the mean loss of the test or validation split; returns a warning once it is no better than guessing,
-        unless training has only just begun.
+        """Record the mean loss of the test or validation split.
 
-        mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
+        Returns a warning once the loss is no better than guessing, unless training has only just begun.
+
+        Args:
+            finished: the evaluation.
+            step: the step within the epoch.
+            mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
         """
         if finished.position < min(EARLY * self.epochs, MOST_EARLY):
             return []
@@ -92,7 +96,7 @@ class LossMonitor:
         )
 
     def not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
-        """Warnings of measures other than the loss that samples of the split have made NaN or infinite, once each."""
+        """Return a warning, once for each measure other than the loss, that it is NaN or infinite on a split."""
         new = [name for name in names if f"{split} {name}" not in self.broken]
         self.broken += [f"{split} {name}" for name in new]
         reason = (
@@ -100,10 +104,10 @@ class LossMonitor:
             "divides by 0, or leave these out"
         )
         reasons = [reason.format(name, split, counted(position)) for name in new]
-        return [warning for one in reasons for warning in self._warn(_epoch(position), step, one)]
+        return self.noted(_epoch(position), step, reasons)
 
     def weightless(self, split: str, position: float, step: int) -> list[NotLearning]:
-        """A warning, once for each split, that no sample of it counts for the loss."""
+        """Return a warning, once for each split, that none of its samples counts for the loss."""
         if f"{split} loss" in self.broken:
             return []
         self.broken.append(f"{split} loss")
@@ -114,7 +118,7 @@ class LossMonitor:
         return self._warn(_epoch(position), step, reason)
 
     def never_chosen(self, measure: str, position: float) -> list[NotLearning]:
-        """A warning that no evaluation was the best, since this measure has never been finite."""
+        """Return a warning that no evaluation was the best, since this measure has never been finite."""
         return self._warn(
             _epoch(position),
             0,
@@ -132,10 +136,10 @@ class LossMonitor:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         warnings = [SlowRank(**one) if "rank" in one else NotLearning(**one) for one in saved["warnings"]]
-        new = [warning for warning in self.warnings if warning not in warnings]  # at this start
+        new = [warning for warning in self.warnings if warning not in warnings]  # warnings since this start
         vars(self).update(saved, epochs=self.epochs, warnings=[*warnings, *new])
 
 
 def _epoch(position: float) -> int:
-    """The epoch, from 0, that has been trained up to this position."""
+    """Return the epoch, from 0, that has been trained up to this position."""
     return math.ceil(position) - 1

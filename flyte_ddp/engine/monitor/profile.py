@@ -20,14 +20,14 @@ MOST_OPERATORS = 50
 
 @contextmanager
 def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
-    """Profiles some of the block's optimizer steps into folder; without a folder it does nothing.
+    """Profile some of the block's optimizer steps into folder. Without a folder it does nothing.
 
     rank<n>.pt.trace.json opens in Perfetto, and in TensorBoard with its profiler plugin. Rank 0 adds operators.json.
     """
     if not folder:
         yield
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else the profiler's library logs to standard error
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # keeps the profiler's library from logging to standard error
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
 
@@ -52,7 +52,7 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
 
 def operators(profiler: Any) -> list[dict[str, Any]]:
-    """The most expensive operators, by their own time on the GPU if there is one, else on the CPU."""
+    """Return the most expensive operators, by their own time on the GPU if there is one, else on the CPU."""
     rows = [
         {
             "name": row.key,

@@ -14,11 +14,11 @@ from torch import distributed
 
 from flyte_ddp.engine.batches.batches import Batch
 
-MOST_MARKS = 256  # before those that the device has reached are added up
+MOST_MARKS = 256  # so many marks may wait; then those that the device has reached are added up
 
 
 class StepPart(IntEnum):
-    """A part of a rank's time; OTHER is what the loop does between two steps: evaluations, checkpoints, log lines."""
+    """A part of a rank's time. OTHER is the time between two steps: evaluations, checkpoints, log lines."""
 
     DATA = 0
     COMPUTING = 1
@@ -27,7 +27,7 @@ class StepPart(IntEnum):
 
 
 class _Moment:
-    """On a CPU what torch.cuda.Event is on a GPU."""
+    """A mark on a CPU, with the methods of torch.cuda.Event."""
 
     def record(self) -> None:
         self.seconds = time.perf_counter()
@@ -40,13 +40,13 @@ class _Moment:
 
 
 class StepClock:
-    """Splits a rank's time at marks; steps are those since the last call of read_all or timed.
+    """A clock that splits a rank's time at marks. It counts the steps since the last call of read_all or timed.
 
-    On a GPU these are events in its stream, so nobody waits for them, and the time is the device's own: data that come
-    while it still computes have not been waited for.
+    On a GPU the marks are events in its stream, so nobody waits for them, and the time is the device's own: nobody has
+    waited for data that come while the device still computes.
 
     Attributes:
-        samples: since they were read.
+        samples: the number of samples since the last call of read_all or timed.
     """
 
     def __init__(self, device: torch.device):
@@ -55,7 +55,7 @@ class StepClock:
         self._set_to_zero()
 
     def lap(self, part: StepPart) -> None:
-        """Enter the time since the last mark as this part."""
+        """Count the time since the last mark as this part."""
         mark = torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else _Moment()
         mark.record()
         self._marks.append((part, mark))
@@ -64,13 +64,13 @@ class StepClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Enter the time of the block, a collective in the middle of a step, as waiting."""
+        """Count the time of the block, a collective in the middle of a step, as waiting."""
         self.lap(StepPart.COMPUTING)
         yield
         self.lap(StepPart.WAITING)
 
     def timed(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
-        """The rank's shares of each step, with the time until they were there, from now on."""
+        """Yield the rank's shares of each step, and measure the time until they are there. The clock begins anew."""
         self._marks.clear()
         self._set_to_zero()
         coming = iter(steps)
@@ -85,10 +85,14 @@ class StepClock:
             yield shares
 
     def read_all(self) -> np.ndarray:
-        """(ranks, 4): seconds of DATA, COMPUTING and WAITING since the last call, and samples; a collective.
+        """Return all ranks' times since the last call, and begin anew.
 
-        To be called where the host has waited for the device. A log can afford an exchange of its own: for 512 ranks
-        16 kB, that all steps would carry otherwise.
+        All ranks must call it, after the host waited for the device.
+
+        A log can afford an exchange of its own: for 512 ranks these are 16 kB, which all steps would carry otherwise.
+
+        Returns:
+            (ranks, 4): seconds of DATA, COMPUTING and WAITING, and the number of samples.
         """
         self._add_up()
         local = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)
@@ -107,7 +111,7 @@ class StepClock:
         self.samples = self.steps = 0
 
     def _add_up(self) -> None:
-        """Add up what the device has reached."""
+        """Add up the parts whose marks the device has reached."""
         reached = list(itertools.takewhile(lambda mark: mark[1].query(), self._marks))
         for (_, before), (part, after) in itertools.pairwise(reached):
             self._seconds[part] += before.elapsed_time(after) / 1e3
