@@ -1,4 +1,4 @@
-"""Which samples a batch has, in which order, and how a rank comes by its share of them.
+"""The batches: which samples a batch has, in which order, and how a rank gets its share of them.
 
 Nothing here knows a network, or what is done with a batch.
 """

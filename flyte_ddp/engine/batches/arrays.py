@@ -1,4 +1,4 @@
-"""Arrays of NumPy, whatever their layout, as tensors."""
+"""The conversion of NumPy's arrays, whatever their layout, to tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from flyte_ddp.engine.torch_compat import pytree
 
-KINDS = "biufc"  # of numpy.dtype.kind: what can be numbers for torch
-# 80-bit floats, for which torch has nothing
+KINDS = "biufc"  # the values of numpy.dtype.kind that torch can take as numbers
+# Torch has no type for floats of 80 bits, so they become float64
 NARROWER = {np.dtype(np.longdouble): np.dtype(np.float64), np.dtype(np.clongdouble): np.dtype(np.complex128)}
 
 
 def tensor_of(array: np.ndarray) -> Tensor:
-    """The array, copied only where torch cannot hold it as it lies: with bytes swapped, negative strides, or floats of
-    80 bits, which become float64.
+    """Return the array as a tensor, copied only if torch cannot hold it as it is.
+
+    That is an array with bytes swapped, negative strides, or floats of 80 bits, which become float64.
     """
     native = array.dtype.newbyteorder("=")
     kind = NARROWER.get(native, native)
@@ -26,7 +27,10 @@ def tensor_of(array: np.ndarray) -> Tensor:
 
 
 def with_dicts(tree: Any) -> Any:
-    """With a dict for what is like one, such as the BatchEncoding that a tokenizer returns, into which no tree goes."""
+    """Return a tree with dicts in place of other mappings.
+
+    A tokenizer's BatchEncoding is such a mapping, into which no function for trees looks.
+    """
 
     def with_dict(leaf: Any) -> Any:
         return with_dicts({key: leaf[key] for key in leaf}) if isinstance(leaf, Mapping) else leaf

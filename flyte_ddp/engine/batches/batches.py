@@ -1,7 +1,8 @@
-"""Batches of a split: in which order its samples come, and which of them are this rank's."""
+"""The batches of a split: the order of its samples, and this rank's share of each batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.random_numbers import Use, key_of
 
-LOOKED_UP = 1 << 14  # how many of a rank's samples are looked up in the order at once
+LOOKED_UP = 1 << 14  # how many of a rank's samples the order is asked for at once
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Batch:
 
     Attributes:
         tree: tensors (n, ...), single or nested.
-        share: where they are in the global batch.
-        seed: of the step's random numbers.
+        share: the place of these samples in the global batch.
+        seed: the seed of the step's random numbers.
     """
 
     tree: Any
@@ -34,9 +35,11 @@ class Batch:
     seed: int = 0
 
     def parts(self, most: int, ranks: int = 0) -> list["Batch"]:
-        """The batch in parts of at most this many samples; 0 means a single part.
+        """Cut the batch into parts of at most this many samples; 0 gives a single part.
 
-        ranks: gives each of so many ranks as many parts, where a share has fewer by borrowing from itself.
+        Args:
+            most: samples of a part.
+            ranks: gives each of so many ranks equally many parts. A rank with fewer borrows from itself.
         """
         if not most:
             return [self]
@@ -59,22 +62,25 @@ class Batch:
 
 
 class Order(Protocol):
-    """The samples of a split in the order of an epoch."""
+    """An order of a split's samples in an epoch."""
 
     def at(self, positions: Tensor) -> Tensor:
-        """(n,) int64: the samples at these positions (n,), which increase."""
+        """Return the samples at these positions (n,), which increase: (n,) int64."""
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
         """Yield the tensors of the samples (n,) of each of these steps, as Split.fetch does."""
 
     def check_room(self) -> None:
-        """Raise InputError if this machine has too little for it."""
+        """Raise InputError if this machine has too little room for the order's samples."""
 
 
 class Shuffled:
-    """Each pass over the samples is in the order of its own key; with None they come as they are.
+    """An order in which each pass over the samples has its own key. With the key None, samples come as they are.
 
-    origin(step): of what this rank computes, see sample_seeds.
+    Args:
+        split: the samples.
+        keys: the key of each pass.
+        origin: origin(step) returns the sample_seeds.Origin of this rank's samples.
     """
 
     def __init__(self, split: Split, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None):
@@ -101,7 +107,7 @@ class Shuffled:
 def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return where the rank's contiguous part of start..stop begins and ends.
 
-    The parts' sizes are at most one apart, and a remainder goes to the first ranks, so rank 0 is the last to be without
+    The parts' sizes differ by at most one, and a remainder goes to the first ranks, so rank 0 is the last to be without
     samples.
     """
     first, last = (start + -(-(stop - start) * number // world_size) for number in (rank, rank + 1))
@@ -109,14 +115,14 @@ def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, 
 
 
 def parts_of_rank(virtual_ranks: int, rank: int, world_size: int) -> range:
-    """Return which of a global batch's parts a rank computes, as evenly as they go."""
+    """Return which parts of a global batch a rank computes, divided as evenly as possible."""
     return range(virtual_ranks * rank // world_size, virtual_ranks * (rank + 1) // world_size)
 
 
 class _Batches:
     """A rank's shares of the global batches.
 
-    With virtual ranks, a global batch has so many parts, on any number of ranks, and each of a rank's is a share.
+    With virtual ranks, a global batch has so many parts, on any number of ranks, and each part of this rank is a share.
     """
 
     def __init__(
@@ -140,7 +146,7 @@ class _Batches:
         return -(-self.samples // self.batch_size)
 
     def samples_until(self, step: int) -> int:
-        """Number of samples in the first `step` steps."""
+        """Return the number of samples in the first `step` steps."""
         return min(self.samples, step * self.batch_size)
 
     def own(self, step: int) -> slice:
@@ -150,7 +156,7 @@ class _Batches:
         return self._cut(step, self.rank, self.world_size)
 
     def _cut(self, step: int, number: int, count: int = 0) -> slice:
-        """One of so many parts of a step's global batch, by default of the virtual ranks'."""
+        """Return one of so many parts of a step's global batch, by default of the virtual ranks'."""
         start, stop = self.samples_until(step), self.samples_until(step + 1)
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks))
 
@@ -159,16 +165,17 @@ class _Batches:
         ends = 0, len(self) - 1
         if not self.virtual_ranks:
             return [own.stop - own.start for own in map(self.own, ends)]
-        cuts = [self._cut(step, number) for step in ends for number in range(self.virtual_ranks)]
+        cuts = [self._cut(step, number) for step, number in product(ends, range(self.virtual_ranks))]
         return sorted({cut.stop - cut.start for cut in cuts} - {0})
 
     def shares(self) -> int:
         """Return how many shares with samples this rank has in all steps."""
-        cuts = (
-            (self._cut(step, number) for number in self.parts) if self.virtual_ranks else (self.own(step),)
-            for step in range(len(self))
-        )
-        return sum(cut.start < cut.stop for of_step in cuts for cut in of_step)
+        steps = range(len(self))
+        if self.virtual_ranks:
+            cuts = [self._cut(step, number) for step, number in product(steps, self.parts)]
+        else:
+            cuts = [self.own(step) for step in steps]
+        return sum(cut.start < cut.stop for cut in cuts)
 
     def parts_with_samples(self, step: int) -> list[int]:
         """Return which of the virtual ranks' parts have samples; a short batch may leave some without."""
@@ -176,7 +183,12 @@ class _Batches:
         return [number for number, cut in cuts if cut.start < cut.stop]
 
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
-        """keys: of each pass over the samples. origin: see Shuffled."""
+        """Return the order of an epoch.
+
+        Args:
+            keys: the key of each pass over the samples.
+            origin: as in Shuffled.
+        """
         if isinstance(self.split, BlockSplit):
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys, origin)
@@ -191,7 +203,7 @@ class _Batches:
             part = self._computed(step)
             count = part.stop - part.start
             is_borrowed = own != part
-            if lengths:  # of the whole global batch, which all ranks pad alike
+            if lengths:  # all ranks pad the whole global batch alike
                 global_indices = order.at(torch.arange(start, stop))
                 tree = lengths.padded(tree, global_indices[part.start - start : part.stop - start], global_indices)
             share = BatchShare(part.start - start, count, stop - start, is_borrowed, self.rank)
@@ -208,7 +220,7 @@ class _Batches:
             rows = slice(cut.start - first, cut.stop - first)
             count = cut.stop - cut.start
             if count:
-                # In memory of their own, since kernels may go by where a tensor begins
+                # The part gets memory of its own, since a kernel's choice may depend on where a tensor begins
                 of_part = replace(share, first=share.first + rows.start, count=count, part=number)
                 yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), of_part
 
@@ -218,7 +230,10 @@ class _Batches:
         return own if own.start < own.stop else slice(own.start - 1, own.start)
 
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
-        """The samples that the rank computes, step by step; many steps are looked up at once, which costs less."""
+        """Yield the samples that the rank computes, step by step.
+
+        Many steps are looked up at once, which costs less.
+        """
         at_once = max(1, LOOKED_UP * self.world_size // self.batch_size)
         for start in range(0, len(steps), at_once):
             parts = [self._computed(step) for step in steps[start : start + at_once]]
@@ -229,7 +244,7 @@ class _Batches:
 class TrainBatches(_Batches):
     """A rank's shares of the shuffled global batches; a pure function of seed, epoch and step.
 
-    Nothing depends on what ran before or on the number of ranks, so a run that resumes in the middle of an epoch, even
+    Nothing depends on what ran before or on the number of ranks. So a run that resumes in the middle of an epoch, even
     with another world size, sees the same samples as an uninterrupted one. augment(tree, seed, share, epoch) changes
     each batch.
     """
@@ -256,13 +271,17 @@ class TrainBatches(_Batches):
         self._order(self._keys(0)).check_room()
 
     def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
-        """All shares of steps(), one after the other."""
+        """Yield all shares of steps(), one after the other."""
         for shares in self.steps(epoch, first_step, end):
             yield from shares
 
     def steps(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[list[Batch]]:
-        """The rank's shares of each global batch of an epoch, from first_step on, before end if there is one; the
-        epoch's last may be short.
+        """Yield the rank's shares of each global batch of an epoch. The epoch's last batch may be short.
+
+        Args:
+            epoch: from 0.
+            first_step: the first step to yield.
+            end: the step to stop before; None is the epoch's end.
         """
         for step, shares in self._fetch(self._order_of(epoch), range(len(self))[first_step:end]):
             seed, other = (key_of(use, self.seed, epoch, step) for use in (Use.STEP, Use.AUGMENTATION))
@@ -282,9 +301,15 @@ class TrainBatches(_Batches):
 
 
 class EvaluationBatches(_Batches):
-    """A rank's shares of the global batches of the whole test or validation split; no sample comes twice.
+    """A rank's shares of the global batches of the whole test or validation split. No sample comes twice.
 
-    mixed: shuffles the samples, always in the same way.
+    Args:
+        split: the samples.
+        batch_size: samples of a global batch.
+        rank: this rank.
+        world_size: the number of ranks.
+        mixed: whether the samples are shuffled, always in the same way.
+        virtual_ranks: their number; 0 for none.
     """
 
     def __init__(
@@ -300,12 +325,12 @@ class EvaluationBatches(_Batches):
             yield from shares
 
     def steps(self) -> Iterator[list[Batch]]:
-        """The rank's shares of each global batch."""
+        """Yield the rank's shares of each global batch."""
         for step, shares in self._fetch(self.order, range(len(self))):
             yield [Batch(tree, share, key_of(Use.TEST_STEP, step)) for tree, share in shares]
 
     def whole(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """Yield of each global batch the samples (n,) int64, and where this rank's own begin and end among them."""
+        """Yield the samples (n,) int64 of each global batch, and where this rank's own begin and end among them."""
         for step in range(len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own = self.own(step)

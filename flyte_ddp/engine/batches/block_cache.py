@@ -2,9 +2,9 @@
 
     DDP_CACHE_DIR/ddp-blocks/<run>-<node>/<rank>/<split>-<block>.npy
 
-A file is written beside its name and renamed, so a name always stands for a whole block. What another rank of the node
-has is linked, so the file system knows when a block is no longer needed by any. Each rank locks a file of its own for
-as long as it lives: a folder without a living rank is what a kill has left, and the next start removes it.
+A file is written beside its name and renamed, so a name always stands for a whole block. If another rank of the node
+has a block, its file is linked, so the file system knows when no rank needs the block any more. Each rank locks a file
+of its own for as long as it lives. A killed run leaves a folder without a living rank, which the next start removes.
 """
 
 import fcntl
@@ -30,19 +30,24 @@ VARIABLE = "DDP_CACHE_DIR"
 
 
 class BlockCache:
-    """The files of this rank. Nothing is on disk before open is called."""
+    """The block files of this rank. Nothing is on disk before open() is called."""
 
     def __init__(self, environment: Environment, cache_bytes: int = 0):
-        """cache_bytes: for all ranks of the node; 0 is half of what is free."""
+        """Choose the folder.
+
+        Args:
+            environment: this rank.
+            cache_bytes: for all ranks of the node; 0 is half of what is free.
+        """
         self.environment = environment
         self.cache_bytes = cache_bytes
-        # A folder of its own: open removes what others have left there, and the user may name all of a disk
+        # The cache needs a folder of its own, because open() removes others' files there, and the user may name a disk
         self.root = absolute(os.environ.get(VARIABLE) or tempfile.gettempdir(), VARIABLE) / "ddp-blocks"
-        self.budget = 0  # in bytes, for this rank's blocks
-        self._alive: IO[bytes] | None = None  # locked for as long as this rank lives
+        self.budget = 0  # bytes for this rank's blocks
+        self._alive: IO[bytes] | None = None  # a file that is locked for as long as this rank lives
 
     def open(self) -> None:
-        """Make the folder; a collective, unless there is no process group, or it was called before."""
+        """Create the folder. All ranks must call it, unless there is no process group; a second call does nothing."""
         if self._alive:
             return
         run = [secrets.token_hex(4)]
@@ -67,10 +72,10 @@ class BlockCache:
     def __exit__(self, *_: object) -> None:
         if self._alive:
             shutil.rmtree(self.folder, ignore_errors=True)
-            fcntl.flock(self._alive, fcntl.LOCK_UN)  # closing it would not do: loader workers may have it still
+            fcntl.flock(self._alive, fcntl.LOCK_UN)  # closing the file is not enough: loader workers may still have it
             self._alive.close()
             self._alive = None
-            with suppress(FileNotFoundError), locked(self.root / ".lock"):  # or somebody has removed it all
+            with suppress(FileNotFoundError), locked(self.root / ".lock"):  # somebody may have removed the whole folder
                 remove_if_left(self.node)
 
     def check(self, needed: int) -> None:
@@ -87,13 +92,13 @@ class BlockCache:
         return self.folder / f"{name}.npy"
 
     def fetch(self, name: str, write: Callable[[Path], None]) -> None:
-        """Make the block's file be there; write(path) is called if no rank of the node has it."""
+        """Provide the block's file. write(path) is called if no rank of the node has the file."""
         path = self.path(name)
         with writing_to(self.root, VARIABLE), locked(self.node / f"{name}.lock"):
             if path.exists():
                 return
             for others in self.node.glob(f"*/{path.name}"):
-                with suppress(OSError):  # deleted meanwhile, or a disk without links
+                with suppress(OSError):  # the file may be gone, and a disk may have no links
                     os.link(others, path)
                     return
             beside = temporary_beside(path)
@@ -126,13 +131,20 @@ def remove_if_left(folder: Path) -> None:
 
 
 class Ahead:
-    """Fetches the blocks of an epoch in the order of their first use, by threads, as far as the cache has room.
+    """Threads that fetch the blocks of an epoch in the order of their first use, as far as the cache has room.
 
-    A block that a step waits for is fetched even where there is none, so nothing waits forever.
+    A block that a step waits for is fetched even if there is no room, so nothing waits forever.
     """
 
     def __init__(self, uses: Uses, sizes: np.ndarray, budget: int, threads: int):
-        """sizes: (n,) of the uses' blocks, in bytes."""
+        """Plan the fetching.
+
+        Args:
+            uses: the blocks to fetch.
+            sizes: (n,) bytes of each of these blocks.
+            budget: the bytes that the cache has room for.
+            threads: how many blocks to fetch at a time.
+        """
         self.blocks = uses.blocks.tolist()
         self.first = uses.first
         self.budget = budget
@@ -140,8 +152,10 @@ class Ahead:
         self.last = dict(zip(self.blocks, uses.last.tolist(), strict=True))
         self.sizes = dict(zip(self.blocks, sizes.tolist(), strict=True))
         self._changed = threading.Condition()
-        self._waiting, self._finished = -1, -1  # the step that waits for blocks, and the last that is over
-        self._next = self._held = 0  # which block is fetched next, and the bytes of those that are there or on the way
+        self._waiting = -1  # the step that waits for blocks
+        self._finished = -1  # the last step that is over
+        self._next = 0  # the index of the block to fetch next
+        self._held = 0  # the bytes of the blocks that are here or on the way
         self._here: set[int] = set()
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -153,7 +167,7 @@ class Ahead:
             threading.Thread(target=self._work, daemon=True).start()
 
     def wait(self, step: int, blocks: Iterable[int]) -> None:
-        """Return when these blocks, which the step needs, are there, or after close; raises what kept one away."""
+        """Wait until the blocks that the step needs are here, or until close(). Raises what kept a block away."""
         needed = set(blocks)
         assert all(self.last.get(block, -1) >= step for block in needed), "a block that was not announced"
         with self._changed:
@@ -164,13 +178,13 @@ class Ahead:
                 raise self._failure
 
     def finish(self, step: int) -> None:
-        """Delete what no later step needs."""
+        """Delete the blocks that no later step needs."""
         with self._changed:
             self._finished = step
             self._delete_finished()
 
     def close(self) -> None:
-        """End the threads, and delete all blocks but those that they are fetching."""
+        """End the threads, and delete all blocks except those that the threads are fetching."""
         with self._changed:
             self._is_closed = True
             self._finished = max(self.last.values(), default=-1)
@@ -192,14 +206,14 @@ class Ahead:
                 failure = error
             with self._changed:
                 if self._is_closed:
-                    return  # the next epoch may already count on the file, and deletes it
+                    return  # the next epoch may already use the file, and deletes it
                 self._failure = self._failure or failure
                 self._here.add(block)
                 self._delete_finished()
 
     def _may_go_on(self) -> bool:
         while self._next < len(self.blocks) and self.last[self.blocks[self._next]] <= self._finished:
-            self._next += 1  # this rank had no sample of it after all
+            self._next += 1  # this rank had no sample of the block after all
         if self._next == len(self.blocks) or self.first[self._next] <= self._waiting:
             return True
         return self._held + self.sizes[self.blocks[self._next]] <= self.budget
@@ -213,6 +227,11 @@ class Ahead:
 
 
 def needed_bytes(uses: Uses, sizes: np.ndarray) -> int:
-    """The most bytes that are needed at a time; sizes: (n,) of the uses' blocks."""
+    """Return the most bytes that are needed at a time.
+
+    Args:
+        uses: the blocks, and when they are needed.
+        sizes: (n,) bytes of each of these blocks.
+    """
     times, changes = np.concatenate([uses.first, uses.last + 1]), np.concatenate([sizes, -sizes])
     return int(np.cumsum(changes[np.lexsort([changes, times])]).max())

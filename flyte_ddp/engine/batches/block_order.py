@@ -1,11 +1,11 @@
-"""The order of an epoch over blocks: a function of the epoch's key, so that nothing has to be remembered.
+"""The order of an epoch over blocks. It is a function of the epoch's key, so that nothing has to be remembered.
 
 1. The blocks are permuted and laid end to end, and that row of samples is cut into streams, spans of equal length.
-2. A stream is read from its first sample to its last, every other one backwards: then a block that is cut in two is at
-   the end of both its streams, or at the beginning of both, and needed during one stretch of time.
+2. A stream is read from its first sample to its last, every second one backwards. So a block that is cut in two is at
+the end of both its streams, or at the beginning of both, and needed during one stretch of time.
 3. Within a stream, each `window` successive samples are shuffled.
-4. The epoch takes a sample of each stream in turn. Those of a batch are sorted by stream, so that a rank's contiguous
-   share of it is a few whole streams, and a node reads about its own part of the data.
+4. The epoch takes a sample of each stream in turn. The samples of a batch are sorted by stream, so that a rank's
+contiguous share of it is a few whole streams, and a node reads about its own part of the data.
 
 Memory and time are in proportion to the blocks for an epoch, and to the batch for a step.
 """
@@ -23,11 +23,11 @@ from flyte_ddp.random_numbers import Use, key_of
 
 @dataclass(frozen=True)
 class Uses:
-    """Which blocks some streams need, and when, in the order of their first use.
+    """The blocks that some streams need, and when, in the order of their first use.
 
     Attributes:
         blocks: (n,) int64, each once.
-        first, last: (n,) int64, the steps between which each is needed, both included.
+        first, last: (n,) int64, the steps between which each block is needed, both included.
     """
 
     blocks: np.ndarray
@@ -35,7 +35,7 @@ class Uses:
     last: np.ndarray
 
     def also(self, blocks: np.ndarray, step: int) -> "Uses":
-        """With these blocks, which the last step needs too."""
+        """Return the uses with these blocks, which the last step needs, too."""
         new = np.setdiff1d(blocks, self.blocks)
         last = np.where(np.isin(self.blocks, blocks), step, self.last)
         steps = np.full(len(new), step)
@@ -48,10 +48,10 @@ class BlockOrder:
 
     Attributes:
         lengths: (blocks,) int64, samples of each block.
-        key: of the epoch; with None, blocks and their samples come as they are.
-        batch_size: of all ranks together.
-        samples: that the epoch has.
-        window, streams: see Blocks.
+        key: the key of the epoch; with None, blocks and their samples come as they are.
+        batch_size: samples of a batch, all ranks together.
+        samples: the number of samples of the epoch.
+        window, streams: as in Blocks.
     """
 
     lengths: np.ndarray
@@ -62,7 +62,7 @@ class BlockOrder:
     streams: int
 
     def at(self, positions: Tensor) -> Tensor:
-        """(n,) int64: the samples at these positions (n,) of the epoch, which increase."""
+        """Return the samples at these positions (n,) of the epoch, which increase: (n,) int64."""
         places, streams = np.divmod(self._sorted(positions.numpy()), self.used_streams)
         if self.key is not None:
             places = self._mixed(places, streams)
@@ -72,11 +72,11 @@ class BlockOrder:
         return torch.from_numpy(firsts + where - self._starts[indices])
 
     def streams_at(self, positions: Tensor) -> np.ndarray:
-        """(n,) int64: the stream of each of these positions."""
+        """Return the stream of each of these positions: (n,) int64."""
         return self._sorted(positions.numpy()) % self.used_streams
 
     def uses(self, streams: range, steps: range) -> Uses:
-        """What these streams, which follow one another, need in these steps; the last uses may be later."""
+        """Return what these streams, which follow one another, need in these steps. The last uses may be later."""
         first = np.full(len(self._blocks), np.iinfo(np.int64).max)
         last = np.full(len(self._blocks), -1)
         for stream in streams:
@@ -86,7 +86,7 @@ class BlockOrder:
             end = np.minimum(self._ends[cut], stop) - start
             if stream % 2:
                 begin, end = stop - start - end, stop - start - begin
-            # a window needs all of its blocks, from its first sample to its last
+            # A window needs all of its blocks, from its first sample to its last
             begin = begin // self._window * self._window
             end = np.minimum(-(-end // self._window) * self._window, stop - start)
             first[cut] = np.minimum(first[cut], begin * self.used_streams + stream)
@@ -107,7 +107,7 @@ class BlockOrder:
 
     @cached_property
     def _blocks(self) -> np.ndarray:
-        """(blocks,) int64: the permuted blocks, which begin and end, laid end to end, at _starts and _ends."""
+        """Return the permuted blocks, (blocks,) int64. Laid end to end, they begin and end at _starts and _ends."""
         blocks = torch.arange(len(self.lengths))
         return (blocks if self.key is None else shuffled(blocks, len(blocks), key_of(Use.BLOCKS, self.key))).numpy()
 
@@ -121,14 +121,15 @@ class BlockOrder:
 
     @cached_property
     def _cuts(self) -> np.ndarray:
-        """(streams + 1,) int64: where streams begin and end; those that are a sample longer come first."""
+        """Return where streams begin and end, (streams + 1,) int64. Streams that are a sample longer come first."""
         each, longer = divmod(int(self._ends[-1]), self.used_streams)
         streams = np.arange(self.used_streams + 1)
         return streams * each + np.minimum(streams, longer)
 
     def _sorted(self, positions: np.ndarray) -> np.ndarray:
-        """The positions, once the samples of each batch are sorted by stream. Position k is a sample of stream
-        k % streams, at place k // streams of it.
+        """Return the positions after the samples of each batch are sorted by stream.
+
+        Position k is a sample of stream k % streams, at place k // streams of it.
         """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
         return np.concatenate(
@@ -140,7 +141,7 @@ class BlockOrder:
         return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
 
     def _mixed(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
-        """The places, shuffled within the window of each."""
+        """Return the places, shuffled within the window of each."""
         windows = places // self.window
         each = int(windows.max()) + 1
         distinct, of = np.unique(streams * each + windows, return_inverse=True)

@@ -20,8 +20,8 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.random_numbers import Use, key_of
 
-SPREAD_BLOCKS = 4  # how many blocks the samples come from that are to be from all over a split
-HEADER_BYTES = 4096  # of a block's file, unless it has hundreds of arrays
+SPREAD_BLOCKS = 4  # how many blocks spread() takes samples from, at least
+HEADER_BYTES = 4096  # the header of a block's file, unless it has hundreds of arrays
 BATCHES_AHEAD = 2
 
 Computed = Callable[[int], slice]
@@ -29,7 +29,7 @@ Computed = Callable[[int], slice]
 
 @dataclass(frozen=True)
 class Reading:
-    """How samples get to a rank: through which cache, to which device, and whether from page-locked memory."""
+    """The way of samples to a rank: the cache, the device, and whether they pass page-locked memory."""
 
     cache: BlockCache
     device: torch.device
@@ -37,12 +37,19 @@ class Reading:
 
 
 class BlockSplit:
-    """See Split. Its samples are those of the first block, then those of the second, and so on."""
+    """A Split in blocks. Its samples are those of the first block, then those of the second, and so on."""
 
     remedy = "look at its host's way to the storage and at its disk, or raise threads of Blocks"
 
     def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
-        """name: of the split. chosen: (n,) int64, the blocks that it consists of; None is all of them."""
+        """Fetch the first block, which shows the type of the rows.
+
+        Args:
+            blocks: the blocks.
+            name: the name of the split.
+            reading: the way to this rank.
+            chosen: (n,) int64, the blocks that the split consists of; None is all of them.
+        """
         for attribute in ("window", "streams", "threads"):
             check_count(f"{attribute} of Blocks", getattr(blocks, attribute))
         reading.cache.open()
@@ -53,8 +60,8 @@ class BlockSplit:
         self.chosen = np.arange(len(blocks.lengths)) if chosen is None else chosen
         self.block_lengths = blocks.lengths[self.chosen]
         self.ends = np.cumsum(self.block_lengths)
-        self.sizes = np.zeros_like(self.block_lengths)  # in bytes; not known before the first one is there
-        self._kept: set[int] = set()  # whose files fetch has left for its next call
+        self.sizes = np.zeros_like(self.block_lengths)  # bytes of each block, unknown until the first block is here
+        self._kept: set[int] = set()  # the blocks whose files fetch() has left for its next call
         self._keep({0})
         self.row = np.asarray(open_rows(self.path(0), int(self.block_lengths[0]), self.name_of(0)))[:0].copy()
         self.sizes = self.block_lengths * kind_of(self.row).itemsize + HEADER_BYTES
@@ -63,11 +70,11 @@ class BlockSplit:
         return int(self.ends[-1])
 
     def blocks_of(self, samples: np.ndarray) -> np.ndarray:
-        """(n,) int64: the block of each of these samples (n,)."""
+        """Return the block of each of these samples (n,): (n,) int64."""
         return np.searchsorted(self.ends, samples, side="right")
 
     def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
-        """See splits.hold_out."""
+        """Return the blocks left to train on, and the held-out ones, as splits.hold_out does."""
         blocks = len(self.chosen)
         count = round(fraction * blocks)
         if not 0 < count < blocks:
@@ -81,7 +88,7 @@ class BlockSplit:
         return kept, held
 
     def spread(self, count: int) -> Tensor:
-        """See splits.spread."""
+        """Return samples from all over the split, as splits.spread does."""
         blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
         starts = self.ends - self.block_lengths
@@ -89,7 +96,10 @@ class BlockSplit:
         return tensor_of(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
-        """For a few samples, in any order. Their blocks stay for the next call, as far as the cache has room."""
+        """Yield the tensors of a few samples, in any order.
+
+        Their blocks stay for the next call, if the cache has room.
+        """
         rows = BlockRows(self)
         for part in parts:
             self._keep(set(self.blocks_of(part.numpy()).tolist()))
@@ -99,7 +109,14 @@ class BlockSplit:
     def in_order(
         self, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
     ) -> "BlocksInOrder":
-        """See batches.Order; computed(step): the positions of what this rank computes, for any step."""
+        """Return the batches.Order of an epoch.
+
+        Args:
+            keys: the key of each pass.
+            batch_size: samples of a batch.
+            samples: the number of samples of the epoch.
+            computed: computed(step) returns the positions of what this rank computes, for any step.
+        """
         if len(keys) > 1:
             raise InputError(f"passes_per_epoch must be 1 with Blocks, got {len(keys)}: raise epochs instead")
         order = BlockOrder(self.block_lengths, keys[0], batch_size, samples, self.blocks.window, self.blocks.streams)
@@ -109,7 +126,7 @@ class BlockSplit:
         return self.reading.cache.path(self._file(block))
 
     def bring(self, block: int) -> None:
-        """Make the block be in the cache."""
+        """Fetch the block into the cache."""
         number = int(self.chosen[block])
         self.reading.cache.fetch(self._file(block), lambda path: self.blocks.fetch(number, path))
 
@@ -117,7 +134,7 @@ class BlockSplit:
         self.reading.cache.delete(self._file(block))
 
     def forget(self) -> None:
-        """Drop what fetch has kept."""
+        """Drop the blocks that fetch() has kept."""
         while self._kept:
             self.drop(self._kept.pop())
 
@@ -136,7 +153,7 @@ class BlockSplit:
 
 
 class BlocksInOrder:
-    """See batches.Order. The blocks of the steps are fetched ahead, and deleted after their last use."""
+    """A batches.Order whose blocks are fetched ahead, and deleted after their last use."""
 
     def __init__(self, split: BlockSplit, order: BlockOrder, computed: Computed):
         self.split = split
@@ -145,8 +162,8 @@ class BlocksInOrder:
         self.at = order.at
 
     def uses(self, steps: range) -> Uses:
-        """What the streams need in these steps that this rank's shares are of."""
-        # Which streams a share begins and ends with depends on where its batch begins, modulo the streams
+        """Return what the streams of this rank's shares need in these steps."""
+        # The streams that a share begins and ends with depend on where its batch begins, modulo the streams
         last_step, is_short = divmod(self.order.samples, self.order.batch_size)
         shares = [self.computed(step) for step in range(min(last_step, self.order.used_streams))]
         ends = [self.order.streams_at(torch.tensor([share.start, share.stop - 1])) for share in shares]
@@ -154,12 +171,12 @@ class BlocksInOrder:
         uses = self.order.uses(streams, steps)
         if not is_short or last_step not in steps:
             return uses
-        # A short batch has fewer samples of each stream, so its shares may be of any
+        # A short batch has fewer samples of each stream, so its shares may be of any streams streams
         share = self.computed(last_step)
         return uses.also(self.split.blocks_of(self.at(torch.arange(share.start, share.stop)).numpy()), last_step)
 
     def check_room(self) -> None:
-        """Raise InputError, with the number that is needed, if the cache is too small for what is needed at a time."""
+        """Raise InputError, with the bytes needed at a time, if the cache is too small."""
         uses = self.uses(range(-(-self.order.samples // self.order.batch_size)))
         self.split.reading.cache.check(needed_bytes(uses, self.split.sizes[uses.blocks]))
 
@@ -173,7 +190,7 @@ class BlocksInOrder:
 
         def read() -> Iterator[Any]:
             if pins:
-                torch.cuda.set_device(gpu)  # a thread begins with the host's first, where pinning would take memory
+                torch.cuda.set_device(gpu)  # a thread begins with the host's first GPU, whose memory pinning would take
             for step, part in zip(steps, parts, strict=True):
                 ahead.wait(step, split.blocks_of(part.numpy()).tolist())
                 tree = pytree.tree_map(tensor_of, rows.read_batch(part.numpy()))
@@ -190,14 +207,17 @@ class BlocksInOrder:
 
 
 class BlockRows:
-    """Reads samples from the files of their blocks, which stay open until they are dropped."""
+    """A reader of samples from the files of their blocks, which stay open until they are dropped."""
 
     def __init__(self, split: BlockSplit):
         self.split = split
-        self._opened: dict[int, np.ndarray] = {}  # (n, bytes of a row) uint8: the fastest to take rows from
+        self._opened: dict[int, np.ndarray] = {}  # (n, bytes of a row) uint8, from which rows are taken fastest
 
     def read_batch(self, samples: np.ndarray) -> Any:
-        """A tree of arrays (n, ...); their blocks must be in the cache. Raises DataError for a block of other rows."""
+        """Return a tree of arrays (n, ...).
+
+        The blocks must be in the cache. Raises DataError if blocks have different rows.
+        """
         split = self.split
         row = self.split.row
         blocks = split.blocks_of(samples)
@@ -228,5 +248,5 @@ class BlockRows:
 
 
 def kind_of(rows: np.ndarray) -> np.dtype:
-    """The type of a row."""
+    """Return the type of a row."""
     return np.dtype((rows.dtype, rows.shape[1:])) if rows.shape[1:] else rows.dtype

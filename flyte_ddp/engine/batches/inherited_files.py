@@ -1,4 +1,4 @@
-"""Files that a forked process has inherited: it gets offsets of its own in them."""
+"""The files that a forked process has inherited, in which it gets offsets of its own."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from functools import cache
 
 @cache
 def reopen_in_forks() -> None:
-    """Have every process that this one forks reopen its files, as a Dataset may have opened some before."""
+    """Make every process that this one forks reopen its files, because a Dataset may have opened some before."""
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=reopen_files)
 

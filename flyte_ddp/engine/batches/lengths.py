@@ -1,4 +1,4 @@
-"""Samples of different lengths: padded to the longest of the global batch, and batches of similar lengths."""
+"""Samples of different lengths: padding to the longest of the global batch, and batches of similar lengths."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +19,24 @@ from flyte_ddp.random_numbers import Use, key_of
 class Lengths:
     """The lengths of a split's samples, which all ranks know, so that they pad a global batch alike.
 
-    A rank's own longest sample would not do: random numbers belong to positions, and so need the same shapes on all.
+    A rank's own longest sample would not do: random numbers belong to positions, and so need the same shapes on all
+    ranks.
     """
 
     def __init__(self, each: Any, count: int, fetch: Callable[[Tensor], Any]):
-        """each: (count,) whole numbers. fetch(indices (n,)): their tensors, padded or not. Raises InputError."""
+        """Check the lengths, and find out which tensors to pad.
+
+        Args:
+            each: (count,) whole numbers.
+            count: the number of samples.
+            fetch: fetch(indices (n,)) returns the samples' tensors, padded or not.
+
+        Raises:
+            InputError: the lengths are not those of the samples.
+        """
         try:
             values = np.asarray(each)
-        except ValueError:  # of lists of different lengths
+        except ValueError:  # NumPy raises it for lists of different lengths
             values = np.asarray(None)
         if values.shape != (count,) or values.dtype.kind not in "iu" or values.min() < 1:
             raise InputError(
@@ -39,7 +49,7 @@ class Lengths:
         shortest, longest = ((int(self.each[index]),) for index in ends)
         pairs = list(zip(*shapes, strict=True))
         self.is_padded = [pair == (shortest, longest) for pair in pairs]
-        self.come_padded = not any(self.is_padded)  # in memory, even the shortest has the longest one's shape
+        self.come_padded = not any(self.is_padded)  # even the shortest sample has the longest one's shape
         if self.come_padded:
             self.is_padded = [pair == (longest, longest) for pair in pairs]
         if not any(self.is_padded):
@@ -49,13 +59,19 @@ class Lengths:
             )
 
     def of(self, indices: Tensor) -> "Lengths":
-        """Those of a part of the split."""
+        """Return the lengths of a part of the split."""
         part = copy.copy(self)
         part.each = self.each[indices]
         return part
 
     def padded(self, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
-        """A rank's samples, of these indices (n,), with zeros up to the longest of the global batch's indices (N,)."""
+        """Pad a rank's samples with zeros up to the longest sample of the global batch.
+
+        Args:
+            tree: the rank's samples.
+            own: (n,) their indices.
+            global_indices: (N,) the indices of the global batch.
+        """
         longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)
         fitted = []
@@ -63,13 +79,13 @@ class Lengths:
             if is_padded:
                 if leaf.shape[1] < most or (leaf.shape[1] > most and not self.come_padded):
                     raise DataError(f"samples have a length of at most {leaf.shape[1]}, but lengths says {most}")
-                leaf = F.pad(leaf, [0, 0] * (leaf.ndim - 2) + [0, longest - leaf.shape[1]])  # less than 0 cuts off
+                leaf = F.pad(leaf, [0, 0] * (leaf.ndim - 2) + [0, longest - leaf.shape[1]])  # a negative pad cuts off
             fitted.append(leaf)
         return pytree.tree_unflatten(fitted, structure)
 
 
 def padded(split: Any, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
-    """See Lengths.padded; the tree as it is if the split has no lengths."""
+    """Pad a rank's samples as Lengths.padded does. Returns the tree as it is if the split has no lengths."""
     lengths = lengths_of(split)
     return lengths.padded(tree, own, global_indices) if lengths else tree
 
@@ -79,12 +95,23 @@ def lengths_of(split: Any) -> Lengths | None:
 
 
 class SimilarLengths:
-    """An order of samples in which those of a batch have similar lengths: the samples of each `window` batches are
-    sorted, stably, cut into batches again, and these are shuffled. It needs no more than the window's samples.
+    """An order of samples in which those of a batch have similar lengths.
+
+    The samples of each `window` batches are sorted, stably, and cut into batches again, which are shuffled. It needs no
+    more than the window's samples.
     """
 
     def __init__(self, order: Any, each: Tensor, samples: int, batch_size: int, window: int, key: int):
-        """order: at random, see batches.Order. samples: in the epoch. key: of this epoch."""
+        """Sort within windows of another order.
+
+        Args:
+            order: a random order.
+            each: the length of each sample.
+            samples: the number of samples of the epoch.
+            batch_size: samples of a batch.
+            window: batches of a window.
+            key: the key of this epoch.
+        """
         self._order = order
         self._each = each
         self._samples = samples
@@ -112,7 +139,7 @@ class SimilarLengths:
         first = number * self._width
         some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))
         *batches, last = some[self._each[some].argsort(stable=True)].split(self._batch_size)
-        if len(last) == self._batch_size:  # else it has to be the epoch's last
+        if len(last) == self._batch_size:  # a short batch has to be the epoch's last
             batches = [*batches, last]
             last = last[:0]
         key = key_of(Use.LENGTH_WINDOW, self._key, number)

@@ -1,4 +1,4 @@
-"""Samples that are not in memory: read ahead from a Dataset by the rank's own worker processes."""
+"""Samples that are not in memory, which the rank's own worker processes read ahead from a Dataset."""
 
 import gc
 import multiprocessing
@@ -30,11 +30,11 @@ from flyte_ddp.engine.batches.sample_seeds import (
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError
 
-# A forked worker has its first batch after 0.04 s; it must not use CUDA, and does not. A forkserver would belong to the
+# A forked worker has its first batch after 0.04 s. It must not use CUDA, and does not. A forkserver would belong to the
 # rank and import torch once more (6 s on two busy cores). macOS's libraries don't survive a fork.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-# A fork leaves alone what is garbage in its parent, such as the store of a process group that has failed: its end waits
-# for a thread, which a fork has not, and is a segmentation fault
+# A fork must not collect its parent's garbage. The store of a process group that has failed is such garbage: its end
+# waits for a thread, which a fork lacks, and is a segmentation fault.
 os.register_at_fork(after_in_child=gc.freeze)
 reopen_in_forks()
 
@@ -44,8 +44,8 @@ T = TypeVar("T")
 class Streamed:
     """The samples of a map-style Dataset, of which a few batches at a time are in memory.
 
-    If the dataset has a method read_batch(indices (n,) int64 array), it returns a whole batch, a tree of arrays
-    (n, ...), and must not draw: what it drew would depend on which samples are read together.
+    If the dataset has a method read_batch(indices (n,) int64 array), the method returns a whole batch, a tree of arrays
+    (n, ...). It must not draw random numbers, which would depend on which samples are read together.
     """
 
     remedy = "look at what its host reads from, or raise loader_workers"
@@ -62,7 +62,10 @@ class Streamed:
         return len(self.dataset)
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
-        """See Split. The workers start with the first part and end with the last, or with this generator."""
+        """Yield the tensors of each part, as Split.fetch does.
+
+        The workers start with the first part and end with the last, or with this generator.
+        """
         workers = self.workers
         indices: Any = ((part.numpy(), origin) for part, origin in zip(parts, origins, strict=False))
         loader = DataLoader(
@@ -73,9 +76,9 @@ class Streamed:
             worker_init_fn=_begin if workers else None,
             collate_fn=_as_it_is,
             pin_memory=self.pin_memory and self.device.type == "cuda",
-            generator=torch.Generator(),  # DataLoader draws a seed for the workers: not from the ranks' generator
+            generator=torch.Generator(),  # DataLoader must not draw the workers' seed from the rank's own generator
         )
-        # After a SIGTERM to the whole process group the rank finishes its step, for which the workers must live on
+        # After a SIGTERM to the whole process group the rank finishes its step, and needs the workers for that
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             batches = iter(loader)
@@ -88,7 +91,10 @@ class Streamed:
 
 
 def made_ahead(items: Iterator[T], count: int) -> Iterator[T]:
-    """The items, of which a thread makes so many before they are asked for; what it raises is raised here."""
+    """Yield the items, of which a thread makes so many before they are asked for.
+
+    What the thread raises is raised here.
+    """
     asked: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Future[T]] = SimpleQueue()
 
@@ -128,7 +134,10 @@ class _Read:
         self.problem = problem
 
     def pin_memory(self) -> "_Read":
-        """DataLoader calls this in a thread of the rank, if page-locked memory was requested."""
+        """Return the batch in page-locked memory.
+
+        DataLoader calls this in a thread of the rank, if such memory was requested.
+        """
         return _Read(pytree.tree_map(lambda leaf: leaf.pin_memory(), self.tensors()), self.problem)
 
     def tensors(self) -> Any:
@@ -145,7 +154,7 @@ class _Reader(Dataset[Any]):
     def __getitems__(self, asked: tuple[np.ndarray, Origin]) -> _Read:
         try:
             return _Read(read_samples(self.dataset, asked[0], self.is_padded, asked[1]))
-        except DataError as error:  # raised here, it would be wrapped in two tracebacks
+        except DataError as error:  # an error that is raised here would be wrapped in two tracebacks
             return _Read((), str(error))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
@@ -153,7 +162,14 @@ class _Reader(Dataset[Any]):
 
 
 def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, origin: Origin = None) -> Any:
-    """A tree of arrays (n, ...) of these samples; is_padded: with zeros to the longest of them."""
+    """Return a tree of arrays (n, ...) of these samples.
+
+    Args:
+        dataset: the Dataset.
+        indices: (n,) the samples.
+        is_padded: whether samples are padded with zeros to the longest of them.
+        origin: where in the training the samples are read.
+    """
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
     samples = []
@@ -171,7 +187,7 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
                 f"{type(dataset).__name__}: samples must be built alike, got {first} as sample {indices[0]} and "
                 f"{other} as sample {index}"
             )
-    # without torch's default_collate, which in a worker puts tensors into shared memory
+    # torch's default_collate would put tensors into shared memory in a worker
     return pytree.tree_map(lambda *leaves: _stack(dataset, indices, leaves, is_padded), *samples)
 
 
@@ -203,7 +219,7 @@ def _as_it_is(batch: Any) -> Any:
 
 def _begin(_: int) -> None:
     """Make a loader worker end when its rank ends, in whatever way."""
-    sys.excepthook = lambda *_: None  # multiprocessing's own thread would print an error when the rank is killed
+    sys.excepthook = lambda *_: None  # keeps multiprocessing's thread from printing an error when the rank is killed
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -8,12 +8,17 @@ ROUNDS = 8
 
 
 def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -> Tensor:
-    """The samples (n,) int64 at these positions (n,) of a random order of range(size); each key has its own.
+    """Return the samples (n,) int64 at these positions (n,) of a random order of range(size).
 
-    size, key: of all positions, or (n,) of each, for several orders at once.
+    Each key has its own order.
 
-    A Feistel network permutes the numbers of as many bits as size has; one that leads out of range(size) is permuted
-    again until it does not (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
+    A Feistel network permutes the numbers of as many bits as size has. A number that leads out of range(size) is
+    permuted again until it does not (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
+
+    Args:
+        positions: (n,) int64.
+        size: one number, or (n,) for several orders at once.
+        key: one number, or (n,) for several orders at once.
     """
     sizes, keys = np.atleast_1d(np.asarray(size, np.uint64)), np.atleast_1d(np.asarray(key, np.uint64))
     samples = _permuted(positions.numpy().astype(np.uint64), sizes, keys)
@@ -26,7 +31,7 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
 
 
 def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """A permutation of the numbers of as many bits as size has, whose halves change one another in turn."""
+    """Permute the numbers of as many bits as size has. Their halves change one another in turn."""
     bits = np.maximum(2, np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]).astype(np.uint64)
     low_bits = bits // np.uint64(2)
     one = np.uint64(1)
@@ -41,7 +46,7 @@ def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nd
 
 
 def _mixed(numbers: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
-    """The finalizer of SplitMix64, of which the highest bits are the best, for each number, key and round."""
+    """Return SplitMix64's finalizer, whose highest bits are the best, for each number, key and round."""
     mixed = numbers + (keys + np.uint64(number * 0x9E3779B97F4A7C15 % (1 << 64)))
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

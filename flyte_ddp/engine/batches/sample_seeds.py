@@ -1,6 +1,6 @@
-"""What a Dataset draws from the global generators of torch, NumPy and Python: for each sample, numbers of its own.
+"""The random numbers that a Dataset draws from the global generators of torch, NumPy and Python, by sample.
 
-They follow from where in the training the sample is read, so it does not matter which rank or loader worker reads it.
+They depend on where in the training the sample is read, so it does not matter which rank or loader worker reads it.
 """
 
 import random
@@ -14,14 +14,14 @@ import torch
 
 from flyte_ddp.random_numbers import Use, key_of
 
-# A key of the epoch, and the position in it of the first of some samples that come one after the other; None is an
-# evaluation, in which a sample has the same numbers each time.
+# The epoch's key, and the position in the epoch of the first of some successive samples. None is an evaluation, in
+# which a sample has the same numbers each time.
 Origin = tuple[int, int] | None
-NOWHERE: Iterable[Origin] = repeat(None)  # for any number of parts
+NOWHERE: Iterable[Origin] = repeat(None)  # the origins of any number of parts in an evaluation
 
 
 def sample_keys(indices: np.ndarray, origin: Origin) -> list[int]:
-    """For each sample: another one in each pass over the data. 2 µs each."""
+    """Return a key for each sample, which is another one in each pass over the data. It takes 2 µs each."""
     if origin is None:
         return [key_of(Use.TEST_SAMPLE, int(index)) for index in indices]
     key, first = origin
@@ -29,8 +29,10 @@ def sample_keys(indices: np.ndarray, origin: Origin) -> list[int]:
 
 
 def seed_generators(key: int) -> None:
-    """7 µs, where torch.manual_seed, which looks for devices, would take 200. torch and NumPy have the same algorithm,
-    which takes 32 bits, so they get other halves of the key.
+    """Seed the generators of torch, NumPy and Python, in 7 µs.
+
+    torch.manual_seed, which looks for devices, would take 200 µs. torch and NumPy have the same algorithm, which takes
+    32 bits, so they get different halves of the key.
     """
     torch.default_generator.manual_seed(key)
     np.random.seed(key >> 32)
@@ -38,7 +40,7 @@ def seed_generators(key: int) -> None:
 
 
 class SeededIndices:
-    """Indices on their way to a DataLoader's worker, which seeds its generators as it takes them from its queue."""
+    """Indices on their way to a DataLoader's worker. It seeds its generators as it takes them from its queue."""
 
     def __init__(self, indices: Any, key: int):
         self._indices = indices
@@ -55,7 +57,7 @@ def _taken(indices: Any, key: int) -> Any:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """After the block the generators go on as if nothing had been drawn in it; 0.1 ms."""
+    """Put the generators back after the block, as if nothing had been drawn in it. It takes 0.1 ms."""
     states = torch.default_generator.get_state(), np.random.get_state(legacy=False), random.getstate()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The samples of a split, wherever they are: which there are, and their tensors by index."""
+"""The samples of a split, wherever they are, and their tensors by index."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ class Split(Protocol):
     """The samples of a split, wherever they are.
 
     Attributes:
-        remedy: for a rank that waits for them longer than others.
+        remedy: what to do about a rank that waits for its samples longer than others.
     """
 
     device: torch.device
@@ -31,17 +31,20 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
-        """For each part, (n,) int64 sample indices on the host: its tensors (n, ...), as a tree on the device.
+        """Yield the samples of each part, as a tree of tensors (n, ...) on the device.
 
-        origins: of each part, from which the random numbers of a Dataset follow; by default those of an evaluation.
+        Args:
+            parts: (n,) int64 sample indices on the host.
+            origins: where in the training each part is read, from which a Dataset's random numbers follow; by default
+                an evaluation.
         """
 
 
 class Resident:
-    """Tensors (N, ...) on a device, single or nested; memory maps among them stay on disk."""
+    """Tensors (N, ...) on a device, single or nested. Memory maps among them stay on disk."""
 
     def __init__(self, data: Any, device: torch.device):
-        """Raise InputError if the data cannot be trained on; the caller says which data."""
+        """Put the data on the device. Raises InputError if they cannot be trained on; the caller says which data."""
         self.device = device
         self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
@@ -76,7 +79,7 @@ class Resident:
         return self._to_device(tensor_of(leaf[indices.numpy()]))
 
     def _to_device(self, read: Tensor) -> Tensor:
-        # only from page-locked memory is the copy asynchronous
+        # The copy is asynchronous only from page-locked memory
         read = read.pin_memory() if self.device.type == "cuda" else read
         return read.to(self.device, non_blocking=True)
 
@@ -97,7 +100,7 @@ def _as_tensor(leaf: Tensor | np.ndarray) -> Tensor:
 
 
 class Subset:
-    """Some samples of a split: `count` of them, at(positions (n,) int64) being their indices in it."""
+    """Some samples of a split: `count` of them. at(positions (n,) int64) returns their indices in the split."""
 
     def __init__(self, split: Split, count: int, at: Callable[[Tensor], Tensor]):
         self.split = split
@@ -116,7 +119,7 @@ class Subset:
 
 
 def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
-    """The samples left to train on, and the held-out ones; the same on every machine and for any settings.seed.
+    """Return the samples left to train on, and the held-out ones: the same on every machine and for any settings.seed.
 
     So runs can be compared, and a training that starts from another one's weights has not seen its validation samples.
     """
@@ -132,7 +135,10 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
 
 
 def spread(split: Split, count: int) -> Tensor:
-    """(count,) int64: samples from all over the split; where it is in blocks, from a few of these."""
+    """Return samples from all over the split: (count,) int64.
+
+    If the split is in blocks, they are from a few of these.
+    """
     if isinstance(split, BlockSplit):
         return split.spread(count)
-    return torch.arange(count) * (len(split) - 1) // max(count - 1, 1)  # in whole numbers: linspace is float32
+    return torch.arange(count) * (len(split) - 1) // max(count - 1, 1)  # linspace would round in float32

@@ -1,4 +1,4 @@
-"""The trial before training: can a recipe be trained, saved, resumed and evaluated? See probe.py.
+"""The trial before training, which finds out whether a recipe can be trained, saved, resumed and evaluated.
 
-Nothing here changes the training: these checks refuse, or warn.
+probe.py lists the checks. They refuse or warn, and never change the training.
 """

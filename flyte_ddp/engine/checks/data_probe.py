@@ -31,13 +31,13 @@ SAMPLES = 4  # how many samples are read twice
 COMPARED = 16  # how many samples the ranks compare
 CPU = torch.device("cpu")
 AUGMENT = "draw in augment() from its argument random"
-MOST_TURNS = 4096  # about 0.1 s
-TURN_SECONDS = 5.0  # a worker may wait for a lock that the other one holds
+MOST_TURNS = 4096  # take about 0.1 s
+TURN_SECONDS = 5.0  # how long a worker waits, because it may need a lock that the other one holds
 GO, END = b"g", b"e"
 
 
 class Fault(Enum):
-    """Why samples are not the same, with the remedy. Of several, the first is reported."""
+    """The reason why samples are not the same, with the remedy. Of several, the first is reported."""
 
     CHANGING = "its {dataset} gives another sample each time: {remedy}"
     KEPT = (
@@ -58,7 +58,11 @@ class Fault(Enum):
 def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     """Return what is wrong if the ranks' samples differ, or a Dataset returns other samples each time.
 
-    A collective, which returns the same on all ranks. owner: the code that the samples are from.
+    All ranks must call it, and all get the same result.
+
+    Args:
+        owner: the code that the samples are from.
+        splits: the samples, by the name of the split.
     """
     device = next(iter(splits.values())).device
     digests = {}
@@ -75,12 +79,12 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
         if digests[name] != first_digests[name]:
             faults[name].add(Fault.UNEQUAL)
     found = {fault: on_any_rank([fault in faults[name] for name in splits], device) for fault in Fault}
-    reasons: dict[str, list[str]] = {}  # the splits that each is true of
+    reasons: dict[str, list[str]] = {}  # the splits that each reason is true of
     for number, (name, split) in enumerate(splits.items()):
         fault = next((fault for fault in Fault if found[fault][number]), None)
         if fault:
             dataset = getattr(split, "dataset", None)
-            # On rank 0, whose remedy is told, the samples may have been the same
+            # The message has rank 0's remedy, but rank 0's samples may have been the same
             remedy = first_remedies[name] or _remedy(dataset, "")
             reason = fault.value.format(dataset=type(dataset).__name__, remedy=remedy)
             reasons.setdefault(reason, []).append(f'split "{name}"')
@@ -107,14 +111,14 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
 
 
 def of_first_rank(value: Any) -> Any:
-    """Return what rank 0 has given; a collective, which costs a rank the same among any number of them."""
+    """Broadcast rank 0's value, and return it. It costs a rank the same among any number of them."""
     values = [value]
     distributed.broadcast_object_list(values)
     return values[0]
 
 
 def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
-    """Return, for each flag, whether it is set on any rank; a collective."""
+    """Return, for each flag, whether it is set on any rank. All ranks must call it."""
     counts = torch.tensor(flags, dtype=torch.float32, device=device)
     distributed.all_reduce(counts)
     return [count > 0 for count in counts.tolist()]
@@ -216,7 +220,7 @@ def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.nd
     sys.setprofile(called)
     try:
         return _sample_digests(dataset, indices)
-    except Exception:  # of a file read in the wrong place; a worker by itself has read these samples
+    except Exception:  # a shared offset leads to the wrong place; a worker alone has read these samples before
         return np.zeros(len(indices), np.int64)
     finally:
         sys.setprofile(None)
@@ -224,11 +228,14 @@ def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.nd
 
 
 def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return whether samples differ when they are read twice, in UTF-8 what seeds the generator of its own that the
-    Dataset draws from, if any is found, and what `_sample_digests` returns after that.
+    """Read samples twice.
 
-    Compares the states of the random number generators, too: flipping half of the images may leave these few as they
-    are. A Dataset that sets a seed for each sample ends up in the same state both times.
+    The states of the random number generators are compared, too: flipping half of the images may leave these few as
+    they are. A Dataset that sets a seed for each sample ends up in the same state both times.
+
+    Returns:
+        Whether the samples differ; in UTF-8, what seeds the Dataset's own generator, if one is found; and what
+            `_sample_digests` returns after that.
     """
     readings, held = [], []
     for _ in range(2):

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 SEED = "torch.randint(2**31, ()).item()"
-SEEDING = ("set_random_seed", "set_random_state")  # of albumentations and MONAI, for all transforms in a transform
+SEEDING = ("set_random_seed", "set_random_state")  # methods of albumentations and MONAI, which seed inner transforms
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-MOST = 1000  # objects that are looked at
-MOST_ITEMS = 50  # of a container: a list of a million paths has no generators behind its first ones
+MOST = 1000  # the number of objects to look at
+MOST_ITEMS = 50  # the items of a container to look at: a list of a million paths has no generators after the first ones
 
 
 def generator_states(dataset: Any) -> dict[str, bytes]:

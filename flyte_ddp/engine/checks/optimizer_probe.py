@@ -1,4 +1,4 @@
-"""Checks of a recipe's optimizer before training: a step, its rates, and what of it no checkpoint would have."""
+"""Checks of a recipe's optimizer before training: a step, its rates, and state that no checkpoint would have."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,15 +25,21 @@ SAVE_IT = "keep it in its state or param_groups, or add it to state_dict() and l
 # the network is
 MOST_NUMBERS = 1 << 18
 MOST_STATE = 1 << 24
-# Before the state is saved, and after: an optimizer that looks ahead does so every few steps, and has no more than its
-# weights then, so seven is a multiple of no usual interval
+# Steps before the state is saved, and after. An optimizer that looks ahead does so every few steps, and has only its
+# weights then, so the first number is a multiple of no usual interval.
 STEPS = 7, 10
 
 
 def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     """Step the optimizer, which changes the weights that have a gradient from the last trial.
 
-    steps: of the whole training. Returns a warning if a checkpoint would lack a part of the optimizer.
+    Args:
+        recipe: the recipe.
+        model: a copy of the network, or the sharded network itself.
+        steps: the number of steps of the whole training.
+
+    Returns:
+        A warning if a checkpoint would lack a part of the optimizer.
     """
     _some_rates(recipe, steps)
     if recipe.settings.virtual_ranks:
@@ -42,15 +48,17 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     is_whole = not is_sharded(model)
     what = f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__}"
     for weight in model.parameters():
-        if is_whole and weight.grad is not None:  # any will do: the weights themselves take no memory besides
+        if is_whole and weight.grad is not None:  # any gradient will do; the weights themselves take no extra memory
             weight.grad = weight.detach()
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
     with fault_named(f"{what} cannot make a step", remedy):
         optimizer.step()
-    if not is_whole:  # whose rows each rank steps on by itself, and whose state a checkpoint has in another form
+    if (
+        not is_whole
+    ):  # each rank steps its own rows of a sharded network, and a checkpoint has the state in another form
         return []
     lost = _lost_on_resume(recipe, model, optimizer)
-    del optimizer  # its state is as large as the network, or twice
+    del optimizer  # its state is as large as the network, or twice as large
     _refuse_lost_state(recipe, model, what, lost)
     if not lost:
         return []
@@ -75,7 +83,7 @@ def beside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
 
 
 def _optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """Return the recipe's optimizer; InputError if it returns anything else."""
+    """Return the recipe's optimizer. Raises InputError if it returns anything else."""
     optimizer = recipe.optimizer(model)
     where = code_location(recipe, "optimizer")
     if not isinstance(optimizer, Optimizer):
@@ -92,7 +100,7 @@ def _optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def _some_rates(recipe: Recipe, steps: int) -> list[float]:
-    """Return what lr_lambda() gives for a few of the steps; InputError if that is no finite number."""
+    """Return what lr_lambda() returns for a few of the steps. Raises InputError if that is no finite number."""
     return [finite_number(recipe, "lr_lambda", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
 
 
@@ -137,7 +145,7 @@ def _among_ranks(rank: int, size: int) -> Iterator[None]:
 
 
 class _Group:
-    """The ranks' process group, but of another rank and size; whatever is exchanged goes through the real one."""
+    """The ranks' process group with another rank and size. All exchanges go through the real group."""
 
     def __init__(self, group: Any, rank: int, size: int):
         self._group = group
@@ -149,9 +157,12 @@ class _Group:
 
 
 def _lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return what a new optimizer that gets the state_dict of this one, which has made a step, lacks, by name."""
+    """Return the names of attributes that a new optimizer lacks after loading the state_dict of this one.
+
+    This optimizer has made a step.
+    """
     kept = beside_state(optimizer)
-    if not kept:  # as by torch's own, whose state need not be copied for this
+    if not kept:  # torch's own optimizers keep nothing there, so their state need not be copied
         return []
     restored = _optimizer_of(recipe, model)
     restored.load_state_dict(optimizer.state_dict())
@@ -162,11 +173,15 @@ def _lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> l
 def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequence[str]) -> None:
     """Refuse an optimizer that goes on with other bits when it is resumed. Changes the weights.
 
-    Steps two optimizers in turn on the same weights, those that have a gradient; of a large network, on the smallest
+    It steps two optimizers in turn on the same weights, those that have a gradient; of a large network, on the smallest
     of them alone. An optimizer that makes a state for all weights of a large network at once, as Adagrad does, is not
     tried: three such states may not fit into memory.
 
-    what: its place and name. lost: the names of what it is known to keep outside of its state_dict.
+    Args:
+        recipe: the recipe.
+        model: a copy of the network.
+        what: the optimizer's place and name, for messages.
+        lost: the names of the attributes that it is known to keep outside of its state_dict.
     """
     with_gradient = sorted((one for one in model.parameters() if one.grad is not None), key=Tensor.numel)
     model.zero_grad()
@@ -185,7 +200,7 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
     except Exception:
         if len(weights) == len(with_gradient):
             raise
-        return  # it takes no weights without a gradient: there is no room for the state of all
+        return  # this optimizer needs a gradient for every weight, and the state of all may not fit into memory
     expected = [weight.detach().clone() for weight in weights]
     with torch.no_grad():
         for weight, value in zip(weights, before, strict=True):
@@ -212,5 +227,5 @@ def _step(optimizer: Optimizer, count: int, weights: Sequence[Tensor], gradients
     seed_all(count)
     for _ in range(count):
         for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient.clone()  # a step may change it, as one that clips does
+            weight.grad = gradient.clone()  # a step may change the gradient, for instance by clipping
         optimizer.step()

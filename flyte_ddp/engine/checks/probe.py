@@ -1,4 +1,4 @@
-"""The probe of a recipe before training: can it be trained, saved, resumed and evaluated?
+"""The probe of a recipe before training, which finds out whether it can be trained, saved, resumed and evaluated.
 
 A few samples are computed as in a training step, and a few as in evaluation. Whatever would fail, or be lost by a
 resume, is reported with its place in the recipe and with what to write instead. `probe` tries, in this order:
@@ -33,8 +33,8 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
-SEEDS = 8  # with which a sample is looked at for layers that are dropped at random
-SAMPLES, TEST_SAMPLES = 8, 32  # that are computed: as in a training step, and without gradients as in evaluation
+SEEDS = 8  # so many seeds may show that a layer is dropped at random
+SAMPLES, TEST_SAMPLES = 8, 32  # numbers of samples: for a training step, and for an evaluation without gradients
 MORE_SAMPLES, PART = 1024, 64  # how many samples are looked through for gradients, and how many at a time
 
 
@@ -43,15 +43,15 @@ class Probed:
     """The findings of probing a recipe.
 
     Attributes:
-        names: of the measures.
+        names: the names of the measures.
         headline: the name of the main measure.
         warnings: what is hardly meant, such as what changes all samples of a batch alike, or state that a resume loses.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         moving: the weights, by name, that are not trained but changed otherwise, such as a teacher's.
         changing: the buffers, by name, that a forward pass changes.
-        has_unused: whether a sample leaves trained weights unused, as an expert's.
-        gathers: whether it calls all_gather(), in training or in evaluation.
-        is_mixed: whether evaluation pairs outputs with other samples, too, for want of a loss of guessing.
+        has_unused: whether a sample leaves trained weights unused, such as an expert's.
+        gathers: whether the recipe calls all_gather(), in training or in evaluation.
+        is_mixed: whether evaluation pairs outputs with other samples, too, because the loss of guessing is unknown.
     """
 
     names: tuple[str, ...]
@@ -66,12 +66,14 @@ class Probed:
 
 
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, constant_loss: float) -> Probed:
-    """Try a recipe; a collective.
+    """Try a recipe. All ranks must call it.
 
     Args:
-        splits: by name; those that are computed are "train" and "test".
-        steps: of the whole training.
-        constant_loss: of guessing; 0 if it is unknown.
+        recipe: the recipe.
+        model: the network.
+        splits: samples by the name of the split; those that are computed are "train" and "test".
+        steps: the number of steps of the whole training.
+        constant_loss: the loss of guessing; 0 if it is unknown.
 
     Raises:
         InputError: The recipe would fail in the first step, or only after an epoch, or ranks have other data. It names
@@ -106,7 +108,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         moving = _find_moving(training)
         warnings += _find_alike(training, whole)
         gathers = bool(training.gathered)
-        del training, whole, one  # their memory is for the evaluation
+        del training, whole, one  # the evaluation needs their memory
 
         evaluation = Trials(recipe, network, splits["test"], _choose(recipe, splits["test"], False), False)
         tested = evaluation()
@@ -131,9 +133,9 @@ def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
     size = settings.batch_size if is_training else settings.test_batch_size
     at_once = -(-size // distributed.get_world_size())
     if is_training and recipe.micro_batch:
-        at_once = min(at_once, abs(recipe.micro_batch))  # of -1 it is not known yet
+        at_once = min(at_once, abs(recipe.micro_batch))  # the number for -1 is not known yet
     some = spread(split, min(SAMPLES if is_training else TEST_SAMPLES, len(split), max(2, at_once)))
-    # Parts are spread over the split, too, or of sorted samples each would have a class of its own
+    # Each half is spread over the split, too: of sorted samples, each half would have classes of its own
     return torch.cat([some[::2], some[1::2]])
 
 
@@ -172,7 +174,7 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
         before = network.buffers.get(name)
         is_fitting = before is not None and now.shape == before.shape
         if is_fitting == (name in kept) or (before is not None and is_same(now, before)):
-            continue  # so is a cache that grows, which is made again
+            continue  # a cache that grows is fine, too, because it is made again
         does, remedy = "creates", "of which model() has none of this shape: create it in its __init__"
         if is_fitting:
             does, remedy = "changes", "which no checkpoint has: register it with persistent=True"
@@ -259,9 +261,14 @@ def _has_unused(training: Trials, whole: Trial) -> bool:
 
 
 def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
-    """Refuse layers of fsdp_units that are not called alike for all samples. one: the trial of a single sample.
+    """Refuse layers of fsdp_units that are not called alike for all samples.
 
-    Ranks that call different ones would take one's rows for those of another, without an error.
+    Ranks that call different layers would take one's rows for those of another, without an error.
+
+    Args:
+        recipe: the recipe.
+        whole: the trial of all samples.
+        one: the trial of a single sample.
     """
     if one.units != whole.units:
         some = sorted({*one.units} ^ {*whole.units}) or whole.units
@@ -332,7 +339,7 @@ def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
     tree = evaluation.tree
     outputs = tested.stages["forward"]
     facts: Any = recipe.facts()
-    if not isinstance(facts, dict):  # which the metadata of the weights could not be read with
+    if not isinstance(facts, dict):  # metadata with other facts could not be read
         raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
     if is_mixed:
         what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
@@ -387,7 +394,7 @@ def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
     size = evaluation.size
     if predictions is None or tested.has_drawn or size == 1:
         return
-    # Of two halves, both might have the mean of the whole
+    # The parts are no halves, because two halves might both have the mean of the whole
     cut = max(1, 3 * size // 8)
     parts = [evaluation(*ends).stages["predictions"] for ends in ((0, cut), (cut, size))]
     if [part.shape for part in parts] != [(count, *predictions.shape[1:]) for count in (cut, size - cut)]:
@@ -400,7 +407,10 @@ def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
 
 
 def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
-    """Refuse, on all ranks, a recipe of which they measure something else for the same samples; a collective."""
+    """Refuse, on all ranks, a recipe that measures other values on other ranks for the same samples.
+
+    All must call it.
+    """
     own = torch.tensor([totals], dtype=torch.float64)
     first = of_first_rank(own)
     unlike = own.shape != first.shape or not torch.allclose(own, first, rtol=1e-3, equal_nan=True)

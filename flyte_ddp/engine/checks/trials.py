@@ -35,20 +35,20 @@ from flyte_ddp.text import reason_of
 # The tolerance is relative, and at least eight roundings of the coarsest dtype. It can't be zero: for other numbers of
 # rows libraries choose other kernels, which add in another order.
 TOLERANCE, ROUNDINGS = 1e-3, 8
-SIZES = 1 << 16  # how many numbers of a tensor are looked at for their size
-# Types that no layer of float32 takes, by what torch calls them then
+SIZES = 1 << 16  # how many numbers of a tensor are sorted by size
+# Types that no layer of float32 takes, with patterns of their names in torch's errors
 UNFIT = {torch.float64: r"\bdouble\b", torch.float16: r"\bhalf\b", torch.uint8: r"\b(byte|unsigned char)\b"}
-TRANSFORMS = "torchvision.transforms"  # compared with names: ranks that don't use it are not to import it
+TRANSFORMS = "torchvision.transforms"  # the module's name, because ranks that don't use it should not import it
 OURS = str(Path(flyte_ddp.__path__[0], "engine"))
 
 
 class Network:
-    """A network that is tried: each trial begins with the weights and buffers of the one that is to be trained.
+    """A network that is tried. Each trial begins with the weights and buffers of the network that is to be trained.
 
     Attributes:
-        model: a copy of that one, since what else a trial changes, such as a count of calls, can't be put back. A
+        model: a copy of that network, since other changes by a trial, such as a count of calls, can't be put back. A
             sharded network can't be copied, so it is tried itself, and keeps its weights.
-        buffers: as they are before a trial, by name.
+        buffers: the buffers before a trial, by name.
     """
 
     def __init__(self, model: nn.Module):
@@ -59,11 +59,16 @@ class Network:
 
     @torch.no_grad()
     def start_afresh(self, is_training: bool, is_moved: bool) -> None:
-        """Put back weights and buffers. is_moved: give the trained weights other values, as a step would."""
+        """Put back weights and buffers.
+
+        Args:
+            is_training: whether the network is in training mode.
+            is_moved: whether the trained weights get other values, as after a step.
+        """
         self.model.train(is_training).zero_grad()
         if not self.is_sharded:
             for weight, first in zip(self.model.parameters(), self._original.parameters(), strict=True):
-                # Not by an optimizer, which without schedule and clipping may go anywhere; those that are 0 move, too
+                # An optimizer without schedule and clipping may go anywhere. Weights that are 0 must move, too.
                 weight.copy_(1.01 * first + 0.01 if is_moved and weight.requires_grad else first)
         for name, buffer in self.model.named_buffers():
             if name in self.buffers and buffer.shape == self.buffers[name].shape:
@@ -110,7 +115,7 @@ class Trial:
 
     @property
     def trained(self) -> tuple[str, Tensor, Tensor]:
-        """Name, values and weights of what is trained."""
+        """Return the name, values and weights of the measure that is trained."""
         name = trained_measure(list(self.pairs))
         return name, *self.pairs[name]
 
@@ -120,12 +125,20 @@ class Trials:
 
     Attributes:
         tree: the samples.
-        size: how many these are.
-        gathered: what all_gather() was called with for all of them: the method that called it, and the rows.
+        size: the number of samples.
+        gathered: the calls of all_gather() for all samples: the method that called it, and the rows.
     """
 
     def __init__(self, recipe: Recipe, network: Network, split: Split, chosen: Tensor, is_training: bool = True):
-        """chosen: (size,) int64, their indices. is_training: with augmentation and gradients, without predictions."""
+        """Fetch the samples.
+
+        Args:
+            recipe: the recipe.
+            network: the network to try.
+            split: the split of the samples.
+            chosen: (size,) int64, the samples' indices.
+            is_training: whether trials have augmentation and gradients, and no predictions.
+        """
         self.recipe = recipe
         self.network = network
         self.size = len(chosen)
@@ -136,7 +149,11 @@ class Trials:
     def __call__(self, first: int = 0, last: int | None = None, seed: int = 0, is_moved: bool = False) -> Trial:
         """Compute samples first..last, by default all of them.
 
-        seed: of what is drawn. is_moved: see Network.start_afresh.
+        Args:
+            first: the first sample.
+            last: the sample to stop before; None is the end.
+            seed: the seed of what is drawn.
+            is_moved: whether the trained weights get other values, as after a step.
         """
         last = self.size if last is None else last
         recipe = self.recipe
@@ -158,7 +175,7 @@ class Trials:
             trial.stages[method] = function(*arguments)
             return trial.stages[method]
 
-        # As in training, where what a recipe changes in place is a copy, too
+        # A recipe may change its samples in place: in training, too, it gets copies
         tree = pytree.tree_map(lambda leaf: leaf[first:last].clone(), self.tree)
         with (
             _types_named(recipe, tree),
@@ -219,7 +236,7 @@ def fault_named(what: str, remedy: str) -> Iterator[None]:
         raise InputError(f"{what} ({cause}): {remedy}") from error
 
 
-# --- what draws random numbers ---
+# --- random numbers ---
 
 
 class _Draws(TorchDispatchMode):
@@ -263,7 +280,7 @@ def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     return bool(probability) and is_training is not False
 
 
-# --- what is the same ---
+# --- comparison ---
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
@@ -272,7 +289,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def tolerance_of(model: nn.Module) -> float:
-    """Return by what part of their size numbers may differ that should be the same."""
+    """Return the relative difference that is allowed between numbers that should be the same."""
     steps = [torch.finfo(weight.dtype).eps for weight in model.parameters() if weight.is_floating_point()]
     if may_round_to_tf32() and any(weight.is_cuda for weight in model.parameters()):
         steps.append(2.0**-10)

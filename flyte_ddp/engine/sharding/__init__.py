@@ -1,4 +1,4 @@
-"""Networks whose weights are shared out over the ranks, and their state in whole tensors.
+"""Networks whose weights the ranks divide among themselves, and their state in whole tensors.
 
-Whatever is not sharded passes through it as it is, so callers need not ask.
+Networks that are not sharded pass through as they are, so callers need not ask.
 """

@@ -1,5 +1,6 @@
-"""Which ranks share the rows of a sharded network: all of them or, with hybrid sharding, those of each node, which then
-has a copy of all rows.
+"""The mesh of ranks that share the rows of a sharded network.
+
+These are all ranks or, with hybrid sharding, those of each node, which then has a copy of all rows.
 """
 
 from typing import Any
@@ -10,12 +11,16 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.settings import RunOptions
 
-_mesh: Any = None  # of the network that this process has sharded last, as its process group is the last one
+_mesh: Any = None  # the mesh of the network that this process sharded last, in its newest process group
 
 
 def make_mesh(options: RunOptions, environment: Environment) -> Any:
-    """The ranks as fully_shard takes them; a collective. InputError where hybrid sharding finds nodes that differ."""
-    from torch.distributed.device_mesh import init_device_mesh  # a slow import, which others do without
+    """Create the mesh of ranks that fully_shard takes. All ranks must call it.
+
+    Raises:
+        InputError: hybrid sharding finds nodes that differ.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # this import is slow, and only sharding needs it
 
     global _mesh
     world = environment.world
@@ -43,10 +48,10 @@ def _nodes(environment: Environment) -> int:
 
 
 def copies() -> int:
-    """How many nodes have a copy of every row."""
+    """Return how many nodes have a copy of every row."""
     return _mesh.size(0) if _mesh is not None and _mesh.ndim == 2 else 1
 
 
 def counterparts() -> Any:
-    """The group of this rank and those with the same rows, that of the first node first."""
+    """Return the group of this rank and those with the same rows. The first node's rank comes first."""
     return _mesh.get_group(0)

@@ -1,4 +1,4 @@
-"""What cannot be sharded, or not yet: it is refused before training, with what to do about it."""
+"""Refusals, before training, of what cannot be sharded, or not yet. Each says what to do about it."""
 
 import importlib.util
 
@@ -16,8 +16,8 @@ from flyte_ddp.settings import RunOptions
 
 
 def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) -> None:
-    """Raise InputError for what a recipe, or an option, asks for that sharding lacks."""
-    from torch.distributed.fsdp import FSDPModule  # a slow import, which others do without
+    """Raise InputError if a recipe, or an option, needs something that sharding lacks."""
+    from torch.distributed.fsdp import FSDPModule  # this import is slow, and only sharding needs it
 
     owner = type(recipe).__name__
     world = environment.world

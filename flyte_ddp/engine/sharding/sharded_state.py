@@ -1,8 +1,9 @@
-"""The state of a training whose network is sharded, as a checkpoint has it: whole tensors, of which a rank has rows."""
+"""The state of a training whose network is sharded, in a checkpoint's form: whole tensors, of which a rank has rows."""
 
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from flyte_ddp.engine.torch_compat import pytree
 
 @dataclass(frozen=True)
 class Cut:
-    """How what is sharded is cut into parts, of consecutive rows: rank 0 has the first one, and so on; the first ranks
-    that between them have all parts write them to files.
+    """A division of sharded tensors into parts of consecutive rows.
+
+    Rank 0 has the first part, and so on. The first ranks, which together have all parts, write them to files.
 
     Attributes:
-        parts: their number.
-        part: this rank's.
+        parts: the number of parts.
+        part: the number of this rank's part.
         writes: whether this rank is one of those that write.
     """
 
@@ -31,12 +33,12 @@ class Cut:
     writes: bool
 
     def rows(self, count: int) -> tuple[int, int]:
-        """First and last row, exclusive, of this rank's part of so many rows."""
+        """Return the first and the last row, exclusive, of this rank's part of so many rows."""
         return rows_of(count, self.part, self.parts)
 
 
 def cut() -> Cut:
-    """Over all ranks, or those of each node."""
+    """Return the division over all ranks or, with hybrid sharding, over those of each node."""
     rank = distributed.get_rank()
     parts = distributed.get_world_size() // copies()
     return Cut(parts, rank % parts, writes=rank < parts)
@@ -44,13 +46,16 @@ def cut() -> Cut:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's rows of a tensor of this shape."""
+    """A sharded tensor of this shape, with this rank's rows."""
 
     rows: Tensor
     shape: torch.Size
 
     def gather(self, room: Tensor | None, device: torch.device) -> None:
-        """Copy the rows of all ranks into the room that rank 0 has for them, by way of the device; a collective."""
+        """Copy the rows of all ranks into the room that rank 0 has for them, by way of the device.
+
+        All ranks must call it.
+        """
         rank = distributed.get_rank()
         parts = cut().parts
         for owner in range(parts):
@@ -65,18 +70,19 @@ class Shard:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)  # not all types can be sent
+    return tensor.contiguous().view(-1).view(torch.uint8)  # backends cannot send all types
 
 
 def rows_of(count: int, part: int, parts: int) -> tuple[int, int]:
-    """First and last row, exclusive, of a part of so many rows, as fully_shard cuts them."""
+    """Return the first and the last row, exclusive, of a part of so many rows, as fully_shard cuts them."""
     most = -(-count // parts)
     return min(part * most, count), min((part + 1) * most, count)
 
 
 def with_room(content: Any) -> Any:
-    """The content with a whole tensor in place of each Shard, one for all names of tied weights. Nothing is in it yet,
-    so it takes no memory either.
+    """Return the content with a whole tensor in place of each Shard, one for all names of tied weights.
+
+    The tensors are still empty, so they take no memory either.
     """
     rooms: dict[int, Tensor] = {}
 
@@ -87,10 +93,14 @@ def with_room(content: Any) -> Any:
 
 
 def fill(path: Path | None, content: Any, device: torch.device) -> None:
-    """Fill a file in which rank 0 has saved the content with room for its Shards, row by row, so that no tensor is
-    ever whole in memory; a collective if there are any.
+    """Fill a file, in which rank 0 has saved the content with room for its Shards, row by row.
 
-    path: None on the other ranks, and on rank 0 if it could not write the file, which then is left to it.
+    No tensor is ever whole in memory. If there are any Shards, all ranks must call it.
+
+    Args:
+        path: None on the other ranks; also on rank 0 if it could not write the file, which is its own problem then.
+        content: what was saved.
+        device: the device that sends and receives.
     """
     leaves = pytree.tree_leaves(content)
     shards = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Shard)}
@@ -109,17 +119,22 @@ def fill(path: Path | None, content: Any, device: torch.device) -> None:
 
 
 class Layout:
-    """Which tensors of a training's state are sharded; none if the network is not."""
+    """The tensors of a training's state that are sharded; none if the network is not."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer):
-        """optimizer: of the sharded weights, not yet of this rank's rows."""
+        """Find the sharded tensors.
+
+        Args:
+            model: the network.
+            optimizer: an optimizer of the sharded weights, not yet of this rank's rows.
+        """
         weights = model.state_dict(keep_vars=True)
         self._weights = {name: weight for name, weight in weights.items() if is_shard(weight)}
-        updated = [weight for group in optimizer.param_groups for weight in group["params"]]
+        updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         self._updated = {number: weight for number, weight in enumerate(updated) if is_shard(weight)}
 
     def _weight(self, path: tuple[Any, ...]) -> Tensor | None:
-        """That the place in the state belongs to, if it is sharded."""
+        """Return the weight that the place in the state belongs to, if the weight is sharded."""
         match [getattr(key, "key", None) for key in path]:
             case ["model" | "average", str(name)] | ["choice", "weights", str(name)]:
                 return self._weights.get(name)
@@ -128,12 +143,12 @@ class Layout:
         return None
 
     def marked(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state, with a Shard for what is sharded, one for all names of tied weights."""
+        """Return the state with a Shard for each sharded tensor, one for all names of tied weights."""
         made: dict[tuple[Any, ...], Shard] = {}
 
         def mark(path: tuple[Any, ...], value: Any) -> Any:
             weight = self._weight(path) if isinstance(value, Tensor) else None
-            if weight is None or not value.ndim:  # an optimizer's number of steps
+            if weight is None or not value.ndim:  # an optimizer's number of steps has no rows has no rows
                 return value
             key = path if path[0].key == "optimizer" else (path[0], id(weight))
             return made.setdefault(key, Shard(local(value), weight.shape))
@@ -142,7 +157,7 @@ class Layout:
         return with_shards
 
     def local(self, path: tuple[Any, ...], whole: Any) -> Any:
-        """This rank's rows of a tensor of the state, or of one that is still to be read."""
+        """Return this rank's rows of a tensor of the state, or of one that is still to be read."""
         if self._weight(path) is None or not whole.ndim:
             return whole
         first, last = cut().rows(len(whole))
@@ -150,13 +165,13 @@ class Layout:
 
 
 def fitted(values: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """The weights of a network, of sharded ones this rank's rows, as its load_state_dict takes them."""
+    """Return the weights of a network as its load_state_dict takes them; of sharded ones, from this rank's rows."""
     own = network.state_dict()
     return {name: _as_shard(value, own[name]) if is_shard(own.get(name)) else value for name, value in values.items()}
 
 
 def _as_shard(rows: Tensor, own: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor  # a slow import, which others do without
+    from torch.distributed.tensor import DTensor  # this import is slow, and only sharding needs it
 
     placed = rows.to(own.device)
     return DTensor.from_local(

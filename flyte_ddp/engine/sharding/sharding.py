@@ -1,17 +1,18 @@
-"""Shards a network that is too large for one GPU over the ranks, by torch's fully_shard (FSDP2; Zhao et al. 2023, arXiv
-2304.11277).
+"""The sharding of a network that is too large for one GPU, by torch's fully_shard.
 
-Each rank keeps some rows of every weight, and of its gradient and optimizer state. A unit, such as a transformer's
-block, is made whole on all ranks just before it computes, and its gradients are added up and cut as soon as they are
-there. What belongs to no unit is the last unit, which is whole during all of the others' computation.
+fully_shard is FSDP2 (Zhao et al. 2023, arXiv 2304.11277). Each rank keeps some rows of every weight, and of its
+gradient and optimizer state. A unit, such as a transformer's block, is made whole on all ranks just before it computes,
+and its gradients are added up and cut as soon as they are there. Weights that belong to no unit are the last unit,
+which is whole during all of the others' computation.
 
-Whatever is not sharded passes through these functions as it is.
+Networks that are not sharded pass through these functions as they are.
 """
 
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -28,12 +29,12 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
 OFF = "or set options.sharding to off"
-# Under autocast, all that these do with their weights is done in bfloat16
+# Layers that do everything with their weights in bfloat16 under autocast
 CAST = (
     nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
-OVERRIDDEN = "forward", "_conv_forward"  # by which a class derived from one of these computes otherwise
+OVERRIDDEN = "forward", "_conv_forward"  # methods by which a derived class may compute in another way
 # Patterns of torch's errors, the method to blame for each, and what is wrong with it
 PROBLEMS = {
     "DTensor": ("forward", "weights are whole only while {layers} are called: call these rather than what is inside"),
@@ -45,10 +46,10 @@ PROBLEMS = {
         "forward",
         "gradients of gradients would need weights that are cut again by then: do without create_graph=True",
     ),
-    # The first call of model() may have been without values, and something may be kept of it, as by functools.cache
+    # The first call of model() may have been without values, and functools.cache, say, may keep some of its tensors
     r"\bmeta\b": ("model", "a tensor that is kept between calls has no values: make it in each call"),
 }
-# They treat each number by itself, so a rank can update its rows without the others
+# Optimizers that treat each number by itself, so that a rank can update its rows without the others
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 
@@ -58,12 +59,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether it is a sharded tensor, of which this rank has some rows: torch's DTensor."""
+    """Return whether it is a sharded tensor, torch's DTensor, of which this rank has some rows."""
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, in the same memory."""
+    """Return this rank's rows of a sharded tensor, in the same memory."""
     if not is_shard(tensor):
         return tensor
     rows: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
@@ -74,10 +75,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: str) -> None:
-    """Shard networks that are on the CPU, or have no values, with rank 0's weights; a collective. No more than a unit
-    is whole on the device. mesh: see make_mesh. precision: that the first one is trained in.
+    """Shard networks that are on the CPU, or have no values, with rank 0's weights. All ranks must call it.
+
+    At most one unit is whole on the device.
+
+    Args:
+        recipe: names the units.
+        networks: the network to train, and others.
+        mesh: what make_mesh returned.
+        precision: the precision that the first network is trained in.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a slow import, which others do without
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # this import is slow
 
     for network in networks:
         is_cast = precision == "bfloat16" and network is networks[0]
@@ -93,13 +101,14 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: s
 
 
 def _in_bfloat16(network: nn.Module) -> Any:
-    """The policy by which weights are exchanged in bfloat16 that autocast would make bfloat16 on each rank: it gives
-    the same numbers. Others, such as those of embeddings and norms, are exchanged as they are.
+    """Return the policy that exchanges in bfloat16 the weights that autocast would make bfloat16 on each rank.
+
+    It gives the same numbers. Other weights, such as those of embeddings and norms, are exchanged as they are.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    others = (layer for layer in network.modules() if not _is_cast(layer))
-    kept = {id(weight) for layer in others for weight in layer.parameters(recurse=False)}
+    others = (layer.parameters(recurse=False) for layer in network.modules() if not _is_cast(layer))
+    kept = {id(weight) for weight in chain.from_iterable(others)}
     return MixedPrecisionPolicy(
         torch.bfloat16,
         reduce_dtype=torch.float32,
@@ -109,11 +118,13 @@ def _in_bfloat16(network: nn.Module) -> Any:
 
 
 def _is_cast(layer: nn.Module) -> bool:
-    """Whether torch's own code is all that computes with its weights: a class derived from it, or a hook before it,
-    such as spectral_norm's, may do so in float32.
+    """Return whether only torch's own code computes with the layer's weights.
+
+    A class derived from torch's, or a hook before the layer, such as spectral_norm's, may compute in float32.
     """
     kinds = [kind for kind in CAST if isinstance(layer, kind)]
-    is_own = all(getattr(type(layer), name, None) is getattr(kind, name, None) for kind in kinds for name in OVERRIDDEN)
+    pairs = product(kinds, OVERRIDDEN)
+    is_own = all(getattr(type(layer), name, None) is getattr(kind, name, None) for kind, name in pairs)
     return bool(kinds) and is_own and not torch_compat.has_forward_pre_hooks(layer)
 
 
@@ -123,13 +134,14 @@ def _from_first(tensor: Tensor, device: torch.device) -> None:
         give_room(tensor, device)
     else:
         tensor.data = tensor.detach().to(device).contiguous()
-    distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)  # not all types can be sent
+    distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)  # backends cannot send all types
 
 
 def give_room(tensor: Tensor, device: torch.device) -> None:
-    """Put a tensor without values on the device, where it has any; it stays the same object, and tied.
+    """Allocate memory on the device for a tensor without values. It stays the same object, and tied.
 
-    RuntimeError if another tensor is a view of it.
+    Raises:
+        RuntimeError: another tensor is a view of it.
     """
     room = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
     is_parameter = isinstance(tensor, nn.Parameter)
@@ -137,14 +149,15 @@ def give_room(tensor: Tensor, device: torch.device) -> None:
 
 
 def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
-    """While the block runs, weights of a sharded network are exchanged as they are, to compute without autocast."""
+    """Exchange the weights of a sharded network as they are while the block runs, to compute without autocast."""
     return torch_compat.gathered_as_they_are(unit for unit in model.modules() if is_sharded(unit))
 
 
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
-    """While the block tries a sharded network, which cannot be copied: its weights and buffers are put back at the end,
-    and what torch says of weights outside of their unit, of a unit's inputs, and of missing values is explained.
+    """Put back the weights and buffers of a sharded network, which cannot be copied, after the block has tried it.
+
+    Torch's errors about weights outside of their unit, a unit's inputs, and missing values are explained.
     """
     if not is_sharded(model):
         yield
@@ -174,12 +187,18 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class ShardedStep(SingleStep):
-    """Step on all ranks of a sharded network, which adds up its gradients by itself, after each part: until the last
-    one they would be whole.
+    """A step on all ranks of a sharded network.
+
+    The network adds up its gradients by itself, after each part: until the last part they would be whole.
     """
 
     def __init__(self, step: Step, has_unused: bool = False):
-        """has_unused: see ReplicatedStep. It makes the host wait in each step."""
+        """Prepare the network.
+
+        Args:
+            step: the step of one rank.
+            has_unused: as in ReplicatedStep. It makes the host wait in each step.
+        """
         super().__init__(step)
         self._has_unused = has_unused
         step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
@@ -188,11 +207,13 @@ class ShardedStep(SingleStep):
         return self.module.reaching(self.module(*args))
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """As many on each rank, since making a unit whole takes all of them."""
+        """Cut the batch into as many parts on each rank, since all ranks are needed to make a unit whole."""
         return batch.parts(most, self.module.world_size)
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
-        """Compute the gradients, and their norms over all shards, each row's part counted once; a collective.
+        """Compute the gradients, and their norms over all shards, counting each row's part once.
+
+        All ranks must call it.
 
         A weight that no rank has used gets a gradient of 0 from torch, and loses it here.
         """
@@ -212,15 +233,20 @@ class ShardedStep(SingleStep):
         return self.module.split((totals[: len(sums)] / self.module.world_size).float(), norms)
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        """None: what a rank's samples add to the gradients is added to the others' at once."""
+        """Return nothing, because a rank's gradients are added to the others' at once."""
         return []
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:
-    """Make the optimizer of a sharded network update this rank's rows, which are plain tensors, so that fused ones
-    work, too; InputError for one that does not treat each number by itself.
+    """Make the optimizer of a sharded network update this rank's rows.
+
+    The rows are plain tensors, so that fused optimizers work, too.
+
+    Raises:
+        InputError: the optimizer does not treat each number by itself.
     """
-    weights = [weight for group in optimizer.param_groups for weight in group["params"] if is_shard(weight)]
+    updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    weights = [weight for weight in updated if is_shard(weight)]
     if not weights:
         return optimizer
     if type(optimizer) not in [getattr(torch.optim, name) for name in BY_ELEMENT]:
@@ -232,7 +258,7 @@ def on_shards(optimizer: Optimizer) -> Optimizer:
     for group in optimizer.param_groups:
         group["params"] = [rows.get(weight, weight) for weight in group["params"]]
     for weight, row in rows.items():
-        if weight in optimizer.state:  # some have it from the start
+        if weight in optimizer.state:  # some optimizers have state from the start
             before = optimizer.state.pop(weight)
             optimizer.state[row] = {name: local(value) for name, value in before.items()}
 
@@ -241,7 +267,7 @@ def on_shards(optimizer: Optimizer) -> Optimizer:
             row.grad = None if weight.grad is None else local(weight.grad)
 
     def leave_gradients(*_: Any) -> None:
-        for row in rows.values():  # or they would take memory until the next step
+        for row in rows.values():  # gradients would take memory until the next step
             row.grad = None
 
     optimizer.register_step_pre_hook(take_gradients)

@@ -1,8 +1,9 @@
-"""A training step by virtual ranks: the same bits on any number of ranks.
+"""A training step by virtual ranks, with the same bits on any number of ranks.
 
 A global batch is cut into parts, as many as there are virtual ranks, whatever the number of ranks. A rank computes
 whole parts, one after the other, so each kernel sees the same shapes and numbers as if the part had a rank of its own.
-The gradients of the parts become whole numbers (whole_numbers.py); what they measure is added up in their order.
+The gradients of the parts become whole numbers (whole_numbers.py). Their measures are added up in the order of the
+parts.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,9 +42,9 @@ class ExactStep(SingleStep):
         super().__init__(step)
         check_types(step)
         device = step.carrier.device
-        # By part: value and weight of each measure
+        # The value and weight of each measure, by part
         self._measured = torch.zeros(virtual_ranks, 2 * len(step.names), dtype=torch.float64, device=device)
-        self._requests = False, False  # of this rank, to stop and to save
+        self._requests = False, False  # this rank's requests to stop and to save
         # A whole number for each request, and two for the bits of each measure
         sizes = self._word_sizes = [2, 2 * self._measured.numel()]
         self._buckets, self._units = make_buckets(step.trainable, virtual_ranks, sum(sizes))
@@ -55,10 +56,10 @@ class ExactStep(SingleStep):
             self._weights.append(list(islice(weights, len(bucket.views))))
             for place, weight in enumerate(self._weights[number]):
                 weight.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
-        self._in_part: list[set[int]] = [
-            set() for _ in self._buckets
-        ]  # which gradients the current backward pass has had
-        self._used: list[set[int]] = [set() for _ in self._buckets]  # which gradients any part of this rank has had
+        # The gradients of each bucket that the current backward pass has had
+        self._in_part: list[set[int]] = [set() for _ in self._buckets]
+        # The gradients of each bucket that any part of this rank has had
+        self._used: list[set[int]] = [set() for _ in self._buckets]
         self._is_looking = False
         self._exponents: list[Tensor] = []  # of the units of each call of backward in a step
         self.repeated = 0
@@ -66,7 +67,7 @@ class ExactStep(SingleStep):
         self._watched = -1
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
         if distributed.get_world_size() > 1:
-            # They may have other bits on another host's processor
+            # Another host's processor may have computed other bits of weights and buffers
             rank_0s.take((*step.model.parameters(), *step.model.buffers()))
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
@@ -91,7 +92,10 @@ class ExactStep(SingleStep):
         self._forget_arrivals()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Copy, since a forward pass may change what it is given, and may be repeated, also by another rank."""
+        """Cut the batch into parts, and copy them.
+
+        A forward pass may change what it gets, and may be repeated, also by another rank.
+        """
         return [copied(part) for part in super().parts(batch, most)]
 
     @torch_compat.only_deterministic()
@@ -127,7 +131,7 @@ class ExactStep(SingleStep):
                 if not count:
                     weight.grad = None
         asked, bits = self._buckets[-1].more.split(self._word_sizes)
-        # Copied, as float64 must begin at an even place
+        # The bits are copied, because float64 must begin at an even place
         measured = bits.clone().view(torch.float64).view_as(self._measured).sum(0)
         norms = torch_compat.norms(gradients_of(self.module))
         return Totals(measured, asked, norms)
@@ -137,7 +141,7 @@ class ExactStep(SingleStep):
             for number in range(len(self._buckets)):
                 self._watch(number)
         elif is_last:
-            self._send(len(self._buckets))  # those that lack a gradient, such as an unused expert's
+            self._send(len(self._buckets))  # buckets may lack a gradient, such as an unused expert's
             self._is_sending = False
         else:
             for number in range(len(self._buckets)):
@@ -191,13 +195,16 @@ class ExactStep(SingleStep):
         self._buckets[number].add()
 
     def _watch(self, number: int) -> None:
-        """Has to come before the gradients become something else."""
+        """Store the digest of a bucket's gradients if this part is watched.
+
+        add() changes the gradients, so it comes later.
+        """
         if self._part == self._watched >= 0:
             self.seen[number] = sum_of(self._buckets[number].gradients) * (2 * number + 1)
 
     @contextmanager
     def watching(self, part: int) -> Iterator[None]:
-        """Fill `seen` in the step of the block."""
+        """Store the digest of this part's gradients in `seen`, within the block."""
         self.seen.zero_()
         self._watched = part
         yield
@@ -205,8 +212,9 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def digest_of(self, part: int, backward: Callable[[], None]) -> Tensor:
-        """() int64: of the gradients of this part, which backward computes; they are in no sum. To be called before
-        added_up.
+        """Return the digest of the gradients of this part, which backward computes: () int64.
+
+        The gradients are in no sum. It must be called before added_up.
         """
         self._is_looking = True
         self.zero_grad()

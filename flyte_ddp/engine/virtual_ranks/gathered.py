@@ -1,8 +1,8 @@
 """all_gather() by virtual ranks: the rows of all parts of a batch, of which a rank computes one after another.
 
-A loss that compares samples needs the rows of all parts before that of the first is known, and each part's rows have a
-gradient from the losses of all parts. So a step runs the network twice, as GradCache does (Gao et al. 2021, arXiv
-2101.06983): once for the rows, and, once their gradients are known, once more for those of the weights. Rows and
+A loss that compares samples needs the rows of all parts before the loss of the first part is known, and each part's
+rows have a gradient from the losses of all parts. So a step runs the network twice, as GradCache does (Gao et al. 2021,
+arXiv 2101.06983): once for the rows, and, when their gradients are known, once more for those of the weights. Rows and
 gradients are added up in the order of the parts, and all ranks have all of them: the same bits on any number of ranks.
 """
 
@@ -21,11 +21,11 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
-Measure = Callable[[Any, Batch], Tensor]  # of outputs and a part: the sum of what is trained
+Measure = Callable[[Any, Batch], Tensor]  # returns the sum of what is trained, from outputs and a part
 
 
 class Seen(NamedTuple):
-    """A part after its first pass: what forward has returned, without its graph, and the generators then."""
+    """A part after its first pass: the outputs of forward without their graph, and the states of the generators."""
 
     part: Batch
     outputs: Any
@@ -37,7 +37,7 @@ class Gathered(NamedTuple):
 
     Attributes:
         rows: (N, ...) what all_gather() returns.
-        gradients: (N, ...) of the sum of all parts' losses; None in evaluation.
+        gradients: (N, ...) the gradients of the sum of all parts' losses; None in evaluation.
     """
 
     rows: Tensor
@@ -57,7 +57,7 @@ class Gathered(NamedTuple):
             left.clear()
             if self.gradients is None:
                 return self.rows.clone()
-            # What is borrowed counts for nothing: its gradient is another part's
+            # Borrowed rows count for nothing: their gradient belongs to another part
             gradients = torch.zeros_like(local) if part.share.borrowed else self.gradients[own]
             gathered: Tensor = _Given.apply(local, self.rows, gradients)
             return gathered
@@ -66,7 +66,7 @@ class Gathered(NamedTuple):
 
 
 class _Given(torch.autograd.Function):
-    """Rows that are known, for a part's own ones, whose gradients are known, too."""
+    """A function that returns known rows in place of a part's own rows, whose gradients are known, too."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, rows: Tensor, gradients: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class _Given(torch.autograd.Function):
 
 
 class _Stop(Exception):
-    """Raised by all_gather() in the first pass, in place of a return, with the part's rows."""
+    """The exception that all_gather() raises in the first pass, in place of a return, with the part's rows."""
 
     def __init__(self, local: Tensor):
         super().__init__()
@@ -98,14 +98,17 @@ def first_pass(
     parts: Sequence[Batch],
     begin: Callable[[], None] = lambda: None,
 ) -> tuple[list[Seen], Tensor | None]:
-    """Return what the rank's parts leave, and the rows of all parts, or None if measure() gathers none; a collective.
+    """Compute the outputs of the rank's parts, and gather the rows of all parts. All ranks must call it.
 
     Args:
-        recipe: whose forward and measure these are.
+        recipe: the recipe of forward and measure.
         forward: returns the outputs of a part.
-        measure: see Measure. It gets copies, since the recipe may change what it is given.
-        parts: this rank's.
+        measure: a Measure. It gets copies, since the recipe may change what it is given.
+        parts: this rank's parts.
         begin: called before each forward pass.
+
+    Returns:
+        What the rank's parts leave, and the rows of all parts, or None if measure() gathers none.
     """
     seen = list[Seen]()
     own = list[Tensor]()
@@ -137,7 +140,7 @@ def first_pass(
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return the same numbers without the graph that they are from."""
+    """Return a tensor with the same numbers, without its graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -156,8 +159,8 @@ def _joined(parts: Sequence[Batch], own: Sequence[Tensor]) -> Tensor:
 
 
 def _of_all(own: Tensor) -> Tensor:
-    """Return the numbers of all ranks, of which each is 0 on all ranks but one; a collective."""
-    distributed.all_reduce(own.view(-1).view(torch.uint8))  # bytes, as sums would round -0.0
+    """Return the numbers of all ranks, each of which is 0 on all ranks but one. All ranks must call it."""
+    distributed.all_reduce(own.view(-1).view(torch.uint8))  # sums of floats would change -0.0, sums of bytes don't
     return own
 
 
@@ -173,8 +176,16 @@ def gathered(
     parts: Sequence[Batch],
     begin: Callable[[], None],
 ) -> Gathered | None:
-    """Return the rows of a step's parts, and their gradients; a collective. None if measure() gathers none. The
-    arguments are first_pass's.
+    """Return the rows of a step's parts, and their gradients.
+
+    None if measure() gathers no rows. All ranks must call it.
+
+    Args:
+        recipe: as in first_pass.
+        forward: as in first_pass.
+        measure: as in first_pass.
+        parts: as in first_pass.
+        begin: as in first_pass.
     """
     seen, rows = first_pass(recipe, forward, measure, parts, begin)
     if rows is None or not rows.is_floating_point():
@@ -193,9 +204,9 @@ def gathered(
 
 
 def _added_up(own: Tensor, virtual_ranks: int) -> Tensor:
-    """Return (N, ...), the sums over all parts, from (parts, N, ...) of this rank's; a collective.
+    """Return the sums over all parts, (N, ...), from this rank's (parts, N, ...). All ranks must call it.
 
-    Each rank adds up its own rows, so that what it sends and receives is as large among however many ranks.
+    Each rank adds up its own rows, so that what it sends and receives has the same size among any number of ranks.
     """
     world_size = distributed.get_world_size()
     (_, size, *shape) = own.shape
@@ -209,6 +220,6 @@ def _added_up(own: Tensor, virtual_ranks: int) -> Tensor:
     lengths = [len(some) * each for some in parts]
     distributed.all_to_all_single(received, torch.cat(sent), lengths, [len(one) for one in sent])
     sums = own.new_zeros(size, *shape)
-    for of_part in received.view(virtual_ranks, -1, *shape):  # one after the other, by which rounding is the same
+    for of_part in received.view(virtual_ranks, -1, *shape):  # adding in the order of the parts rounds the same
         sums[ours] += of_part
     return _of_all(sums)

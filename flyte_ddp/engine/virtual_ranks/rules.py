@@ -1,4 +1,4 @@
-"""The rules of a training by virtual ranks, and a remark on what it costs: see exact_step.py."""
+"""The rules of a training by virtual ranks, and a remark on the cost of uneven parts."""
 
 from flyte_ddp.engine.batches.batches import parts_of_rank
 from flyte_ddp.errors import InputError
@@ -10,7 +10,7 @@ OFF = "set virtual_ranks to 0"
 
 
 def check_settings(settings: TrainingSettings, options: RunOptions, world_size: int) -> None:
-    """Raise InputError for more ranks than can share a batch, and for what cannot be done by virtual ranks."""
+    """Raise InputError for more ranks than can share a batch, and for what virtual ranks cannot do."""
     check_ranks(world_size, settings.batch_size, settings.virtual_ranks)
     if options.audit_every and not settings.virtual_ranks:
         raise InputError(
@@ -25,7 +25,7 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise InputError where a machine's memory would decide the result."""
+    """Raise InputError if a machine's memory would decide the result."""
     virtual_ranks = recipe.settings.virtual_ranks
     owner = type(recipe).__name__
     if virtual_ranks and recipe.micro_batch == -1:
@@ -36,7 +36,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:
-    """A remark where some ranks compute more parts than others, which wait for them."""
+    """Return a remark if some ranks compute more parts than others, which wait for them."""
     if virtual_ranks % world_size == 0:
         return []
     most = len(parts_of_rank(virtual_ranks, world_size - 1, world_size))

@@ -17,18 +17,18 @@ taken from the addends themselves, the step is computed again, and the second su
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor, distributed, nn
 
-BLOCK = 64  # numbers of a block in a tensor of one dimension
+BLOCK = 64  # how many numbers of a one-dimensional tensor are a block
 # The sizes of DistributedDataParallel's buckets: the first one, and the others
 FIRST_BYTES = 1 << 20
 BYTES = 25 << 20
 FINE = 11  # a tensor's largest addend is at least 2^FINE units, so half a unit is at most 2^-12 of it
-STEPS = 8  # exponents are kept in steps of 1/8 bit, and fall by 1/8 of what they are too large by
-ROOM = 4  # bits that a block smaller than the largest of its tensor is expected to grow by
+STEPS = 8  # exponents are kept in steps of 1/8 bit; each step of training takes away 1/8 of what they are too large by
+ROOM = 4  # a block smaller than the largest of its tensor is expected to grow by so many bits
 LARGEST_SCALE = 126  # exponent of the largest scale; the unit 2^-126 is the least normal float32
 
 
@@ -36,9 +36,9 @@ LARGEST_SCALE = 126  # exponent of the largest scale; the unit 2^-126 is the lea
 class Digits:
     """The number of bits that whole numbers have, in sums of so many addends.
 
-    An addend must have at least FINE bits and at most `addend` bits, while only the sum's size is known. The addends of
-    a sum of 2^b are as large as 2^(b - bits) if they agree, and as 2^(b - bits / 2) if they are independent. `total`
-    puts both in the middle.
+    An addend must have at least FINE bits and at most `addend` bits, while only the sum's size is known. If the addends
+    of a sum of 2^b agree, they are as large as 2^(b - bits); if they are independent, as 2^(b - bits / 2). `total` puts
+    both in the middle.
 
     Attributes:
         addend: the most bits of an addend, so that the sum fits however the addends add up.
@@ -62,12 +62,12 @@ class Bucket:
 
     Attributes:
         gradients: (numbers,) float32, each block's in one piece; in the end, the sum.
-        views: the same memory, as each tensor lies, in the order in which the tensors were given.
-        blocks: the number of blocks of each tensor, as they lie in memory.
+        views: the same memory with each tensor's shape and strides, in the order in which the tensors were given.
+        blocks: the number of blocks of each tensor, in the order of the memory.
         scales: (blocks, 1) float32, 1 / unit of each block.
         largest: (blocks, 1) float32, the largest absolute value in each block's addends so far, or in its sum.
         uses: a whole number for each tensor that travels with the sum.
-        more: so many others that do.
+        more: other whole numbers that travel with the sum.
     """
 
     def __init__(self, tensors: Sequence[Tensor], more: int = 0):
@@ -99,7 +99,7 @@ class Bucket:
         self.allocate(0)
 
     def allocate(self, words: int) -> None:
-        """Allocate what is sent: the sum, so many words for Units, `uses` and `more`."""
+        """Allocate the memory that is sent: the sum, so many words for Units, `uses` and `more`."""
         sizes = [len(self.gradients), words, len(self.views), self._more]
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
         self._sum, self.words, self.uses, self.more = self._sent.split(sizes)
@@ -111,7 +111,7 @@ class Bucket:
         self.largest.zero_()
 
     def add(self) -> None:
-        """Add the gradients to the sum, and make them something else."""
+        """Add the gradients to the sum, and scale and round them in place."""
         torch.maximum(self.largest, self._measure(), out=self.largest)
         for rows, scales, _, _ in self._groups:
             rows.mul_(scales)
@@ -158,9 +158,9 @@ class Units:
         self._buckets = buckets
         self._digits = digits
         device = buckets[0].gradients.device
-        blocks = [count for bucket in buckets for count in bucket.blocks]
-        self._blocks = torch.tensor(blocks, dtype=torch.int64, device=device)  # of each tensor
-        self._tensor = torch.arange(len(blocks), device=device).repeat_interleave(self._blocks)  # of each block
+        blocks = [*chain.from_iterable(bucket.blocks for bucket in buckets)]
+        self._blocks = torch.tensor(blocks, dtype=torch.int64, device=device)  # each tensor's number of blocks
+        self._tensor = torch.arange(len(blocks), device=device).repeat_interleave(self._blocks)  # each block's tensor
         self._needed = torch.ones(len(self._tensor) + len(blocks), dtype=torch.float32, device=device)
         self._needed[len(self._tensor) :] = 2.0**FINE
         buckets[-1].allocate(len(self._needed) + 1)
@@ -181,10 +181,10 @@ class Units:
         self._words_needed = torch.where(self._words_scales == 2.0**LARGEST_SCALE, 0, self._needed)
 
     def write_words(self) -> None:
-        """Write into the last bucket how this rank's addends fit; before it is sent.
+        """Write into the last bucket how this rank's addends fit, before the bucket is sent.
 
-        A word has 1 where a block or tensor is not 0, and more than all ranks' ones where it is large enough. The last
-        word is 1 if a number is too large or not finite.
+        A word has 1 if a block or tensor is not 0, and more than all ranks' ones if it is large enough. The last word
+        is 1 if a number is too large or not finite.
         """
         of_blocks = self._largest()
         largest = torch.cat([of_blocks.view(-1), self._by_tensor(of_blocks)])
@@ -195,16 +195,19 @@ class Units:
         words[-1] = ~(scaled < 2.0**self._digits.addend).all()  # NaN isn't smaller, either
 
     def fit(self) -> bool:
-        """Return whether all ranks' addends were small enough, once the last bucket is received."""
+        """Return whether all ranks' addends were small enough. The last bucket must have been received."""
         return not self._buckets[-1].words[-1]
 
     def keep_bound(self) -> bool:
-        """Return whether all ranks' addends were small enough, and large enough, once the last bucket is received."""
+        """Return whether all ranks' addends were small enough, and large enough.
+
+        The last bucket must have been received.
+        """
         words = self._buckets[-1].words
         return not ((words > 0) & (words <= self._ranks)).any()
 
     def follow_addends(self) -> bool:
-        """Choose the units by the addends themselves; False if one is not finite. A collective."""
+        """Choose the units by the addends themselves. Returns False if one is not finite. All ranks must call it."""
         largest = self._largest().nan_to_num_(nan=math.inf, posinf=math.inf)
         if self._ranks > 1:
             distributed.all_reduce(largest, distributed.ReduceOp.MAX)
@@ -244,7 +247,10 @@ class Units:
 
 
 def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
-    """Put the tensors into buckets in reverse, as their gradients come; with the last go so many more numbers."""
+    """Put the tensors into buckets in reverse, as their gradients come.
+
+    So many more numbers travel with the last bucket.
+    """
     groups: list[list[Tensor]] = [[]]
     size = 0
     limit = FIRST_BYTES
