@@ -170,11 +170,10 @@ class _Batches:
 
     def shares(self) -> int:
         """Return how many shares with samples this rank has in all steps."""
-        steps = range(len(self))
-        if self.virtual_ranks:
-            cuts = [self._cut(step, number) for step, number in product(steps, self.parts)]
-        else:
-            cuts = [self.own(step) for step in steps]
+        return sum(map(self._count_shares, range(len(self))))
+
+    def _count_shares(self, step: int) -> int:
+        cuts = [self._cut(step, number) for number in self.parts] if self.virtual_ranks else [self.own(step)]
         return sum(cut.start < cut.stop for cut in cuts)
 
     def parts_with_samples(self, step: int) -> list[int]:
