@@ -35,7 +35,11 @@ class Attributes:
 
 
 def check_attributes(recipe: Recipe) -> None:
-    """Raise InputError for an attribute that breaks its rule, or is misspelt."""
+    """Check each attribute of a recipe against its rule.
+
+    Raises:
+        InputError: An attribute breaks its rule, or is misspelt.
+    """
     owner = type(recipe).__name__
     for kind in type(recipe).__mro__:
         _check_spelling(kind)
@@ -50,8 +54,12 @@ def check_attributes(recipe: Recipe) -> None:
 
 
 def _check_spelling(kind: type) -> None:
-    """Raise InputError for a name that nothing in its module uses and that is nearly one of Recipe's: the latter's
-    default would be taken in silence.
+    """Check that no name of a class is a misspelt name of Recipe's.
+
+    Otherwise Recipe's default would be taken in silence.
+
+    Raises:
+        InputError: A name is nearly one of Recipe's, and nothing in its module uses it.
     """
     known = {name for name in vars(Recipe) if not name.startswith("_")} - {*vars(kind)}
     source = ""
@@ -67,8 +75,12 @@ def _check_spelling(kind: type) -> None:
 
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:
-    """Return by name the layers that match the patterns (fnmatch) of an attribute, without those inside of another one;
-    InputError for a pattern without a match, and for a list of layers.
+    """Return by name the layers that match the patterns (fnmatch) of an attribute.
+
+    A layer inside of another match is left out.
+
+    Raises:
+        InputError: A pattern matches nothing, or a match is a list of layers.
     """
     owner = f"{type(recipe).__name__}.{attribute}"
     layers = {name: one for name, one in model.named_modules() if name}

@@ -41,19 +41,26 @@ PROCESSOR = (
 
 
 class Audit:
-    """Has a part of a global batch computed twice by its rank, and by another one, on another host if there is one.
+    """A check that gradients have the same bits on two ranks: both compute the same part of a global batch.
 
-    The digests of the part's gradients are compared before these are added up. The samples are sent to the other rank,
-    so that no difference is about data.
+    The other rank is on another host if there is one. In the first step all ranks compute the part. The digests of the
+    part's gradients are compared before the gradients are added up. The samples are sent to the other rank, so that no
+    difference is about data.
 
     Attributes:
         train: the batches that the steps compute.
-        every: see __init__.
+        every: the number of steps of which one is audited; see __init__.
     """
 
     def __init__(self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn):
-        """every: audit one step in this many, and the first; with 0, only the first. places: of each rank. warn is
-        called on all ranks.
+        """Prepare the audit of a training.
+
+        Args:
+            step: the step whose gradients are compared.
+            train: the batches that the steps compute.
+            every: audit one step in this many, and the first; with 0, only the first.
+            places: the place of each rank.
+            warn: called on all ranks with a warning.
         """
         self._step = step
         self.train = train
@@ -67,8 +74,11 @@ class Audit:
     def added_up(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int, call: int = 0) -> Totals:
         """Return what ExactStep.added_up does, in a step that may be audited; a collective.
 
-        Raises InputError for code that has other bits each time, and WrongBitsError for ranks that differ, on all ranks
-        and with the weights as before the step.
+        The errors come on all ranks, with the weights as before the step.
+
+        Raises:
+            InputError: Code computes other bits each time.
+            WrongBitsError: Ranks compute other bits than others.
         """
         is_first = self._is_first
         self._is_first = False
@@ -96,7 +106,11 @@ class Audit:
     def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
         """Have all ranks compute the part some more times, and a product of matrices; a collective.
 
-        found: digests of the part by rank, so far. The gradients of a step are lost.
+        The gradients of a step are lost.
+
+        Args:
+            compute: computes the digest of the part.
+            found: the digests of the part by rank, so far.
         """
         ranks = range(len(self._places))
         again = [self._digests(compute, ranks) for _ in range(REPEATS)]
@@ -130,7 +144,10 @@ class Audit:
         self._warn(epoch, step, [reason])
 
     def _sent(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
-        """The part of the global batch, on all ranks, with the strides that it has, by which kernels go."""
+        """Return the part of the global batch, on all ranks, with the strides that it has on the owner.
+
+        Torch chooses kernels by strides, too.
+        """
         outlines: list[Any] = [None]
         own = next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None)
         if own:
@@ -147,7 +164,13 @@ class Audit:
         return replace(batch, tree=pytree.tree_unflatten(sent, structure))
 
     def _sent_leaf(self, leaf: Tensor, device: str, owner: int) -> Tensor:
-        """Return the owner's tensor, for which the others have a meta tensor; device: where the owner has it."""
+        """Return the owner's tensor, on each rank.
+
+        Args:
+            leaf: the tensor, which is a meta tensor on ranks other than the owner.
+            device: where the owner has the tensor.
+            owner: the rank that sends it.
+        """
         sent = torch.empty_like(leaf, device=self._device) if leaf.is_meta else leaf.to(self._device)
         in_memory = sent.as_strided((sent.numel(),), (1,))  # a copy is dense
         distributed.broadcast(in_memory.view(torch.uint8), owner)
@@ -161,13 +184,25 @@ class Audit:
 
 
 def audit_of(step: SingleStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn) -> Audit | None:
-    """Return None without virtual ranks, where a part may have other bits each time. The arguments are Audit's."""
+    """Make the audit of a step; the arguments are Audit's.
+
+    Returns:
+        None without virtual ranks, where a part may have other bits each time.
+    """
     return Audit(step, train, every, places, warn) if isinstance(step, ExactStep) else None
 
 
 def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:
-    """A part of a global batch that has samples, the rank that computes it, and another, if there is one on another of
-    the ranks' hosts; at random, and the same on all ranks.
+    """Choose a part of a global batch and two ranks that compute it, at random and alike on all ranks.
+
+    Args:
+        train: the batches.
+        hosts: the host of each rank.
+        epoch: the index of the epoch.
+        step: the index of the step in the epoch.
+
+    Returns:
+        A part that has samples, the rank that computes it, and another rank, on another host if there is one.
     """
     key = key_of(Use.AUDIT, train.seed, epoch, step)
     parts = train.parts_with_samples(step)
@@ -179,5 +214,5 @@ def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> 
 
 
 def owner_of(part: int, virtual_ranks: int, world_size: int) -> int:
-    """The rank that computes this part."""
+    """Return the rank that computes this part."""
     return next(rank for rank in range(world_size) if part in parts_of_rank(virtual_ranks, rank, world_size))

@@ -8,7 +8,10 @@ from flyte_ddp.engine.sharding.sharding import local
 
 
 class Average:
-    """torch.optim.swa_utils has one, too, but it makes the host wait for the device at every step."""
+    """The moving average of a network, kept without making the host wait for the device.
+
+    torch.optim.swa_utils has one, too, but it makes the host wait for the device at every step.
+    """
 
     def __init__(self, model: nn.Module, decay: float):
         frozen = [weight for weight in model.parameters() if not weight.requires_grad]  # is never copied
@@ -17,8 +20,14 @@ class Average:
 
     @torch.no_grad()
     def update(self, model: nn.Module, steps: int) -> None:
-        """steps: that have been made before this one. The decay warms up as in TensorFlow's ExponentialMovingAverage,
-        or the average of a short training would be that of its first weights.
+        """Move the average towards the network's present weights and statistics.
+
+        The decay warms up as in TensorFlow's ExponentialMovingAverage, or the average of a short training would be that
+        of its first weights.
+
+        Args:
+            model: the network that is trained.
+            steps: the number of steps before this one.
         """
         # each once: a state_dict lists tied weights under every name that they have
         own, others = (

@@ -1,4 +1,4 @@
-"""Keeps the weights of the best evaluations, each in a file of its own beside the checkpoint, until training has ended.
+"""The weights of the best evaluations, each in a file of its own beside the checkpoint, until training has ended.
 
 So a checkpoint does not grow by them, and each is written, and uploaded, once. Which evaluations are kept follows from
 their measures, which a checkpoint has, and from the files that are there.
@@ -53,12 +53,16 @@ class BestModels(Observer):
         emit: Callable[[Event], None],
         write: Callable[[Path, dict[str, float], Weights], object],
     ):
-        """Find those that were kept before a resume; a collective.
+        """Find the evaluations that were kept before a resume; a collective.
 
         Of the evaluations of another training that this one continues, and of those before keep_best was set, only the
         best is known.
 
-        write: writes a file of weights with their measures; a collective, and rank 0 alone may raise OSError.
+        Args:
+            training: knows its best evaluation.
+            job: names the files, and says how many evaluations are kept.
+            emit: gets events.
+            write: writes a file of weights with their measures; a collective, and rank 0 alone may raise OSError.
         """
         assert training.best_tracker
         self._training = training
@@ -83,14 +87,14 @@ class BestModels(Observer):
         self._keep(len(self._training.progress.history) - 1, self._training.evaluated_weights())
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
-        """Remove the files that the checkpoint does without; the next evaluation waits for it."""
+        """Remove the files that the checkpoint does without; the next evaluation waits for the checkpoint."""
         kept = {self._file(number) for number in self._kept}
         for file in self._folder.glob("*.pt") if self._is_first else ():
             if file not in kept:
                 file.unlink(missing_ok=True)
 
     def publish(self) -> list[KeptModel]:
-        """Rank 0 puts those that could be written into the logs, and says what they are."""
+        """Put the models that could be written into the logs, and return what they are; rank 0 does so alone."""
         if not self._is_first:
             return []
         logs = Path(self._job.logs)
@@ -118,7 +122,7 @@ class BestModels(Observer):
             self._emit(CheckpointFailed(f"{file}, epoch {counted(epoch.position)} for keep_best: {error.strerror}"))
 
     def _best(self, numbers: Iterable[int]) -> list[int]:
-        """The earliest of equals first, as BestTracker has it."""
+        """Return the best of these evaluations; the earlier of equals comes first, as BestTracker has it."""
         tracker = self._tracker
         history = self._training.progress.history
         sign = 1 if tracker.is_lower_better else -1

@@ -16,9 +16,10 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What digests of one part say.
+    """The judgement on digests of one part that differ.
 
     Attributes:
+        cause: why the digests differ.
         odd: the ranks that differ; with Cause.PROCESSOR, those whose processors are to blame.
         others: the ranks that most agree with; empty where there is no majority.
     """
@@ -49,6 +50,6 @@ def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] 
 
 
 def _usual(digests: Sequence[int]) -> int | None:
-    """The digest that more than half of them are."""
+    """Return the digest that more than half of them are, or None if there is no such digest."""
     digest, count = Counter(digests).most_common(1)[0]
     return digest if 2 * count > len(digests) else None

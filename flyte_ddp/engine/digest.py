@@ -26,10 +26,18 @@ AT_ONCE = 64  # so many times as many on a GPU
 
 @torch.no_grad()
 def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "", device: torch.device = CPU) -> str:
-    """Of names, dtypes, shapes and bits in this order, of tied weights once; equal for whole weights and for Shards.
+    """Compute the digest of weights: of their names, dtypes, shapes and bits, in this order.
 
-    A collective where there is a process group, of rank 0's weights and all ranks' rows; device: of its tensors.
-    base_digest: of the frozen weights that are left out.
+    Tied weights count once. Whole weights and their Shards have the same digest. Where there is a process group, this
+    is a collective, of rank 0's whole weights and of all ranks' rows.
+
+    Args:
+        weights: the weights by name.
+        base_digest: the digest of the frozen weights that are left out.
+        device: where the collective's tensors are.
+
+    Returns:
+        16 hex digits.
     """
     rooms = with_room(weights)
     firsts = first_names(rooms)
@@ -43,7 +51,7 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
 
 
 def _sum_of(value: Tensor | Shard) -> Tensor:
-    """What this rank adds to that of all."""
+    """Return what this rank adds to the sum of all ranks for one tensor."""
     if isinstance(value, Shard):
         rows = value.rows
         first = cut().rows(value.shape[0])[0] * math.prod(value.shape[1:])
@@ -56,7 +64,15 @@ def _sum_of(value: Tensor | Shard) -> Tensor:
 
 
 def sum_of(numbers: Tensor, first: int = 0) -> Tensor:
-    """Of the numbers first, first + 1, … of a tensor; that of all is the sum of those of its parts."""
+    """Compute the digest's sum of a tensor's numbers, or of a part of them; the parts' sums add up to the tensor's.
+
+    Args:
+        numbers: the numbers, in order.
+        first: the index in the whole tensor of the first of these numbers.
+
+    Returns:
+        () int64, modulo 2^64.
+    """
     words = numbers.contiguous().view(-1).view(WORDS.get(numbers.itemsize, torch.int32))
     first *= max(1, numbers.itemsize // 4)
     keys = split_mix(0, 0, KEYS, numbers.device)
@@ -78,13 +94,16 @@ def sum_of(numbers: Tensor, first: int = 0) -> Tensor:
 
 @torch.no_grad()
 def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """() int64: of the tensors in this order."""
+    """Compute one digest's sum, () int64, of the tensors in this order."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return sum((sum_of(one).to(device) * (2 * number + 1) for number, one in enumerate(tensors)), zero)
 
 
 def differ_between_ranks(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Whether a rank has other ones; a collective of two numbers. A tensor that is given twice counts once."""
+    """Return whether a rank has other tensors than the rest; a collective of two numbers.
+
+    A tensor that is given twice counts once.
+    """
     own = sum_of_all({id(one): one for one in tensors}.values(), device)
     extremes = torch.stack([own, ~own])  # the least of all is the other way up
     distributed.all_reduce(extremes, distributed.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same weights, which DistributedDataParallel takes for granted and never looks at."""
+"""The check that all ranks have the same weights, which DistributedDataParallel takes for granted."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,18 +20,25 @@ RANKS = (
 
 
 class Drift:
-    """Compares the ranks' tensors before each checkpoint."""
+    """A comparison of the ranks' tensors before each checkpoint."""
 
     def __init__(self, places: Sequence[Place], device: torch.device, warn: Warn):
-        """places: of each rank. warn is called on all ranks."""
+        """Prepare the comparisons.
+
+        Args:
+            places: the place of each rank.
+            device: where the collective's tensors are.
+            warn: called on all ranks with a warning.
+        """
         self._places = places
         self._device = device
         self._warn = warn
         self._is_told = False
 
     def compare(self, tensors: Iterable[Tensor], what: str, epoch: int, step: int) -> None:
-        """Look for ranks whose tensors differ; a collective. Where processors of several kinds may round otherwise, it
-        warns, once.
+        """Look for ranks whose tensors differ; a collective.
+
+        Where processors of several kinds may round otherwise, this warns, once.
 
         Raises:
             WrongBitsError: Ranks with one kind of processor differ; on all ranks.
@@ -56,7 +63,14 @@ def of_ranks(own: Tensor) -> list[int]:
 
 
 def difference(what: str, odd: Sequence[int], others: Sequence[int], places: Sequence[Place]) -> str:
-    """Return a clause on the ranks that differ; others: those that they differ from, if a majority agrees."""
+    """Return a clause on the ranks that differ.
+
+    Args:
+        what: the tensors that differ, in words.
+        odd: the ranks that differ.
+        others: the ranks that the odd ones differ from; empty if there is no majority.
+        places: the place of each rank.
+    """
     if others:
         return f"{what} have other bits on {all_named(odd, places)} than on {all_named(others[:1], places)}"
     return f"{what} have other bits on each of {all_named(odd, places)}"

@@ -1,4 +1,4 @@
-"""Measures a trained network on a split, outside of training: on one rank, in float32."""
+"""The measures of a trained network on a split, outside of training: on one rank, in float32."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,9 +28,15 @@ def measure(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     look: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
 ) -> Measured:
-    """Use the same batches as the evaluations of a training.
+    """Measure a network on the same batches as the evaluations of a training.
 
-    forward: by default the recipe's own; for a network of another recipe, that one's. look: is called with each batch.
+    Args:
+        recipe: measures the outputs.
+        network: the trained network.
+        split: the samples.
+        link: told after each batch that the process is alive.
+        forward: by default the recipe's own; for a network of another recipe, that recipe's.
+        look: called with each batch, and with the values and weights of its measures.
     """
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)

@@ -1,4 +1,4 @@
-"""Python's garbage collection in the steps of a training: at the same time on all ranks."""
+"""Python's garbage collection during training: at the same time on all ranks."""
 
 import gc
 from collections.abc import Generator, Iterator
@@ -8,8 +8,10 @@ Item = TypeVar("Item")
 
 
 def collected_between(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """The items, which come one for each step. What is young is collected between them, which takes microseconds, and
-    nothing else is, or each rank would stop at a step of its own, and all others wait for it each time.
+    """Yield the items, one for each step, and collect garbage only between them.
+
+    Only young objects are collected, which takes microseconds. Otherwise each rank would stop for a collection at a
+    step of its own, and all others would wait for it each time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

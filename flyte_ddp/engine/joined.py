@@ -1,4 +1,4 @@
-"""Trains as one of the ranks that torchrun or a cluster's scheduler has started."""
+"""A training by one of the ranks that torchrun or a cluster's scheduler has started."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,10 @@ SETTLE_SECONDS = 0.1
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
     """Join the other ranks and train as one of them; rank 0 passes events to on_event.
 
-    A request to stop ends it with PreemptedError, after a checkpoint; see watched for hangs and lost ranks.
+    For hangs and lost ranks see under_watchdog.
+
+    Raises:
+        PreemptedError: The rank was asked to stop; it has written a checkpoint first if that was possible.
     """
     settings = job.settings
     environment = environment_from_variables(settings.backend)

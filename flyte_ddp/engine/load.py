@@ -30,8 +30,9 @@ from flyte_ddp.text import did_you_mean
 
 
 def load_named(job: Job) -> Any:
-    """What the job names, a recipe's class or a function. Seeds all sources of random numbers, since data and weights
-    may be drawn from any of them.
+    """Import what the job names: a recipe's class or a function.
+
+    This seeds all sources of random numbers first, since data and weights may be drawn from any of them.
     """
     seed_all(job.settings.seed)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
@@ -48,7 +49,11 @@ def load_named(job: Job) -> Any:
 
 
 def load_recipe(job: Job, device: torch.device) -> Recipe:
-    """The recipe that the job names, with its settings and data; InputError if that is not a recipe."""
+    """Make the recipe that the job names, with its settings and data.
+
+    Raises:
+        InputError: The job names something else, or the recipe does not take settings and data_path.
+    """
     with checked_imports(job.root, job.files):
         kind = load_named(job)
         if not (isinstance(kind, type) and issubclass(kind, Recipe)):
@@ -80,7 +85,11 @@ def data_path_of(data: Path | StoredData | None) -> Path | str | None:
 
 
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
-    """The samples of a split; InputError, naming the place in the recipe, if the data are invalid."""
+    """Load the samples of a split.
+
+    Raises:
+        InputError: The data are invalid; the message names the place in the recipe.
+    """
     data = recipe.data(split)
     try:
         if isinstance(data, Blocks) and (recipe.lengths(split) is not None or recipe.length_window):
@@ -94,7 +103,11 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
 def split_of(
     data: Any, split: str, device: torch.device, options: RunOptions, cache: BlockCache
 ) -> Streamed | Resident | BlockSplit:
-    """The samples of what Recipe.data returns; InputError if they are invalid."""
+    """Make a split's samples of what Recipe.data returns.
+
+    Raises:
+        InputError: The data are invalid.
+    """
     if isinstance(data, Blocks):
         return BlockSplit(data, split, Reading(cache, device, options.pin_memory))
     if isinstance(data, torch.utils.data.IterableDataset):
@@ -120,7 +133,7 @@ def split_of(
 
 
 def is_dataset(data: Any) -> bool:
-    """Whether samples are asked for one by one: of a Dataset, or of what is like one, such as Hugging Face's."""
+    """Return whether samples are read one by one: from a Dataset, or an object like one, such as Hugging Face's."""
     if isinstance(data, torch.utils.data.Dataset):
         return True
     if isinstance(data, (torch.Tensor, np.ndarray, Sequence, Mapping, torch.nn.Module, type)):
@@ -131,7 +144,11 @@ def is_dataset(data: Any) -> bool:
 
 
 def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:
-    """The samples with their lengths, if the recipe has any; InputError for lengths that are not theirs."""
+    """Return the samples with their lengths, if the recipe has any.
+
+    Raises:
+        InputError: The lengths are not those of these samples.
+    """
     each = recipe.lengths(split)
     if each is not None:
         if isinstance(samples, Streamed):
@@ -147,7 +164,11 @@ def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Sp
 
 
 def validation_of(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
-    """The samples to train on, and those to choose the best epoch by, if there is a validation split."""
+    """Split off the samples to choose the best epoch by.
+
+    Returns:
+        The samples to train on, and the validation split if there is one.
+    """
     settings: TrainingSettings = job.settings
     if recipe.has_validation:
         if settings.validation_fraction:

@@ -1,4 +1,4 @@
-"""Checks what a recipe's methods return, and turns its measures into the reported figures."""
+"""The checks of what a recipe's methods return, and the figures reported from its measures."""
 
 import inspect
 import math
@@ -19,7 +19,12 @@ from flyte_ddp.recipe import Random, Recipe
 
 
 def code_location(recipe: Any, method: str) -> str:
-    """'Name.method (file, line n)' of the user's code; recipe: one, or its class."""
+    """Return 'Name.method (file, line n)' of the user's code.
+
+    Args:
+        recipe: a recipe, or its class.
+        method: the name of the method.
+    """
     kind = recipe if isinstance(recipe, type) else type(recipe)
     function = inspect.unwrap(getattr(kind, method))
     if method == "forward" and function is Recipe.forward:  # which calls the network, and that is the user's
@@ -30,7 +35,11 @@ def code_location(recipe: Any, method: str) -> str:
 
 
 def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
-    """What the recipe's method returns; InputError if that is no finite number."""
+    """Return the number that the recipe's method returns.
+
+    Raises:
+        InputError: The method returns no finite number.
+    """
     returned = getattr(recipe, method)(*arguments)
     number = math.nan
     with suppress(TypeError, ValueError, RuntimeError):  # torch's, for a tensor of several elements
@@ -42,8 +51,13 @@ def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
 
 
 def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The recipe's; InputError for one of other weights. A trial could not tell: a recipe may keep the network of
-    model(), of which those that it is tried with are copies.
+    """Return the recipe's optimizer of the network.
+
+    A trial could not tell whether the optimizer has other weights: a recipe may keep the network of model(), of which
+    the networks on trial are copies.
+
+    Raises:
+        InputError: The optimizer has weights that are not the network's.
     """
     optimizer = recipe.optimizer(model)
     own = {id(weight) for weight in model.parameters()}
@@ -58,7 +72,11 @@ def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:
-    """The batch as the recipe augments it; InputError if that changes the number of samples."""
+    """Return the batch as the recipe augments it.
+
+    Raises:
+        InputError: The recipe changes the number of samples.
+    """
     if getattr(recipe.augment, "__func__", None) is Recipe.augment:  # as it is: nothing is drawn
         return tree
     recipe.share = share
@@ -74,9 +92,19 @@ def trained_measure(names: Sequence[str]) -> str:
 
 
 def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()) -> dict[str, tuple[Tensor, Tensor]]:
-    """Values and weights of each measure for the rank's own samples, in the order of names, or else with "loss" first.
+    """Compute values and weights of each measure for the rank's own samples.
 
-    Raises InputError, naming the place in the recipe, if measure() returns anything else.
+    Args:
+        recipe: measures the outputs.
+        outputs: what the recipe's forward returned for the batch.
+        batch: n samples.
+        names: the measures in order; by default all of them, with "loss" first.
+
+    Returns:
+        Values and weights by name, each one entry a sample, float32.
+
+    Raises:
+        InputError: measure() returns anything else; the message names the place in the recipe.
     """
     if outputs is None:
         raise InputError(f"{code_location(recipe, 'forward')} must return the network's outputs, got None")
@@ -124,17 +152,21 @@ def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
 
 
 def mismatched(outputs: Any) -> Any:
-    """The outputs, each moved on to the next sample of the batch; what has no rows stays as it is."""
+    """Return the outputs, each moved on to the next sample of the batch; an output that has no rows stays as it is."""
     return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)
 
 
 def sums_of(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """(2 k,) float64: value and weight of each measure, alternating."""
+    """Add up the values and weights: (2 k,) float64, value and weight of each of k measures, alternating."""
     return torch.stack([part.double() for pair in pairs.values() for part in pair]).sum(1)
 
 
 def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:
-    """The measures to report; NaN if the weights add up to 0. InputError if derive() returns anything but numbers."""
+    """Compute the measures to report; a measure is NaN if its weights add up to 0.
+
+    Raises:
+        InputError: derive() returns anything but names and numbers, or leaves the loss out.
+    """
     measures = {
         name: value / weight if weight else math.nan
         for name, value, weight in zip(names, pairs[::2], pairs[1::2], strict=True)
@@ -156,7 +188,11 @@ def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict
 
 
 def headline_of(recipe: Recipe, measures: dict[str, float]) -> str:
-    """The name of the main measure; InputError if the recipe names one that does not exist."""
+    """Return the name of the main measure.
+
+    Raises:
+        InputError: The recipe names a measure that does not exist.
+    """
     if recipe.headline and recipe.headline not in measures:
         raise InputError(
             f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}: name "

@@ -1,4 +1,4 @@
-"""How the ranks take a step together, by what is trained."""
+"""The choice of how the ranks take a step together, by how the network is trained."""
 
 from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded
 from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step

@@ -1,4 +1,4 @@
-"""Predictions of any recipe's trained network for a shard of a split, in a process of its own."""
+"""The predictions of any recipe's trained network for a shard of a split, in a process of its own."""
 
 from pathlib import Path
 
@@ -21,9 +21,15 @@ from flyte_ddp.whole_files import whole_file, writing_to
 
 @torch.inference_mode()
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
-    """Write the predictions (n, ...) for a shard of a split to a file in job.logs, in float32; returns n.
+    """Write the predictions (n, ...) for a shard of a split to a file in job.logs, in float32.
 
-    argument: the job, the name of the split, the shard's index from 0, and the number of shards.
+    Args:
+        environment: this process's rank, device and threads.
+        link: told after each batch that the process is alive.
+        argument: the job, the name of the split, the shard's index from 0, and the number of shards.
+
+    Returns:
+        The number n of rows.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)

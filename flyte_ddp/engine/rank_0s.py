@@ -1,4 +1,4 @@
-"""Rank 0's tensors, on all ranks; all of it collectives. They go as bytes, as not all types can be sent."""
+"""Rank 0's tensors, on all ranks. Each function is a collective. Tensors go as bytes, as not all types can be sent."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,8 +10,12 @@ from flyte_ddp.engine.torch_compat import broadcast_together
 
 
 def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
-    """That of the first of the receivers, by default of all ranks, on the device; the others have the same, or a meta
-    tensor.
+    """Return the tensor of the first of the receivers, on the device.
+
+    Args:
+        value: the tensor to send; the other receivers have one like it, or a meta tensor.
+        device: where the tensor is sent from, and received.
+        receivers: a process group; by default all ranks.
     """
     sent = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
     distributed.broadcast(sent.view(-1).view(torch.uint8), group=receivers, group_src=0)

@@ -1,4 +1,4 @@
-"""What the device has computed in each step, read by the host without waiting for it."""
+"""Values that the device has computed in each step, read by the host without waiting for the newest."""
 
 from collections import deque
 from typing import Any
@@ -11,10 +11,11 @@ MOST_STEPS = 16  # that is ahead, as each has its batch
 
 
 class Readback:
-    """Copies a tensor to the host in each step, and reads the copy that is so many steps old.
+    """A queue of copies of a tensor, of which the host reads one that is some steps old.
 
-    It is the same step's on all ranks, whenever each of their devices has come to it: so ranks that decide by what all
-    have in common decide alike. On a CPU the copy is that of the step itself.
+    Each step copies the tensor to the host. The copy that is read is the same step's on all ranks, whenever each of
+    their devices has come to it. So ranks that decide by values that all ranks have decide alike. On a CPU the copy is
+    that of the step itself.
 
     Attributes:
         behind: how many steps old a copy is; also how far the host is ahead of the device at most, once it reads.
@@ -26,12 +27,16 @@ class Readback:
         self._copies: deque[tuple[int, Tensor, Any]] = deque()
 
     def keep_pace(self, step_seconds: float) -> None:
-        """step_seconds: of recent steps, the same on all ranks."""
+        """Set how many steps old the copies are, so that the device has work for about AHEAD_SECONDS.
+
+        Args:
+            step_seconds: the duration of recent steps, the same on all ranks.
+        """
         if self._is_cuda:
             self.behind = max(1, min(MOST_STEPS, int(AHEAD_SECONDS / max(step_seconds, 1e-9))))
 
     def copy(self, step: int, tensor: Tensor) -> None:
-        """The step's, of a tensor that later ones change."""
+        """Start to copy the step's values of a tensor that later steps change."""
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
         copied.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event(blocking=True) if self._is_cuda else None
@@ -40,7 +45,11 @@ class Readback:
         self._copies.append((step, copied, event))
 
     def read(self) -> tuple[int, list[float]] | None:
-        """The number of the step, and its values; None if there have not been so many since the last call of clear."""
+        """Return the number of the newest step that is old enough, and its values.
+
+        Returns:
+            None if there have not been so many steps since the last call of clear.
+        """
         latest = None
         while len(self._copies) > self.behind:
             latest = self._copies.popleft()
@@ -52,5 +61,5 @@ class Readback:
         return step, copied.tolist()
 
     def clear(self) -> None:
-        """Forgets what has not been read."""
+        """Forget the copies that have not been read."""
         self._copies.clear()

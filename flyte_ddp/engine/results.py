@@ -1,4 +1,4 @@
-"""The results of a training: weights, predictions and pictures in files, and the figures of each rank."""
+"""The results of a training: weights, predictions and pictures in files."""
 
 import os
 import platform
@@ -32,8 +32,9 @@ MOST_PICTURES = 24
 
 
 def write_last(setup: SetUp, job: Job) -> None:
-    """Rank 0 writes the weights after the last epoch, if another one may be best, and its checkpoint if
-    requested, or if training stops early, to be continued; a collective.
+    """Write the weights after the last epoch, if another epoch may be the best, and the final checkpoint; a collective.
+
+    Rank 0 writes. It writes the checkpoint if that is requested, or if training stops early, to be continued.
     """
     state = setup.state
     with writing_to(job.logs, job.chosen_by):
@@ -49,7 +50,16 @@ def write_last(setup: SetUp, job: Job) -> None:
 
 
 def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
-    """Rank 0 writes the results; a collective, which returns the digest of the weights. tested: on the test split."""
+    """Write the results, by rank 0; a collective.
+
+    Args:
+        setup: the training.
+        job: names the files.
+        tested: the evaluation on the test split.
+
+    Returns:
+        The digest of the weights.
+    """
     path = Path(job.model_path)
     is_first = distributed.get_rank() == 0
     with writing_to(path.parent, job.chosen_by):
@@ -65,8 +75,10 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
 
 
 def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
-    """Rank 0 writes the rows (N, ...) of all ranks, batch by batch, so that no rank ever has them all; a collective.
-    Raises OSError, there alone, once the others have been heard.
+    """Write the rows (N, ...) of all ranks, batch by batch, by rank 0, so that no rank ever has them all; a collective.
+
+    Raises:
+        OSError: The file cannot be written; on rank 0 alone, once it has received the rows of the others.
     """
     test = setup.test
     rows = gather(predictions, setup.test, setup.state.device)
@@ -88,8 +100,20 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
 def write_weights(
     setup: SetUp, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
 ) -> str:
-    """Rank 0 writes these weights, or those that are evaluated, with their metadata; a collective, which returns their
-    digest. Raises OSError, there alone.
+    """Write weights with their metadata, by rank 0; a collective.
+
+    Args:
+        setup: the training.
+        job: goes into the metadata.
+        path: the file.
+        measures: the measures of these weights.
+        weights: by default those that are evaluated.
+
+    Returns:
+        The digest of the weights.
+
+    Raises:
+        OSError: The file cannot be written; on rank 0 alone.
     """
     state = setup.state
     size = distributed.get_world_size()
@@ -131,7 +155,11 @@ def build_metadata(
 
 @torch.no_grad()
 def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tensor]]:
-    """The recipe's pictures of the first test samples, if any; a collective of a sharded network."""
+    """Draw the recipe's pictures of the first test samples, if it has any; a collective if the network is sharded.
+
+    Returns:
+        A caption and a picture each.
+    """
     recipe = state.recipe
     count = min(len(test), MOST_PICTURES)
     if getattr(recipe.pictures, "__func__", None) is Recipe.pictures:
@@ -155,9 +183,15 @@ def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
 def export_model(
     weights: Mapping[str, Tensor | Shard], path: Path, metadata: ModelMetadata | None = None, device: torch.device = CPU
 ) -> None:
-    """Write a state_dict as a plain one of contiguous CPU tensors; path appears whole or not at all.
+    """Write weights as a plain state_dict of contiguous CPU tensors; the file appears whole or not at all.
 
-    A collective if weights are sharded; device: of the shards.
+    A collective if weights are sharded.
+
+    Args:
+        weights: the weights by name.
+        path: the file.
+        metadata: written into the file, if given.
+        device: where the shards are.
     """
     tensors: dict[str, Tensor] = with_room(weights)
     firsts = first_names(tensors)

@@ -22,7 +22,11 @@ def generator_states() -> tuple[Any, ...]:
 
 
 def put_back_generators(states: tuple[Any, ...]) -> None:
-    """states: what generator_states has returned."""
+    """Restore the states of all generators.
+
+    Args:
+        states: what generator_states has returned.
+    """
     of_python, of_numpy, of_torch, of_gpu = states
     random.setstate(of_python)
     np.random.set_state(of_numpy)

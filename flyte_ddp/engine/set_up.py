@@ -1,4 +1,4 @@
-"""Sets up a training on one rank: the recipe, its batches, and the state that steps change."""
+"""The set-up of a training on one rank: the recipe, its batches, and the state that steps change."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +39,17 @@ SILENT = Link()
 
 @dataclass(frozen=True)
 class SetUp:
-    """probed: what the probe found. precision: float32 or bfloat16. remarks: which weights training starts with.
-    warnings: what is to be said whether training starts or goes on.
+    """A training that is ready for its first step.
+
+    Attributes:
+        state: the network and all else that steps change.
+        train: the batches of the training.
+        validation: the batches that choose the best epoch, if there are any.
+        test: the batches of the test split.
+        probed: what the probe found.
+        precision: float32 or bfloat16.
+        remarks: what to tell of how training starts, such as with which weights.
+        warnings: what to tell whether training starts or goes on.
     """
 
     state: TrainingState
@@ -61,9 +70,18 @@ def set_up(
     precision: str = "",
     link: Link = SILENT,
 ) -> SetUp:
-    """A collective; InputError for an invalid recipe.
+    """Load the recipe and its data, try them, and make what a training needs; a collective.
 
-    precision: of the checkpoint that is resumed; by default that of the settings, the same on all ranks.
+    Args:
+        environment: this rank's place among all ranks.
+        device: where the rank computes.
+        job: the training.
+        cache: the blocks that the host's ranks share.
+        precision: that of the checkpoint that is resumed; by default that of the settings, the same on all ranks.
+        link: gets the events.
+
+    Raises:
+        InputError: The recipe is invalid.
     """
     settings = job.settings
     rank = environment.rank
@@ -145,7 +163,11 @@ def set_up(
 
 
 def best_tracker_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:
-    """Return what chooses the best epoch; InputError if it is unknown whether higher or lower values are better."""
+    """Make the tracker that chooses the best epoch.
+
+    Raises:
+        InputError: It is unknown whether higher or lower values are better.
+    """
     measure = headline if settings.choose_by == "headline" else "loss"
     lower = is_lower_better(recipe, measure)
     if lower is None:

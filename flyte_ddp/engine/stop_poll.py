@@ -12,17 +12,23 @@ POLL_SECONDS = 0.5  # about so often
 
 
 class StopPoll:
-    """A question among all ranks, asked now and then in one evaluation: was any of them asked to stop?
+    """The question whether any rank was asked to stop, which ranks ask one another now and then in one evaluation.
 
     When they ask follows from what they have exchanged, so all ask after the same batch. On a GPU the host reads the
     answer before the last one, which is the same on all ranks, too, and does not wait for the newest.
 
     Attributes:
-        is_agreed: whether they leave.
+        is_agreed: whether the ranks leave the evaluation.
     """
 
     def __init__(self, device: torch.device, is_shared: Callable[[], bool] = lambda: True):
-        """is_shared: asked before each exchange, whether all ranks still evaluate; if not, they ask no more."""
+        """Prepare the question.
+
+        Args:
+            device: where the collective's tensors are.
+            is_shared: called before each exchange; returns whether all ranks still evaluate. If not, the ranks ask no
+                more.
+        """
         self.is_agreed, self._is_shared = False, is_shared
         self._device, self._size = device, distributed.get_world_size()
         self._every, self._batches, self._since = 1, 0, time.perf_counter()

@@ -1,4 +1,4 @@
-"""Sums since the last evaluation: what steps have measured, and what ranks have asked for, all ranks together."""
+"""The sums since the last evaluation, over all ranks: what steps have measured, and what ranks have asked for."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ from flyte_ddp.engine.step import Totals
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums since the last evaluation, all ranks together.
+    """The sums since the last evaluation, over all ranks.
 
     Attributes:
         pairs: value and weight of each measure, alternating.
-        step: number of the epoch's steps so far.
-        steps: number of the epoch's steps before the first that was not finite.
+        step: the number of the epoch's steps so far.
+        steps: the number of the epoch's steps before the first that was not finite.
         stop: whether any rank was asked to stop.
         saves: how often rank 0 wanted a checkpoint.
-        seconds: of the epoch's steps.
+        seconds: the duration of the epoch's steps.
     """
 
     pairs: tuple[float, ...]
@@ -33,16 +33,17 @@ class Sums:
         return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
 
     def asks(self, before: "Sums") -> bool:
-        """Whether the steps since then call for something other than the next one."""
+        """Return whether the steps since the sums before call for something other than the next step."""
         return self.steps < self.step or self.stop or self.saves > before.saves
 
 
 class StepSums:
-    """Adds them up on the device.
+    """The sums on the device, to which each step adds.
 
     Attributes:
-        values: value and weight of each measure, alternating; then the numbers of steps to stop, to save, and that
-            were bad.
+        values: value and weight of each measure, alternating; then the numbers of steps at which a rank asked to stop,
+            at which rank 0 asked to save, and that were bad.
+        readback: copies the sums to the host.
     """
 
     def __init__(self, measures: int, device: torch.device):
@@ -51,14 +52,19 @@ class StepSums:
         self.readback = Readback(device)
 
     def add(self, totals: Totals, flag: Tensor) -> None:
-        """flag: whether this step, or one before it, was bad."""
+        """Add a step to the sums.
+
+        Args:
+            totals: what the step has measured, and what ranks asked for.
+            flag: whether this step, or one before it, was bad.
+        """
         measured, asked, bad = self._parts
         measured.add_(totals.measured)
         asked.add_(totals.asked)
         bad.add_(flag)
 
     def now(self, step: int, seconds: float) -> Sums:
-        """Make the host wait for the device."""
+        """Return the sums of the newest step; the host waits for the device."""
         self.readback.clear()
         return _sums_of(step, self.values.tolist(), seconds)
 

@@ -26,13 +26,13 @@ __all__ = ["TorchDispatchMode", "pytree"]
 
 
 def is_batch_norm(layer: nn.Module) -> bool:
-    """Whether it is one of torch's batch norm layers, or of a class derived from one."""
+    """Return whether a layer is one of torch's batch norm layers, or of a class derived from one."""
     return isinstance(layer, _BatchNorm)
 
 
 @contextmanager
 def any_batch_size() -> Iterator[None]:
-    """Lets batch norm have a single row on this rank; torch refuses that before it calls the operator."""
+    """Let batch norm have a single row on this rank; torch refuses that before it calls the operator."""
     check = F._verify_batch_size  # type: ignore[attr-defined]
     F._verify_batch_size = lambda size: None  # type: ignore[attr-defined]
     try:
@@ -49,10 +49,11 @@ def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def count_in_total(counter: Any) -> Any:
-    """The FlopCounterMode, which then does not tell layers apart.
+    """Make a FlopCounterMode count in total, without telling layers apart, and return it.
 
-    To do so, it hangs hooks on what goes into layers, which make torch.autograd.grad() fail for it if it is a leaf, as
-    the positions of atoms are in a network of forces. It has no public way to do without.
+    To tell layers apart, it hangs hooks on what goes into layers, which make torch.autograd.grad() fail for an input
+    that is a leaf, as the positions of atoms are in a network of forces. FlopCounterMode has no public way to do
+    without.
     """
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
@@ -60,12 +61,12 @@ def count_in_total(counter: Any) -> Any:
 
 
 class SettledBuckets(DistributedDataParallel):
-    """DistributedDataParallel, whose buckets stay as they are.
+    """A DistributedDataParallel whose buckets stay as they are.
 
-    After its first backward pass it arranges them anew, in the order in which gradients came. Where a gradient lies
-    decides in which order three or more ranks add it up; so the first step of a resumed training, and that one alone,
-    would have other bits than the same step of one that was never interrupted. Here they are arranged at once: the last
-    layers first, as gradients come.
+    After its first backward pass, DistributedDataParallel arranges its buckets anew, in the order in which gradients
+    came. Where a gradient lies decides in which order three or more ranks add it up. So the first step of a resumed
+    training, and that one alone, would have other bits than the same step of a training that was never interrupted.
+    Here the buckets are arranged at once: the last layers first, as gradients come.
     """
 
     def __init__(self, module: nn.Module, **options: Any):
@@ -76,7 +77,7 @@ class SettledBuckets(DistributedDataParallel):
 
 
 def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters in the order in which DistributedDataParallel counts them, each once."""
+    """Yield the parameters in the order in which DistributedDataParallel counts them, each once."""
     seen = set[int]()
     for layer_name, layer in module.named_modules():
         for name, weight in layer.named_parameters(recurse=False):
@@ -87,7 +88,7 @@ def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
-    """Names the parameters without a gradient in the step before; DistributedDataParallel gives their numbers."""
+    """Name the parameters without a gradient in the step before; DistributedDataParallel gives only their numbers."""
     try:
         yield
     except RuntimeError as error:
@@ -103,7 +104,7 @@ def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
 
 @contextmanager
 def last_layers_first(module: nn.Module) -> Iterator[None]:
-    """While the block runs, which makes a DistributedDataParallel of it, the network has its layers the other way."""
+    """Reverse the order of a network's layers while the block runs, which makes a DistributedDataParallel of it."""
     layers = list(module.named_modules())
     module.named_modules = lambda *_, **__: reversed(layers)  # type: ignore[method-assign]
     try:
@@ -113,14 +114,20 @@ def last_layers_first(module: nn.Module) -> Iterator[None]:
 
 
 def settle_buckets(replicated: DistributedDataParallel) -> None:
-    """Arranges them in the order of the layers, for good; a collective."""
+    """Arrange the buckets in the order of the layers, for good; a collective."""
     replicated.reducer._push_all_rebuilt_params()
     replicated.reducer._rebuild_buckets()
 
 
 def copy_of(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
-    """A deep copy of a network. deepcopy refuses what a layer has computed from its weights and keeps, as that of
-    torch.nn.utils.weight_norm: a copy of it has its values. shared: tensors that the copy has, too.
+    """Return a deep copy of a network.
+
+    deepcopy refuses what a layer has computed from its weights and keeps, as the layers of torch.nn.utils.weight_norm
+    do. The copy has the values of such tensors.
+
+    Args:
+        model: the network.
+        shared: tensors that the copy shares with the network.
     """
     layers = (vars(layer).values() for layer in model.modules())
     kept = [value for values in layers for value in values if isinstance(value, Tensor) and value.grad_fn]
@@ -128,7 +135,7 @@ def copy_of(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
 
 
 def copy_with_hooks(model: nn.Module) -> nn.Module:
-    """A copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
+    """Return a copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
     copied = copy_of(model)
     for new, old in zip(copied.parameters(), model.parameters(), strict=True):
         if old.requires_grad:
@@ -140,21 +147,26 @@ def copy_with_hooks(model: nn.Module) -> nn.Module:
 
 
 def has_gradient_hooks(weight: Tensor) -> bool:
-    """Whether something is called with its gradient, once that is computed or accumulated."""
+    """Return whether something is called with a weight's gradient, once that is computed or accumulated."""
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def has_forward_pre_hooks(layer: nn.Module) -> bool:
-    """Whether something is called before its forward, which may compute with its weights, as spectral_norm's hook."""
+    """Return whether something is called before a layer's forward.
+
+    It may compute with the layer's weights, as spectral_norm's hook does.
+    """
     return bool(layer._forward_pre_hooks)
 
 
 def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
-    """Make an optimizer leave the weights unchanged once flag is 1, and else divide the gradients, in place, before it
-    uses them; returns False if this one cannot.
+    """Make an optimizer skip its steps once flag is 1, and else divide the gradients, in place, before it uses them.
 
-    Fused optimizers can, without making the host wait. torch.amp.GradScaler does it in this way; it is public, but
+    Fused optimizers can do so without making the host wait. torch.amp.GradScaler does it in this way; it is public, but
     scales the loss and waits for the device.
+
+    Returns:
+        False if this optimizer cannot do so.
     """
     can = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not (can and all(group.get("fused") for group in optimizer.param_groups)):
@@ -168,12 +180,12 @@ def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """(N,): the Euclidean norm of each tensor; torch.nn.utils.get_total_norm returns only that of all."""
+    """Return the Euclidean norm of each of N tensors, (N,); torch.nn.utils.get_total_norm returns only that of all."""
     return torch.stack(torch._foreach_norm(tensors)) if tensors else torch.zeros(0)
 
 
 def scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies all of them in place by a factor that is on their device."""
+    """Multiply all tensors in place by a factor that is on their device."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -189,7 +201,7 @@ def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
 
 @contextmanager
 def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
-    """While the block runs, fully_shard's units put weights together in their own types, whatever their policy.
+    """Let fully_shard's units gather weights in the weights' own types while the block runs, whatever their policy.
 
     MixedPrecisionPolicy is public, but nothing that changes it later.
     """
@@ -215,7 +227,7 @@ def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
 
 
 def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
-    """Has backward() of the loss call this once all gradients of this rank are computed.
+    """Have backward() of the loss make this call once all gradients of this rank are computed.
 
     What is queued comes in turn, so DistributedDataParallel, which queues its wait for the other ranks at the last
     gradient, has not begun to wait. Hooks of the gradients themselves cannot tell which one is the last.
@@ -224,7 +236,7 @@ def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
 
 
 def prefer_deterministic() -> None:
-    """Has operations be deterministic where they can be, and warn where not; empty tensors stay as they come.
+    """Have operations be deterministic where they can be, and warn where not; empty tensors stay as they come.
 
     torch.use_deterministic_algorithms(True, warn_only=True) is public, but imports the compiler, which takes longer
     than torch itself.
@@ -235,9 +247,12 @@ def prefer_deterministic() -> None:
 
 @contextmanager
 def only_deterministic() -> Iterator[None]:
-    """Within the block, or the function that it decorates, refuse operations that have other bits each time.
+    """Refuse operations that have other bits each time, within the block, or the function that this decorates.
 
-    Raises InputError with the name of the operation. Has no effect where a recipe has turned these algorithms off.
+    This has no effect where a recipe has turned deterministic algorithms off.
+
+    Raises:
+        InputError: An operation has no deterministic version; the message names it.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -259,9 +274,10 @@ def only_deterministic() -> Iterator[None]:
 
 
 def may_round_to_tf32() -> bool:
-    """Whether float32 products or convolutions on a GPU may be computed in TF32.
+    """Return whether float32 products or convolutions on a GPU may be computed in TF32.
 
-    Public, but what asks by one name raises an error where another one has been used to set it.
+    The settings are public, but code that asks by one of their names raises an error where another name has been used
+    to set them.
     """
     backends: Any = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return any(backend.fp32_precision == "tf32" for backend in backends)
@@ -283,8 +299,10 @@ def broadcast_together(tensors: list[Tensor]) -> None:
 
 
 def device_generator(device: torch.device) -> torch.Generator:
-    """The device's default generator. Seeding it directly avoids torch.manual_seed, which without a GPU formats
-    tracebacks, so that a step takes 2 to 4 % longer.
+    """Return the device's default generator.
+
+    Seeding it directly avoids torch.manual_seed, which without a GPU formats tracebacks, so that a step takes 2 to 4 %
+    longer.
     """
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 

@@ -32,8 +32,10 @@ def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[li
 
 @contextmanager
 def finishing() -> Iterator[Callable[[], None]]:
-    """Yield a function from whose call on, until the block ends, what ends a pod or a terminal does nothing: whatever
-    the ranks have left is uploaded first. While they run, the launcher hears of it.
+    """Yield a function that lets the task upload what its ranks have left.
+
+    From the function's call until the end of the block, signals that end a pod or a terminal (SIGTERM, SIGHUP) do
+    nothing. While the ranks run, the launcher handles these signals.
     """
     with ExitStack() as stack:
         yield lambda: stack.enter_context(on_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: None))

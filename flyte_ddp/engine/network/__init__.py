@@ -1,4 +1,4 @@
-"""From a recipe's network to the one that trains: its first values, its place, what is compiled or computed again.
+"""The steps from a recipe's network to the one that trains: first values, device, compiling, and memory.
 
-All of it happens once, before the first step.
+All of them happen once, before the first step.
 """

@@ -1,4 +1,4 @@
-"""Compiles a network by torch.compile: each of the layers that Recipe.fsdp_units names by itself, or else all of it.
+"""Networks compiled by torch.compile: each of the layers that Recipe.fsdp_units names by itself, or else all of it.
 
 Layers that are alike share what is compiled for the first of them.
 """
@@ -29,13 +29,17 @@ WAYS = 8  # of calling a layer, such as for another size of batch, or for evalua
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed, and has the C compiler that it needs, which slim images leave out."""
+    """Return whether Triton is installed, and has the C compiler that it needs, which slim images leave out."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return importlib.util.find_spec("triton") is not None and compiler is not None
 
 
 def check_device(device: torch.device) -> None:
-    """Raise InputError where compiling does not pay, or cannot be done."""
+    """Check that compiling pays on the device, and can be done.
+
+    Raises:
+        InputError: The device is a CPU, or Triton or a C compiler is missing.
+    """
     if device.type == "cpu":
         raise InputError(
             "options.compile must be false without a GPU, got true: on CPUs a step may become slower by it; leave "
@@ -46,7 +50,7 @@ def check_device(device: torch.device) -> None:
 
 
 def compile_layers(recipe: Recipe, networks: Sequence[nn.Module]) -> None:
-    """Has torch compile what is called from now on."""
+    """Have torch compile the layers when they are next called."""
     # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
     dynamic = False if recipe.settings.virtual_ranks else None
     layers = [layer for network in networks for layer in _layers(recipe, network)]
@@ -63,8 +67,10 @@ def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
 def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatches, link: Link) -> None:
     """Call what is compiled as steps and evaluations will, which leaves no trace; a collective.
 
-    All of that may take longer than a step ever should; so the rank says after each layer that it is alive. InputError
-    for samples of different lengths with virtual ranks.
+    All of that may take longer than a step ever should; so the rank says after each layer that it is alive.
+
+    Raises:
+        InputError: Virtual ranks are set, and samples have different lengths, or batch norm would see a single sample.
     """
     settings = state.recipe.settings
     if settings.virtual_ranks and lengths_of(train.split):
@@ -97,7 +103,10 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
 
 
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:
-    """Batches like this one of all sizes; as many on all ranks, since without virtual ranks these may meet in each."""
+    """Return batches like this one of all sizes.
+
+    They are as many on all ranks, since without virtual ranks the ranks may meet in each of them.
+    """
 
     def of_size(size: int) -> Batch:
         times = -(-size // batch.share.count)

@@ -1,5 +1,7 @@
-"""The network that a training starts with: with its values, or without, on a rank that gets its part of them from
-rank 0. That is how torch's meta device has it, whose tensors take no memory.
+"""The network that a training starts with, with or without its values.
+
+A rank that gets its part of the values from rank 0 starts without them: its tensors are on torch's meta device, and
+take no memory.
 """
 
 import gc
@@ -23,11 +25,14 @@ First = tuple[nn.Module, set[str], list[str]]
 
 
 def first_model(recipe: Recipe, job: Job) -> First:
-    """The network with its initial weights, unless training continues from a checkpoint, on the CPU; the names of those
-    that model() provides and freezes; and remarks.
+    """Build the network, on the CPU, with its initial weights unless training continues from a checkpoint.
 
-    To be sharded, the network is without values on all ranks but the first, unless its model() needs them; a
-    collective.
+    A collective.
+
+    To be sharded, the network is without values on all ranks but the first, unless its model() needs them.
+
+    Returns:
+        The network, the names of the weights that model() provides and freezes, and remarks.
     """
     rank = distributed.get_rank()
     size = distributed.get_world_size()
@@ -55,7 +60,11 @@ def first_model(recipe: Recipe, job: Job) -> First:
 
 
 def outline(model: nn.Module) -> list[tuple[Any, ...]]:
-    """What must be alike on ranks that exchange a network tensor by tensor: names, types, shapes, and what is tied."""
+    """Return what must be alike on ranks that exchange a network tensor by tensor.
+
+    Returns:
+        Of each parameter and buffer the name, type, shape, whether it is trained, and a number that tied tensors share.
+    """
     named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
     numbers: dict[int, int] = {}
     return [
@@ -86,7 +95,12 @@ def _with_values(recipe: Recipe, job: Job) -> First:
 
 
 def _without_values(recipe: Recipe, job: Job) -> nn.Module:
-    """Any exception, if the network cannot do without: InputError where something else keeps a tensor of model()."""
+    """Build the network without values.
+
+    Raises:
+        InputError: Something other than the network keeps a tensor of model().
+        Exception: The network cannot be built without values; model() may raise any type.
+    """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of each tensor that is loaded: it goes nowhere
         model = _built(recipe, job.settings.seed)
@@ -120,7 +134,11 @@ def _built(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def _check_folder(recipe: Recipe, init: Path) -> None:
-    """Raise InputError where model() has left it aside, or settings are for a file."""
+    """Check that model() has loaded the folder that init names, and that no settings for a file are given.
+
+    Raises:
+        InputError: model() has left the folder aside, or a setting is for a file.
+    """
     if not recipe.has_read_init:
         raise InputError(
             f"{code_location(recipe, 'model')} must load init, which is the folder {init}: for example with "
@@ -134,12 +152,15 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
 
 
 def _check_layers(recipe: Recipe, model: nn.Module) -> None:
-    """Raise InputError for layers that torch could not train, or not resume, as they are.
+    """Check that torch can train all layers, and resume them, as they are.
 
     torch loses the gradients of what torch.jit has made; the memory of a CUDA graph is the next pass's, too; and on a
-    GPU, recurrent layers draw their dropout by a state of cuDNN's that no checkpoint has, whichever generator is
-    seeded (as by reading torch's source; it was not tried on a GPU). Parts of a batch cannot wait for the statistics of
+    GPU, recurrent layers draw their dropout by a state of cuDNN's that no checkpoint has, whichever generator is seeded
+    (as by reading torch's source; it was not tried on a GPU). Parts of a batch cannot wait for the statistics of
     others.
+
+    Raises:
+        InputError: A layer is of such a kind.
     """
     virtual_ranks = recipe.settings.virtual_ranks
     for name, layer in model.named_modules():
@@ -170,7 +191,11 @@ def _check_layers(recipe: Recipe, model: nn.Module) -> None:
 
 
 def check_types(recipe: Recipe, model: nn.Module) -> None:
-    """Raise InputError for weights of a type that loses what an optimizer adds to them."""
+    """Check that no weight has a type that loses what an optimizer adds to it.
+
+    Raises:
+        InputError: A trained weight is not float32, or a frozen one neither float32 nor bfloat16.
+    """
     for name, weight in model.named_parameters():
         if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not weight.requires_grad):
             continue

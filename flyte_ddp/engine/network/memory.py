@@ -1,4 +1,4 @@
-"""Fits a training into memory: layers that are computed again for the backward pass, and a share cut into parts."""
+"""Ways to fit a training into memory: layers computed again for the backward pass, and a share cut into parts."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,9 +18,9 @@ from flyte_ddp.recipe import Recipe
 
 
 def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[str]) -> None:
-    """Have layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
+    """Have the layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
 
-    It computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers.
+    The backward pass computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers.
 
     Args:
         recipe: names the layers.
@@ -47,10 +47,16 @@ def _forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
-    """Halves the number of samples that are computed at a time until a step fits on all ranks; returns a remark on it.
+    """Halve the number of samples that are computed at a time until a step fits on all ranks; a collective.
 
-    A collective, for a recipe with micro_batch = -1. Begins with what a checkpoint has, or else with a rank's whole
-    share. InputError if a single sample is too much.
+    This is for a recipe with micro_batch = -1. It begins with the number that a checkpoint has, or else with a rank's
+    whole share.
+
+    Returns:
+        A remark on the number.
+
+    Raises:
+        InputError: A single sample does not fit.
     """
     batch = next(train.epoch(0))
     shares = train.virtual_ranks or train.world_size
@@ -67,7 +73,7 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 
 
 def _fits(state: TrainingState, part: Batch) -> bool:
-    """Whether there is memory to compute these samples as in a step, which leaves no trace."""
+    """Return whether there is memory to compute these samples as in a step; the trial leaves no trace."""
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
     before = state.kept()
     try:

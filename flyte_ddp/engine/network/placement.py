@@ -1,4 +1,4 @@
-"""Where a network is: whole on a rank's device, or sharded over all ranks."""
+"""The placement of a network: whole on a rank's device, or sharded over all ranks."""
 
 from torch import distributed, nn
 
@@ -20,9 +20,21 @@ def to_device(
     environment: Environment,
     precision: str = "float32",
 ) -> Average | None:
-    """Move the network to the device, or shard it; returns its average, if there is one, at the same place.
+    """Move the network to the device, or shard it; a collective.
 
-    A collective; InputError for what cannot be sharded. precision: of training, float32 or bfloat16.
+    Args:
+        recipe: says where, and which average.
+        model: the network.
+        base: the network's frozen weights.
+        options: how to shard it, if at all.
+        environment: this rank's place among all ranks.
+        precision: that of training, float32 or bfloat16.
+
+    Returns:
+        The network's average, if there is one, at the same place.
+
+    Raises:
+        InputError: The network cannot be sharded.
     """
     if options.sharding == "off":
         model.to(recipe.device)
