@@ -28,15 +28,16 @@ class Subject:
 
     Attributes:
         recipe: "package.module:Name".
-        code_version: of the recipe, and of the installed libraries that matter.
+        settings: the settings of the training.
+        code_version: the version of the recipe's code, and of the installed libraries that matter.
         dataset: the name of the data.
-        data: the recipe's data_path, a folder or file, or where they are stored.
+        data: the recipe's data_path, a folder or file, or where the data are stored.
         data_digest: hash of the data; empty without data.
         root: folder to import the recipe's module from.
-        files: the files of its code that are not of this library.
-        description: of a prepared dataset; None for other data.
+        files: the files of the recipe's code that are not of this library.
+        description: the description of a prepared dataset; None for other data.
         init: the model_state or checkpoint to start from, if any.
-        init_digest: hash of its content.
+        init_digest: hash of the content of init.
     """
 
     recipe: str
@@ -53,8 +54,9 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What determines the result, and must be equal for one run to resume from the checkpoint of another; settings
-        are apart from the rest, as a recipe's may have any name.
+        """The facts that determine the result, and must be equal for one run to resume from the checkpoint of another.
+
+        Settings are apart from the rest, as a recipe's settings may have any name.
         """
         return {
             "settings": asdict(self.settings),
@@ -81,9 +83,10 @@ def subject_of(
     init: Path | None = None,
     description: DatasetDescription | None = None,
 ) -> Subject:
-    """The training of a recipe; whoever asks for the same one, in whatever way, gets the same identity.
+    """Describe the training of a recipe; the same training gets the same identity, in whatever way it is asked for.
 
-    Raises InputError if init is a folder without whole weights, or if it or the data may not be read.
+    Raises:
+        InputError: init is a folder without whole weights, or init or the data may not be read.
     """
     if init and init.is_dir():
         check_pretrained(init)
@@ -103,13 +106,17 @@ def subject_of(
 
 
 def _name_of(code: UserCode) -> str:
-    """A recipe's own; of a function, which may be called train, that of its package."""
+    """Return the name of a recipe, or of a function's package, since functions may all be called train."""
     module, _, name = code.name.partition(":")
     return name if name[:1].isupper() else module.rpartition(".")[0] or module
 
 
 def digest_of(data: Path | StoredData | None) -> str:
-    """Raise InputError for what may not be read."""
+    """Return the hash of the data; empty without data.
+
+    Raises:
+        InputError: The data may not be read.
+    """
     with reading():
         return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""
 
@@ -118,31 +125,47 @@ class RankStorage(Protocol):
     """The platform's storage, where each rank reaches it by itself.
 
     Attributes:
-        path: on this rank's own disk, as the training's checkpoint is in the storage.
+        path: the file on this rank's own disk that stands for the training's checkpoint in the storage.
     """
 
     path: Path
 
     def put(self, file: Path) -> None:
-        """Upload a file in a folder beside the path; raises OSError."""
+        """Upload a file in a folder beside the path.
+
+        Raises:
+            OSError: The upload fails.
+        """
 
     def put_manifest(self, file: Path) -> None:
-        """Rank 0 uploads the file at the path, and before it all else that this checkpoint needs; raises OSError."""
+        """Upload the file at the path, and before it all else that this checkpoint needs; only rank 0 does so.
+
+        Raises:
+            OSError: The upload fails.
+        """
 
     def get(self, url: str, file: Path) -> None:
-        """Download a file; raises FileNotFoundError if the storage has none, RecoverableError if it fails."""
+        """Download a file.
+
+        Raises:
+            FileNotFoundError: The storage has no such file.
+            RecoverableError: The download fails.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Subject):
-    """A run of a training, as its ranks need to know it; rank 0 writes, each path may be empty on the others.
+    """A run of a training, as its ranks need to know it.
+
+    Rank 0 writes; each path may be empty on the others.
 
     Attributes:
+        options: the options of the run.
         model_path: the trained weights; with a validation split those of the best epoch.
         checkpoint_path: where the checkpoint is kept; training resumes from an earlier one there.
-        storage: where sharded checkpoints are kept instead, if each rank reaches it.
         logs: folder for all else: PREDICTIONS, PICTURES, LAST, FINAL, and the profile of each rank.
         chosen_by: the variable, or argument, by which the user chooses the folder of all these.
+        storage: where sharded checkpoints are kept instead, if each rank reaches it.
         launched: time.time() of the launch.
     """
 
@@ -161,7 +184,7 @@ class Job(Subject):
 
     @property
     def is_output(self) -> bool:
-        """Whether all these are in one folder, which the user has named, and which may have another training's."""
+        """Whether all files are in one folder that the user has named, and that may have another training's files."""
         return self.chosen_by == OUTPUT
 
 
@@ -177,7 +200,7 @@ def job_of(
 
 
 def job_in(folder: Path, subject: Subject, options: RunOptions) -> Job:
-    """A job that leaves everything in one folder."""
+    """Make a job that leaves everything in one folder."""
     job = job_of(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=folder)
     return replace(job, chosen_by=OUTPUT)
 
@@ -187,11 +210,11 @@ class Measured:
     """The measures of a network on a split.
 
     Attributes:
-        measures: by name.
-        headline: the one that the recipe's trainings are judged by.
+        measures: the measures by name.
+        headline: the measure that the recipe's trainings are judged by.
         percent: the measures from 0 to 1 that are shown in per cent.
-        samples: of the split.
-        is_lower_better: by measure; without those of which it is not known.
+        samples: the number of samples of the split.
+        is_lower_better: whether lower is better, by measure; without the measures for which that is not known.
     """
 
     measures: dict[str, float]
@@ -206,10 +229,10 @@ class KeptModel:
     """A file of one of the best evaluations, whose weights options.keep_best has left in the logs.
 
     Attributes:
-        file: its name there; it has the weights as model_state has those of the best.
-        epoch: after which it was, with fractions where an epoch has several.
-        measure: what the best are chosen by.
-        value: of that measure, on the validation split.
+        file: its name in the logs; it has the weights as model_state has those of the best.
+        epoch: the epoch after which the evaluation was, with fractions where an epoch has several.
+        measure: the measure that the best are chosen by.
+        value: the value of that measure, on the validation split.
     """
 
     file: str

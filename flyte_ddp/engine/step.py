@@ -15,9 +15,10 @@ from flyte_ddp.recipe import Recipe
 
 
 class _Reaching(torch.autograd.Function):
-    """A loss as it is, that reaches all parameters on the way back.
+    """A loss as it is, whose backward pass reaches all parameters.
 
-    DDP would wait for the gradient of a parameter that this rank's samples have not used, and fail. So it gets 0.
+    DDP would wait for the gradient of a parameter that this rank's samples have not used, and fail. So that parameter
+    gets 0.
     """
 
     @staticmethod
@@ -86,14 +87,18 @@ class Step(nn.Module):
         return torch.autocast(self.carrier.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def forward(self, *of_part: Any) -> Tensor:
+        """Return the sum of what is trained, (), times the number of ranks, with the sums that travel as a gradient."""
         trained, sums = self.summed(*of_part)
         # backward(gradient) would save this product, but imports sympy
         return self.world_size * (trained + self.carrier @ sums)
 
     def summed(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> tuple[Tensor, Tensor]:
-        """The sum of what is trained, and all else that the ranks add up, as the carrier's gradient.
+        """Compute the sum of what is trained, and all else that the ranks add up, as the carrier's gradient.
 
-        requests: whether to stop, and to save. is_last: of the parts that the rank's share is computed in.
+        Args:
+            batch: a part of the rank's share.
+            requests: whether to stop, and to save.
+            is_last: whether this is the last of the parts that the rank's share is computed in.
         """
         trained, each = self.computed(batch)
         with torch.no_grad():
@@ -104,12 +109,17 @@ class Step(nn.Module):
         return trained, sums
 
     def reaching(self, loss: Tensor) -> Tensor:
-        """The loss, whose backward pass reaches all parameters."""
+        """Return the loss, whose backward pass then reaches all parameters."""
         reached: Tensor = _Reaching.apply(loss, *self.trainable)
         return reached
 
     def split(self, sums: Tensor, norms: Tensor) -> "Totals":
-        """sums: of all ranks. norms: of the gradients."""
+        """Split what the ranks have added up.
+
+        Args:
+            sums: the carrier's gradient, summed over all ranks.
+            norms: the norms of the parameters' gradients.
+        """
         measured, asked = sums.split(self.sizes)
         return Totals(measured, asked, norms)
 
@@ -120,7 +130,7 @@ class Totals(NamedTuple):
     Attributes:
         measured: value and weight of each measure, alternating.
         asked: how many ranks asked to stop, and to save.
-        norms: of each parameter's gradient.
+        norms: the norm of each parameter's gradient.
     """
 
     measured: Tensor
@@ -129,7 +139,7 @@ class Totals(NamedTuple):
 
 
 class SingleStep(nn.Module):
-    """Step on a rank that is alone, and what the steps of several have in common."""
+    """A Step on a rank that is alone, and what the steps of several ranks have in common with it."""
 
     def __init__(self, step: Step):
         super().__init__()
@@ -154,8 +164,9 @@ class SingleStep(nn.Module):
         return batch.parts(most)
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
-        """Run forward and backward pass; then each parameter has the sum of its gradients on all ranks, or None if no
-        sample of the batch has used it.
+        """Run the forward and backward passes, and add up the gradients of all ranks.
+
+        Then each parameter has the sum of its gradients, or None if no sample of the batch has used it.
         """
         backward()
         sums = self.module.carrier.grad
@@ -163,7 +174,7 @@ class SingleStep(nn.Module):
         return self.module.split(sums, torch_compat.norms(gradients_of(self.module)))
 
     def finish_part(self, is_last: bool) -> None:
-        """After the backward passes of one of the rank's parts."""
+        """Finish one of the rank's parts, after its backward passes; here there is nothing to do."""
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
         """Return the gradients of this rank's samples alone."""
@@ -172,11 +183,15 @@ class SingleStep(nn.Module):
 
 
 class ReplicatedStep(SingleStep):
-    """Step on all ranks, each of which has the whole network."""
+    """A Step on all ranks, each of which has the whole network."""
 
     def __init__(self, step: Step, has_unused: bool = False):
-        """has_unused: whether steps may leave parameters unused on all ranks, as an expert's. It costs a look at the
-        whole graph in each step to know.
+        """Replicate a step on all ranks.
+
+        Args:
+            step: the step.
+            has_unused: whether steps may leave parameters unused on all ranks, as an expert's. To know which, each step
+                looks at its whole graph.
         """
         super().__init__(step)
         self._has_unused = has_unused

@@ -40,7 +40,7 @@ from flyte_ddp.settings import TrainingSettings
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
-    """Join the process group, trains, and leaves it; see train."""
+    """Join the process group, train, and leave the group; see train."""
     with process_group(environment, job.options) as device:
         return train(environment, device, link, job)
 

@@ -115,10 +115,17 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
 
 
 def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None) -> dict[str, Any]:
-    """Return the content in the training's own tensors: those of its networks if they fit, else new ones.
+    """Copy a checkpoint's content into the training's own tensors where they fit, and else into new ones.
 
-    Of sharded tensors, these are this rank's rows. Each tensor is filled from saved, or from what the first of the
-    receivers has. The others may then have an outline of meta tensors in saved.
+    Of sharded tensors, these are this rank's rows.
+
+    Args:
+        state: the training that resumes.
+        saved: the content of the checkpoint; on receivers other than the first it may be an outline of meta tensors.
+        receivers: a process group, whose first rank sends the content to the others; None if each rank has read it.
+
+    Returns:
+        The content, in these tensors.
     """
     networks = {"model": state.model, "average": state.average.model if state.average else None}
     own = {name: network.state_dict() for name, network in networks.items() if network}

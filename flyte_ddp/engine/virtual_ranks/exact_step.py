@@ -223,7 +223,7 @@ class ExactStep(SingleStep):
         return self.seen.sum()
 
     def _sum(self, backward: Callable[[], None]) -> None:
-        """Compute the sums of all ranks, from gradients that are 0."""
+        """Run the backward passes of the rank's parts from zero gradients, and add up all ranks' gradients."""
         self._is_looking = False
         self._measured.zero_()
         for bucket, used in zip(self._buckets, self._used, strict=True):

@@ -168,7 +168,11 @@ class Units:
         self.use(torch.zeros(len(self._tensor), 1, dtype=torch.int32, device=device))
 
     def use(self, exponents: Tensor) -> None:
-        """Choose the units for sums of these exponents."""
+        """Choose each block's unit, so that a sum as large as its exponent says fits.
+
+        Args:
+            exponents: (blocks, 1) int32, as the attribute exponents.
+        """
         self.exponents = exponents.to(self._tensor.device)
         rounded_up = -torch.div(-self.exponents, STEPS, rounding_mode="floor")
         powers = (self._digits.total - rounded_up).clamp_(-LARGEST_SCALE, LARGEST_SCALE)
