@@ -114,9 +114,9 @@ class GracefulPod(PodTemplate):
 
     @cached_property
     def pod_spec(self) -> Any:
-        from kubernetes.client import V1PodSpec
-
-        return V1PodSpec(containers=[], termination_grace_period_seconds=self._seconds)
+        spec = PodTemplate().pod_spec  # flytekit imports these classes only here
+        spec.termination_grace_period_seconds = self._seconds
+        return spec
 
 
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
