@@ -20,7 +20,7 @@ from flyteidl.core.literals_pb2 import Literal
 from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
 from google.protobuf.json_format import MessageToDict
 
-from flyte_ddp.attempt.variables import is_secret
+from flyte_ddp.attempt.registration import is_secret
 
 ROOT = Path(__file__).resolve().parents[1]
 

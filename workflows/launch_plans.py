@@ -3,7 +3,7 @@
 from flytekit import CronSchedule, LaunchPlan
 
 from flyte_ddp.attempt.registration import registration
-from flyte_ddp.flyte1.executions import execution_options
+from flyte_ddp.flyte1.resources import execution_options
 from flyte_ddp.recipes.hyperparameters import CIFAR10Hyperparameters, FashionMNISTHyperparameters, Hyperparameters
 from workflows.cifar10 import cifar10_wf
 from workflows.fashion_mnist import fashion_mnist_wf

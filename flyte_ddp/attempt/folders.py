@@ -1,4 +1,4 @@
-"""The folders in which runs leave their files."""
+"""The folders in which runs leave their files, and the pages of tasks in them."""
 
 import os
 import secrets
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.whole_files import absolute, writing_to
+from flyte_ddp.report.article import document
+from flyte_ddp.whole_files import absolute, write_whole, writing_to
 
 
 def runs_dir() -> Path:
@@ -41,3 +42,21 @@ def run_folder(platform: Platform, name: str) -> Iterator[Path]:
             os.rename(folder, gone)  # an observer that is still at work can no longer write to the folder
         shutil.rmtree(gone, ignore_errors=True)
         raise
+
+
+# --- page ---
+
+
+def write_page(platform: Platform, folder: Path, title: str, fragment: str) -> Path:
+    """Write a page as an HTML file in the folder, and show it on the platform, too.
+
+    Args:
+        platform: the platform.
+        folder: the folder of the new file.
+        title: the page's title.
+        fragment: the content of <body>.
+    """
+    path = folder / "report.html"
+    write_whole(path, document(title, fragment).encode())
+    platform.publisher(title)(fragment)
+    return path

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
-from flyte_ddp.attempt.registration import registration, variable_of
-from flyte_ddp.attempt.variables import SECRETS
+from flyte_ddp.attempt.registration import SECRETS, registration, variable_of
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError

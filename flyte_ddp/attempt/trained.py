@@ -1,13 +1,15 @@
 """The surroundings of a training's ranks, however they are started: from fetched data to figures and files."""
 
+import os
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore
-from flyte_ddp.attempt.earlier import earlier_attempts, leave_progress, share_events
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.restarts import Start
 from flyte_ddp.attempt.run import Run, training_run
@@ -19,12 +21,14 @@ from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.signals import finishing
 from flyte_ddp.report.console import say_interrupted, say_summary
-from flyte_ddp.report.goodput import Goodput
+from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.report.observers import Observers
 from flyte_ddp.report.predictions import Predictions, predictions_of
+from flyte_ddp.report.progress import FILE, attempts_in
 from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
+from flyte_ddp.report.tensorboard import events_file
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.whole_files import write_whole
+from flyte_ddp.whole_files import temporary_beside, write_whole
 
 
 @dataclass(frozen=True)
@@ -180,3 +184,65 @@ def tracking_id_of(platform: Platform, key: str, beside: Path) -> str:
         return f"{key[:8]}-{file.read_text()}"
     execution, _ = platform.execution()
     return tracking_id(key, f"{execution}/{key}")
+
+
+# --- earlier attempts ---
+
+
+def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt]:
+    """Return the earlier attempts at this training, as far as they can be read. They are reported, and decide nothing.
+
+    Args:
+        platform: the platform.
+        run: this attempt's files.
+        resume: whether this attempt may resume.
+    """
+    if platform.is_local():
+        goes_on = resume and run.store.path.exists() and not run.store.is_given
+        return attempts_in(_beside_checkpoint(run)) if goes_on else []
+    # The progress is that of an earlier process of this attempt, if there was one, or of the attempt before
+    for place in (platform.logs_url, platform.previous_logs_url):
+        with suppress(Exception), tempfile.TemporaryDirectory() as folder:
+            platform.get(f"{place()}/{FILE}", Path(folder, FILE))
+            if attempts := attempts_in(Path(folder, FILE)):
+                return attempts
+    return []
+
+
+def leave_progress(platform: Platform, run: Run) -> None:
+    """Keep a local run's progress beside its checkpoint, for the run that continues from there.
+
+    Elsewhere the logs stay.
+    """
+    if platform.is_local():
+        _link(run.logs.folder / FILE, _beside_checkpoint(run))
+
+
+def share_events(platform: Platform, run: Run, info: RunInfo) -> None:
+    """Continue the TensorBoard file of the attempts before, if there is one."""
+    if info.options.tracking != "tensorboard":
+        return
+    file = events_file(info)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    if platform.is_local():
+        beside = run.store.path.with_name(file.name)
+        with suppress(OSError):
+            beside.touch()
+        _link(beside, file)
+        return
+    for place in (platform.logs_url, platform.previous_logs_url):
+        with suppress(Exception):
+            platform.get(f"{place()}/{file.relative_to(run.logs.folder).as_posix()}", file)
+            return
+
+
+def _link(file: Path, other: Path) -> None:
+    """Give the file another name, if the disk can."""
+    with suppress(OSError):
+        os.link(file, linked := temporary_beside(other))
+        os.replace(linked, other)
+
+
+def _beside_checkpoint(run: Run) -> Path:
+    return run.store.path.with_name(FILE)

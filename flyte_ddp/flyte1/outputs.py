@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.attempt.page import write_page
+from flyte_ddp.attempt.folders import write_page
 from flyte_ddp.flyte1 import platform
 
 F = TypeVar("F", bound=FlyteFile)

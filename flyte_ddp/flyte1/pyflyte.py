@@ -1,19 +1,22 @@
 """The set-up that every workflow file calls first, so that pyflyte reads our inputs and ships our code correctly."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import msgpack
+from flytekit.models.literals import Literal
 
 import flyte_ddp
 from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.code.user_code import loaded_files
 from flyte_ddp.errors import ReportedError
-from flyte_ddp.flyte1.cached import explain_cached_trainings
-from flyte_ddp.flyte1.flytekit_compat import type_of
+from flyte_ddp.flyte1.flytekit_compat import on_cache_hit, type_of
 from flyte_ddp.flyte1.inputs import explain_missing_paths, explain_unreadable_settings
-from flyte_ddp.report.console import show_output
+from flyte_ddp.report.console import say_last, show_output
 
 
 def set_up_pyflyte() -> None:
@@ -60,3 +63,36 @@ def ship(files: Iterable[str]) -> None:
 
 class _File(ModuleType):
     """A type of module that loaded_files does not count as imported."""
+
+
+# --- cached trainings ---
+
+TRAIN_AGAIN = "To train again, put --overwrite-cache before the file: pyflyte run --overwrite-cache FILE WORKFLOW …"
+
+
+def explain_cached_trainings() -> None:
+    """Print a message whenever a local run takes a training from the cache. A second call does no harm."""
+    on_cache_hit(say_cached)
+
+
+def say_cached(outputs: Mapping[str, Literal]) -> None:
+    """Print the message for a training's outputs, and nothing for others."""
+    if not outputs.keys() >= {"model_state", "summary", "report"}:
+        return
+    model, report = (outputs[name].scalar.blob.uri for name in ("model_state", "report"))
+    summary = msgpack.loads(outputs["summary"].scalar.binary.value)
+    ranks = f"{summary['world_size']} rank" + "s" * (summary["world_size"] != 1)
+    lines = [
+        ("Cached", f"trained before on {ranks} with the same inputs, so nothing was trained now. {TRAIN_AGAIN}"),
+        ("Tested", _measured(summary)),
+        ("Model", model),
+        ("Report", report),
+        ("Next", f"python3 -m webbrowser {Path(report).as_uri()}"),
+    ]
+    say_last("\n" + "\n".join(f"{label + ':':<9}{text}" for label, text in lines))
+
+
+def _measured(summary: Mapping[str, Any]) -> str:
+    """Return the measures of the test samples. An image classifier's are fields of their own."""
+    own = {name.removeprefix("test_"): summary[name] for name in ("accuracy", "test_loss") if name in summary}
+    return ", ".join(f"{name} {value:.4g}" for name, value in (summary.get("measures") or own).items())

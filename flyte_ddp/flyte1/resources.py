@@ -8,10 +8,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from flytekit import PodTemplate, Resources, Secret
+from flytekit import Annotations, Email, Labels, PodTemplate, Resources, Secret, Slack
 from flytekit.core.base_task import PythonTask
 from flytekit.core.pod_template import PRIMARY_CONTAINER_DEFAULT_NAME
 from flytekit.extras import accelerators
+from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
@@ -171,3 +172,19 @@ def _every_pod() -> dict[str, Any]:
 def _secret(variable: str, group: str, key: str) -> Secret:
     """Return the Flyte secret named GROUP/KEY as an environment variable."""
     return Secret(group=group, key=key, mount_requirement=Secret.MountType.ENV_VAR, env_var=variable)
+
+
+# --- executions of a launch plan ---
+
+KINDS: Any = {"slack": Slack, "email": Email}
+
+
+def execution_options() -> dict[str, Any]:
+    """Return the arguments of a LaunchPlan: the registered notifications, labels and annotations."""
+    asked = registration()
+    phases = [getattr(WorkflowExecutionPhase, name.upper()) for name in asked.notify_phases.split(",")]
+    return {
+        "notifications": [KINDS[kind](phases=phases, recipients_email=to) for kind, to in asked.recipients.items()],
+        "labels": Labels(asked.labels) if asked.labels else None,
+        "annotations": Annotations(asked.annotations) if asked.annotations else None,
+    }

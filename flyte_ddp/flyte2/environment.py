@@ -16,9 +16,8 @@ import flyte
 
 import flyte_ddp
 from flyte_ddp.attempt import requested
-from flyte_ddp.attempt.registration import registration
+from flyte_ddp.attempt.registration import SECRETS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
-from flyte_ddp.attempt.variables import SECRETS
 from flyte_ddp.code.code_version import is_installed, with_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte

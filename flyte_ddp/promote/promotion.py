@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.attempt.folders import run_folder, runs_dir
-from flyte_ddp.attempt.page import write_page
+from flyte_ddp.attempt.folders import run_folder, runs_dir, write_page
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.engine.job import Measured, Subject, job_of
 from flyte_ddp.errors import InputError, ReportedError

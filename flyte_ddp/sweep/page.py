@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flyte_ddp.attempt.folders import run_folder
-from flyte_ddp.attempt.page import write_page
+from flyte_ddp.attempt.folders import run_folder, write_page
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.report.article import Drawing, Section, article
 from flyte_ddp.report.console import say_last

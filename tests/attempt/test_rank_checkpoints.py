@@ -12,7 +12,7 @@ from torch import distributed
 
 from flyte_ddp.attempt import checkpoints
 from flyte_ddp.attempt.checkpoints import checkpoint_store
-from flyte_ddp.attempt.rank_checkpoints import PlatformRankStorage, StoreOfRanks
+from flyte_ddp.attempt.multinode import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import job_of, subject_of

@@ -15,11 +15,10 @@ from flytekit.tools.translator import get_serializable
 from kubernetes.client import V1PodSpec
 
 from flyte_ddp.attempt import registration, requested
-from flyte_ddp.attempt.registration import Registration
-from flyte_ddp.attempt.variables import check_names
+from flyte_ddp.attempt.registration import Registration, check_names
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1 import resources, train
-from flyte_ddp.flyte1.executions import execution_options
+from flyte_ddp.flyte1.resources import execution_options
 from scripts.dry_run import describe_task
 from scripts.register import Registered, explain
 from tests.commands import ROOT

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flyte_ddp.attempt.earlier import share_events
 from flyte_ddp.attempt.run import training_run
-from flyte_ddp.attempt.trained import tracking_id_of
+from flyte_ddp.attempt.trained import share_events, tracking_id_of
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
