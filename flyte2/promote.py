@@ -16,7 +16,7 @@ from flyte_ddp.flyte2.train import image_training
 from flyte_ddp.promote.flyte2 import (
     PromotionOutputs,
     RollBackOutputs,
-    artifact_of,
+    make_artifact,
     promote_images,
     promotion_arguments,
     resolve_place,
@@ -53,7 +53,7 @@ async def promote(
 @publication.task(produces_artifacts=True)
 async def publish(model_state: File, summary: PromotionSummary, artifact: str) -> File:
     """The promoted model, as a version of an artifact."""
-    published: File = artifact_of(model_state, summary, artifact)
+    published: File = make_artifact(model_state, summary, artifact)
     return published
 
 

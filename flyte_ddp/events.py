@@ -123,7 +123,7 @@ class EpochFinished(Event):
         return self.validation or self.test
 
 
-def digests_of(epochs: Iterable[EpochFinished]) -> list[tuple[float, str]]:
+def list_digests(epochs: Iterable[EpochFinished]) -> list[tuple[float, str]]:
     """Return the position in epochs and the digest of each evaluation."""
     return [(epoch.position, epoch.digest) for epoch in epochs]
 
@@ -267,7 +267,7 @@ def tell(observer: object, event: Any) -> None:
         method(event)
 
 
-def all_of(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
+def forward_to_all(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a function that passes each event to all listeners."""
 
     def tell_all(event: Any) -> None:

@@ -151,7 +151,7 @@ def is_field(kind: type[Settings], name: str) -> bool:
 
 
 @functools.cache
-def _rules_of(kind: type, name: str) -> Mapping[str, Any]:
+def _find_rules(kind: type, name: str) -> Mapping[str, Any]:
     """Return a field's rules, from the nearest class that declares the field by setting().
 
     A new default alone, as in `epochs: int = 30`, leaves the rules as they are.
@@ -191,7 +191,7 @@ def _check_declared(kind: type[Settings]) -> None:
 
 
 def _checked(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any) -> Any:
-    return checked(kind.__name__, field, value, _rules_of(kind, field.name))
+    return checked(kind.__name__, field, value, _find_rules(kind, field.name))
 
 
 def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any] | None = None) -> Any:

@@ -5,7 +5,7 @@ from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 
 
-def parallel_of(step: Step, virtual_ranks: int, has_unused: bool) -> SingleStep:
+def make_parallel(step: Step, virtual_ranks: int, has_unused: bool) -> SingleStep:
     if is_sharded(step.model):
         return ShardedStep(step, has_unused)
     if virtual_ranks:

@@ -24,7 +24,7 @@ from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.step import Totals, constants
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.errors import NonFiniteError, StopRequested, WrongBitsError
-from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, digests_of
+from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, list_digests
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import Link
@@ -217,7 +217,7 @@ class Progress:
             hosts=hosts,
             identity=job.identity,
             ran_on=self.ran_on,
-            earlier=digests_of(self.history),
+            earlier=list_digests(self.history),
             may_end_early=plan.may_end_early,
         )
         self._link.emit(self.started)

@@ -24,7 +24,7 @@ from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.step_clock import StepPart
-from flyte_ddp.engine.parallel import parallel_of
+from flyte_ddp.engine.parallel import make_parallel
 from flyte_ddp.engine.progress import Progress, StepFigures
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
@@ -86,7 +86,7 @@ class TrainingState:
         virtual_ranks: int = recipe.settings.virtual_ranks
         self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, self.names, self.world_size, autocast)
-        self.parallel = parallel_of(step, virtual_ranks, has_unused)
+        self.parallel = make_parallel(step, virtual_ranks, has_unused)
         if average and virtual_ranks and self.world_size > 1:
             # A copy from before the network had rank 0's weights
             rank_0s.take((*average.model.parameters(), *average.model.buffers()))

@@ -31,7 +31,7 @@ from flyte_ddp.engine.progress import Plan
 from flyte_ddp.engine.results import write_last, write_results, write_weights
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
-from flyte_ddp.events import Event, StartUp, all_of
+from flyte_ddp.events import Event, StartUp, forward_to_all
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
@@ -100,7 +100,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     emit: Callable[[Event], None] = link.emit
     if job.options.keep_best:
         state.best_models = BestModels(state, job, emit, partial(write_weights, setup, job))
-        emit = all_of(state.best_models, emit)
+        emit = forward_to_all(state.best_models, emit)
     progress.checkpoints = checkpoints_of(state, environment, emit, job)
     profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
     with progress.ending_together(), profiling(profile, environment.rank, state.optimizer):

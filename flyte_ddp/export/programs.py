@@ -31,7 +31,7 @@ class Call(NamedTuple):
     outputs: Any
 
 
-def call_of(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
+def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
     """Return the recipe's first call of its network for a batch.
 
     Raises InputError if the recipe does not call the network.
@@ -113,7 +113,7 @@ def save_program(name: str, path: Path, model: nn.Module, program: torch.export.
         if name == "pt2":
             torch.export.save(program, path)
             return
-        inputs, outputs = ([one.name for one in specs] for specs in specs_of(model, few, few))
+        inputs, outputs = ([one.name for one in specs] for specs in describe_tensors(model, few, few))
         written = torch.onnx.export(program, input_names=inputs, output_names=outputs, dynamo=True, verbose=False)
         assert written is not None
         size = sum(value.nbytes for value in model.state_dict().values())
@@ -177,7 +177,7 @@ class OnnxNetwork(nn.Module):
         )
 
 
-def specs_of(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Return the specs of inputs and outputs, in order. Inputs are named as in the network's forward."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
@@ -210,7 +210,7 @@ class Name(str):
 
 def source_of(model: nn.Module, call: Call) -> str:
     """Return the arguments of the call as source code, with the names of the inputs in place of tensors."""
-    inputs, _ = specs_of(model, call, call)
+    inputs, _ = describe_tensors(model, call, call)
     names = (Name(one.name) for one in inputs)
     args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: next(names), (call.args, call.kwargs))
     return ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])

@@ -48,7 +48,8 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 
     measured = measure(recipe, model, test, link, look=look)
     few, more = (
-        programs.call_of(recipe, model, batch_of(recipe, test, indices), len(indices)) for indices in few_and_more(test)
+        programs.record_call(recipe, model, fetch_batch(recipe, test, indices), len(indices))
+        for indices in few_and_more(test)
     )
     metadata = build_metadata(recipe, job, measured.headline, measured.measures, asked.training)
     metadata = dataclasses.replace(metadata, settings=asked.settings)
@@ -72,7 +73,7 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
                 "out of formats"
             ) from None
         link.heartbeat()
-    inputs, outputs = programs.specs_of(model, few, more)
+    inputs, outputs = programs.describe_tensors(model, few, more)
     return Written(
         measured=measured,
         classes=class_accuracies(recipe, seen),
@@ -105,7 +106,7 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
         try:
             network = programs.open_network(name, Path(path), recipe.initial_model())
             with torch.inference_mode():
-                recipe.forward(network, batch_of(recipe, test, torch.tensor([0])))
+                recipe.forward(network, fetch_batch(recipe, test, torch.tensor([0])))
             return measure(recipe, network, test, link)
         except ReportedError:  # the data cannot be read
             raise
@@ -143,7 +144,7 @@ def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
     return order[few], order.flip(0)[more]
 
 
-def batch_of(recipe: Recipe, test: Split, indices: Tensor) -> Any:
+def fetch_batch(recipe: Recipe, test: Split, indices: Tensor) -> Any:
     """Return these test samples as a batch of their own."""
     (tree,) = test.fetch([indices])
     count = len(indices)

@@ -78,7 +78,7 @@ def gather_shards(
         totals = tally(predictions)
         source = f"folder {Path(folder.path).name}" if folder is not None else f"{description.name}, {options.split}"
         title = f"Predictions: {source}"
-        images = images_of(totals, Path(data.download()), folder, Path(listing.download()), options)
+        images = load_images(totals, Path(data.download()), folder, Path(listing.download()), options)
         fragment = predicted_article(title, totals, images, description, options)
         report = output_page(work, title, fragment)
     summary = InferenceSummary(description.name, totals.images, totals.unreadable, totals.labelled, totals.accuracy)
@@ -87,7 +87,7 @@ def gather_shards(
     return InferenceOutputs(output_file(predictions, CSVFile), summary, report)
 
 
-def images_of(
+def load_images(
     totals: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
 ) -> list[np.ndarray]:
     """Return the least certain images (C, H, W) uint8, as the network saw them."""

@@ -93,7 +93,7 @@ def promote_model(subject: Subject, model_state: File, place: str, options: Prom
     )
 
 
-def artifact_of(model_state: File, summary: PromotionSummary, name: str) -> Any:
+def make_artifact(model_state: File, summary: PromotionSummary, name: str) -> Any:
     """Return what was promoted as a version of Flyte's artifact of that name.
 
     A task with produces_artifacts can return it.

@@ -14,7 +14,7 @@ from flyte_ddp.errors import not_installed
 from flyte_ddp.promote.place import Place
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
-from flyte_ddp.report.mlflow_run import ADDRESS, new_client, run_of, text_of
+from flyte_ddp.report.mlflow_run import ADDRESS, find_run, new_client, to_text
 
 ALIAS = "champion"  # MLflow's own documentation has this name
 VERSION = "flyte_ddp.version"  # the tag with the version's name in its place
@@ -83,8 +83,8 @@ def _create(client: Any, name: str) -> None:
 
 def _entry(client: Any, name: str, source: str, version: str, facts: dict[str, Any]) -> Any:
     """Create an entry, with a link to the run of the version's training if the run is known."""
-    run = run_of(client, facts.get("metadata", ""))
-    tags = {VERSION: version, **{tag: text_of(facts[tag]) for tag in TAGS if tag in facts}}
+    run = find_run(client, facts.get("metadata", ""))
+    tags = {VERSION: version, **{tag: to_text(facts[tag]) for tag in TAGS if tag in facts}}
     return client.create_model_version(
         name, source, run_id=run.info.run_id if run else None, tags=tags, await_creation_for=None
     )

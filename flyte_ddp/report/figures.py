@@ -134,10 +134,10 @@ def thinned(points: Points) -> list[tuple[float, float]]:
 
 def picture(image: np.ndarray, most: int = 64) -> str:
     """Encode an image (C, H, W) uint8 as a PNG data URI, made smaller if a side exceeds `most` pixels."""
-    return "data:image/png;base64," + base64.b64encode(png_of(image, most)).decode()
+    return "data:image/png;base64," + base64.b64encode(encode_png(image, most)).decode()
 
 
-def png_of(image: np.ndarray, most: int) -> bytes:
+def encode_png(image: np.ndarray, most: int) -> bytes:
     from PIL import Image
 
     pixels = image.transpose(1, 2, 0) if len(image) == 3 else image[0]

@@ -116,7 +116,7 @@ class MlflowRun(Tracker):
         batch = list(islice(self._waiting, MOST_METRICS))
         sent = {**self._sent, **{first_part(metric.key): metric.step for metric in batch}}
         tags = {**self._tags, STEPS: json.dumps(sent)}
-        run_tags = [self._entities.RunTag(name, text_of(value)) for name, value in tags.items()]
+        run_tags = [self._entities.RunTag(name, to_text(value)) for name, value in tags.items()]
         self._log(self._run_id, metrics=batch, tags=run_tags)
         self._sent = sent
         self._tags = {}
@@ -133,7 +133,7 @@ class MlflowRun(Tracker):
         run_id = run.info.run_id
         client.update_run(run_id, "RUNNING")
         parameters = [
-            self._entities.Param(name, text_of(value))
+            self._entities.Param(name, to_text(value))
             for name, value in self._parameters.items()
             if name not in run.data.params
         ]
@@ -176,12 +176,12 @@ class FilesOfModel(Observer):
     def close(self) -> None:
         metadata = read_metadata(self._weights)
         client = new_client(self._address)
-        if run := run_of(client, metadata.digest if metadata else ""):
+        if run := find_run(client, metadata.digest if metadata else ""):
             for file in self._files:
                 client.log_artifact(run.info.run_id, str(file))
 
 
-def run_of(client: Any, digest: str) -> Any:
+def find_run(client: Any, digest: str) -> Any:
     """Return the run of the training whose model's metadata have this digest; None if there is none."""
     if not digest:
         return None
@@ -198,7 +198,7 @@ def new_client(address: str) -> Any:
     return MlflowClient(address)
 
 
-def text_of(value: Any) -> str:
+def to_text(value: Any) -> str:
     """Return a value as MLflow takes it: a text of limited length."""
     return shortened(encodable(str(value)), MOST_CHARACTERS)
 

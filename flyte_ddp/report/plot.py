@@ -47,7 +47,7 @@ class Axis:
         return 10.0**self.high if self.logarithmic else self.high
 
 
-def axis_of(
+def make_axis(
     values: Iterable[float],
     begin: float,
     end: float,
@@ -131,13 +131,13 @@ class Plot:
         self.right = WIDTH - 12.0
 
     def vertical(self, values: Sequence[float], **how: Any) -> Axis:
-        """Build the vertical axis; axis_of has the arguments."""
-        return axis_of(values, self.bottom, self.top, **how)
+        """Build the vertical axis; make_axis has the arguments."""
+        return make_axis(values, self.bottom, self.top, **how)
 
     def horizontal(self, values: Sequence[float], beside: Axis, **how: Any) -> Axis:
         """Build the horizontal axis, which begins where the labels of the vertical one end."""
         left = 12 + 1.15 * LETTER * max(map(len, beside.labels.values()), default=0)
-        return axis_of(values, left, self.right, **how)
+        return make_axis(values, left, self.right, **how)
 
     def axes(self, x: Axis, y: Axis, name: str) -> None:
         """Draw the grid and the labels of both axes.

@@ -75,7 +75,7 @@ class ProgressFile(events.Observer):
         self._tell_beginning()  # goodput now knows what earlier attempts have lost
         self._started = event
         self._since = time.monotonic()
-        self._write("started", {"format": FORMAT, **self._run, **fields_of(event)})
+        self._write("started", {"format": FORMAT, **self._run, **select_fields(event)})
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         assert self._started is not None  # RunStarted is always the earlier event
@@ -101,7 +101,7 @@ class ProgressFile(events.Observer):
         self._write("failed", {"reason": event.reason})
 
     def _write_whole(self, event: Any) -> None:
-        self._write(NAMES[type(event)], fields_of(event))
+        self._write(NAMES[type(event)], select_fields(event))
 
     on_epoch_finished = on_epoch_chosen = on_not_learning = on_slow_rank = on_ranks_timed = on_printed = _write_whole
     on_start_up = on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = _write_whole
@@ -117,11 +117,11 @@ class ProgressFile(events.Observer):
         return f"{line}\n".encode(errors="backslashreplace")
 
 
-def fields_of(event: Any) -> dict[str, Any]:
+def select_fields(event: Any) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(event).items() if name not in LEFT_OUT}
 
 
-def event_of(line: dict[str, Any]) -> Any:
+def parse_event(line: dict[str, Any]) -> Any:
     """Return the event that a line was written for; None for "finished", "failed", and events of newer versions."""
     kind = EVENTS.get(line["event"])
     if kind is None:
@@ -152,7 +152,7 @@ class TimesRead:
                 self.goodput.attempts[:-1] = begun.attempts[:-1]
             self.goodput = self.goodput or begun
         elif self.goodput:
-            self.goodput.add(event_of(line), datetime.fromisoformat(line["time"]).timestamp())
+            self.goodput.add(parse_event(line), datetime.fromisoformat(line["time"]).timestamp())
 
 
 def attempts_in(path: Path) -> list[Attempt]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from flyte_ddp.errors import not_installed
 from flyte_ddp.fields import plain
-from flyte_ddp.report.figures import png_of
+from flyte_ddp.report.figures import encode_png
 from flyte_ddp.report.predictions import Predictions
 from flyte_ddp.report.record import RunInfo
 from flyte_ddp.report.tracker import Tracker, first_part
@@ -80,7 +80,7 @@ class TensorBoard(Tracker):
             truth, guess = classes[predictions.labels[index]], classes[predictions.guesses[index]]
             _, height, width = pixels.shape
             image = self._summaries.Summary.Image(
-                height=height, width=width, colorspace=3, encoded_image_string=png_of(pixels, max(height, width))
+                height=height, width=width, colorspace=3, encoded_image_string=encode_png(pixels, max(height, width))
             )
             tag = f"predictions/{number + 1}: {truth} taken for {guess}"
             values.append(self._summaries.Summary.Value(tag=tag, image=image))

@@ -34,7 +34,7 @@ class Recipes(click.Group):
         if here not in sys.path:  # `python -m` has the current folder on the path
             sys.path.insert(0, here)
         find_code(cmd_name)
-        return command_of(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]))
+        return make_command(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]))
 
 
 @click.group(cls=Recipes, subcommand_metavar="RECIPE [OPTIONS]...")
@@ -72,7 +72,7 @@ class RecipeCommand(click.Command):
             raise InputError(f"{error.format_message()} {self.epilog}") from None
 
 
-def command_of(recipe: str, kind: type[TrainingSettings]) -> click.Command:
+def make_command(recipe: str, kind: type[TrainingSettings]) -> click.Command:
     """Return a command with an option for each field of the settings and of RunOptions."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name != "resume_from"}
@@ -99,7 +99,7 @@ def command_of(recipe: str, kind: type[TrainingSettings]) -> click.Command:
         click.Option(["--output"], type=kind_of, default="trained", show_default=True, help=where),
     ]
     said = {**described(RunOptions), **described(kind)}
-    options = [option_of(field, said[field.name]) for field in {**fields, **how}.values()]
+    options = [make_option(field, said[field.name]) for field in {**fields, **how}.values()]
     epilog = (
         f"The settings are those of {kind.__module__}.{kind.__name__}. For others, write --settings-class MODULE:NAME "
         "before RECIPE."
@@ -117,7 +117,7 @@ def as_typed(message: str) -> str:
     return re.sub(r"RunOptions\((\w+)=(\w+)\)", typed, message)
 
 
-def option_of(field: "dataclasses.Field[Any]", said: str) -> click.Option:
+def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
     """Return a command's option for a field.
 
     The settings themselves check the value, so that it is refused in the same words as everywhere.

@@ -25,8 +25,8 @@ from flyte_ddp.sweep.halving import (
     classifier_trials,
     entrants,
     failed,
-    result_of,
-    rungs_of,
+    make_result,
+    plan_rungs,
 )
 from flyte_ddp.sweep.page import compared
 from flyte_ddp.sweep.search import Sweep
@@ -74,7 +74,7 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
     checkpoint = f"{outputs.logs.path}/final-checkpoint" if hp.stop_after else ""
     measures = {"accuracy": outputs.epoch_accuracies[-1]}
     loss = outputs.summary.test_loss
-    return result_of(outputs.summary, measures, loss, outputs.report.path, checkpoint)
+    return make_result(outputs.summary, measures, loss, outputs.report.path, checkpoint)
 
 
 async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -> Rungs:
@@ -90,7 +90,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
             except BaseRuntimeError as error:  # a lost pod, too, which is an error of the system
                 return TrialResult(failure=f"{error.code}: {one_line(error)}")
 
-    for _ in rungs_of(sweep, settings):
+    for _ in plan_rungs(sweep, settings):
         rungs.append(await asyncio.gather(*map(attempt, entrants(sweep, settings, rungs).values())))
     return rungs
 

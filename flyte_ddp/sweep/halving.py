@@ -100,7 +100,7 @@ def value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
-def rungs_of(sweep: Sweep, trials: AllTrials) -> list[Rung]:
+def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
     """Return as many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
@@ -126,7 +126,7 @@ def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
             f"Sweep.reduction_factor must be 1 if trials differ in epochs or set stop_after, got {factor}: leave these "
             "out, because the factor decides how long each trial trains"
         )
-    if len(rungs_of(sweep, trials)) == 1:
+    if len(plan_rungs(sweep, trials)) == 1:
         raise InputError(
             f"Sweep.reduction_factor must be at most the numbers of epochs ({epochs}) and trials ({len(trials)}), got "
             f"{factor}: otherwise no trials can be cut, so raise these or lower the factor"
@@ -152,7 +152,7 @@ def classifier_trials(
 def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:
     """Run the trials of each rung one after another."""
     rungs: Rungs = []
-    for rung in rungs_of(sweep, trials):
+    for rung in plan_rungs(sweep, trials):
         results: list[TrialResult | None] = []
         for number, entrant in entrants(sweep, trials, rungs).items():
             trial = Ranked(number, trials[number - 1], TrialResult(stop_after=rung.stop_after))
@@ -166,7 +166,7 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
     return rungs
 
 
-def result_of(
+def make_result(
     figures: RunSummary, measures: dict[str, float], loss: float, report: str, checkpoint: str
 ) -> TrialResult:
     """Build the result of a training that has ended.
@@ -204,7 +204,7 @@ def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResu
         rungs: the results of the rungs so far.
     """
     latest = standings(sweep, trials, rungs)
-    advancing = _entrants(sweep, rungs_of(sweep, trials)[len(rungs)], latest)
+    advancing = _entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)
     if not advancing:
         raise all_failed(sweep, latest)
     return advancing
@@ -213,7 +213,7 @@ def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResu
 def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
     """Return each trial with its latest result, given those of the rungs so far; seconds are the sum over its rungs."""
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
-    for rung, results in zip(rungs_of(sweep, trials), rungs, strict=False):
+    for rung, results in zip(plan_rungs(sweep, trials), rungs, strict=False):
         for number, result in zip(_entrants(sweep, rung, latest), results, strict=True):
             before = latest[number - 1]
             result = _measured(sweep, result or TrialResult(failure=NO_RESULT))
@@ -289,7 +289,7 @@ def failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
 def saving(sweep: Sweep, latest: Sequence[Ranked]) -> str:
     """Say how the trials were cut, and how many epochs that saved; empty without successive halving."""
     epochs = latest[0].settings["epochs"]
-    first, *others = rungs_of(sweep, [trial.settings for trial in latest])
+    first, *others = plan_rungs(sweep, [trial.settings for trial in latest])
     if not others:
         return ""
     steps = [f"the best {trials} to epoch {stop or epochs}" for trials, stop in others]

@@ -28,9 +28,9 @@ from flyte_ddp.sweep.halving import (
     check_rungs,
     entrants,
     failed,
-    result_of,
+    make_result,
+    plan_rungs,
     run_rungs,
-    rungs_of,
 )
 from flyte_ddp.sweep.page import compared
 from flyte_ddp.sweep.search import AnySettings, Sweep
@@ -64,17 +64,17 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
     check_rungs(sweep, settings)
     texts = [trial.to_json() for trial in trials]
     if is_local():  # flytekit's local map task caches all trials or none; one by one, a sweep resumes
-        rungs = run_rungs(sweep, settings, lambda entrant: _value_of(run(entrant=entrant, **inputs)))
+        rungs = run_rungs(sweep, settings, lambda entrant: _read_value(run(entrant=entrant, **inputs)))
     else:
         # With a ratio of 1, a single pod that fails permanently would fail the map task; Flyte requires more than 0
         run_all = map_task(partial(run, **inputs), concurrency=sweep.concurrency, min_success_ratio=1e-3)
         rungs = [run_all(entrant=list(entrants(sweep, settings, []).values()))]
-        for _ in rungs_of(sweep, settings)[1:]:
+        for _ in plan_rungs(sweep, settings)[1:]:
             rungs.append(run_all(entrant=next_rung(sweep=sweep, trials=texts, rungs=rungs)))
     return compare_trials(sweep=sweep, trials=texts, rungs=rungs, subject=subject)
 
 
-def _value_of(result: Any) -> TrialResult:
+def _read_value(result: Any) -> TrialResult:
     """Return a task's output in a local run, where flytekit keeps outputs as literals."""
     value: TrialResult = TypeEngine.to_python_value(FlyteContextManager.current_context(), result.val, TrialResult)
     return value
@@ -116,7 +116,7 @@ def try_out(
     else:
         measures = {"accuracy": outputs.epoch_accuracies[-1]}
         loss = outputs.summary.test_loss
-    return result_of(figures, measures, loss, report, final)
+    return make_result(figures, measures, loss, report, final)
 
 
 @task(**small_resources())

@@ -13,7 +13,7 @@ import fsspec
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.report.console import is_shown, open_console, say
 from flyte_ddp.report.goodput import spent
-from flyte_ddp.report.progress import FILE, FORMAT, TimesRead, event_of
+from flyte_ddp.report.progress import FILE, FORMAT, TimesRead, parse_event
 from flyte_ddp.report.record import RunFailed
 from flyte_ddp.text import encodable, without_controls
 
@@ -108,7 +108,7 @@ def show(
     Returns:
         How the training failed, or how many seconds it took.
     """
-    for text in lines_of(file, timeout):
+    for text in follow_lines(file, timeout):
         try:
             line = printable(json.loads(text, parse_constant=finite, parse_float=finite))
             read(line)
@@ -120,7 +120,7 @@ def show(
                 raise ReportedError(
                     f"{file.path} has format {line['format']}, but this program knows {FORMAT}: update it"
                 )
-            if event := event_of(line):
+            if event := parse_event(line):
                 console(event)
                 if not is_shown():
                     raise ReportedError("What the training says cannot be written")
@@ -147,7 +147,7 @@ def printable(value: Any) -> Any:
     return without_controls(encodable(value)) if isinstance(value, str) else value
 
 
-def lines_of(file: File, timeout: float | None) -> Iterator[bytes]:
+def follow_lines(file: File, timeout: float | None) -> Iterator[bytes]:
     """Yield each line as it comes, until nothing has come for `timeout` seconds."""
     read = 0
     begun = b""

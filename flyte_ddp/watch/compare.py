@@ -10,7 +10,7 @@ import click
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, RunStarted
-from flyte_ddp.report.progress import FORMAT, event_of
+from flyte_ddp.report.progress import FORMAT, parse_event
 from flyte_ddp.text import counted
 from flyte_ddp.watch.command import File, finite, printable
 
@@ -32,7 +32,7 @@ class Recorded:
     def add(self, line: Mapping[str, Any]) -> None:
         if line["event"] == "finished":
             self.model = str(line.get("digest", ""))
-        event = event_of(dict(line))
+        event = parse_event(dict(line))
         if isinstance(event, RunStarted):
             begin = event.first_epoch + event.first_step / event.steps_per_epoch
             before = {position: digest for position, digest in self.digests.items() if position <= begin}

@@ -21,7 +21,7 @@ from flyte_ddp.engine.hosts.places import Place, lack_of_disk
 from flyte_ddp.engine.hosts.unlike import unlike as reasons_of
 from flyte_ddp.engine.job import FINAL, Subject, job_of
 from flyte_ddp.errors import InputError, RecoverableError
-from flyte_ddp.events import NotLearning, RunStarted, digests_of
+from flyte_ddp.events import NotLearning, RunStarted, list_digests
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.failures import RecoverableRankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -65,7 +65,7 @@ def test_a_training_that_goes_on_knows_what_it_ran_on_and_its_digests(whole, tra
     assert begun.identity["settings"]["batch_size"] == 16
     assert started.ran_on[0] == begun.ran_on[0]
     assert [one["ranks"] for one in started.ran_on] == [2, 1]
-    assert started.earlier == digests_of(first.result.epochs) == digests_of(on.result.epochs[:1])
+    assert started.earlier == list_digests(first.result.epochs) == list_digests(on.result.epochs[:1])
     assert not any("hardware" in remark for remark in started.remarks)
 
 

@@ -9,7 +9,7 @@ import pytest
 from flyte_ddp.launch.rank import printed_lines
 
 
-def lines_of(*printed):
+def follow_lines(*printed):
     """What is passed on of text and bytes that are written one after the other."""
     lines: list[str] = []
     with printed_lines(lines.append, lines.append):
@@ -31,7 +31,7 @@ def lines_of(*printed):
     ],
 )
 def test_lines_are_those_that_a_terminal_would_show(printed, lines):
-    assert lines_of(*printed) == lines
+    assert follow_lines(*printed) == lines
 
 
 def test_a_progress_bar_that_never_ends_its_line_is_not_kept():

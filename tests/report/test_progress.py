@@ -25,7 +25,7 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.observers import Observers
-from flyte_ddp.report.progress import EVENTS, LEFT_OUT, ProgressFile, event_of
+from flyte_ddp.report.progress import EVENTS, LEFT_OUT, ProgressFile, parse_event
 from flyte_ddp.report.record import RunFailed
 from flyte_ddp.settings import RunOptions
 
@@ -62,7 +62,7 @@ def test_every_event_is_documented_with_all_its_fields(written):
 
 
 def test_lines_become_the_events_again(recorded, written):
-    events = [event_of(line) for line in written if line["event"] in EVENTS]
+    events = [parse_event(line) for line in written if line["event"] in EVENTS]
     told = [event for event in (*recorded.events, *OTHERS) if type(event) in EVENTS.values()]
     for event, original in zip(events, told, strict=True):
         left_out = {name: value for name, value in LEFT_OUT.items() if hasattr(original, name)}
@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_null(recorded, tmp_path):
     progress(dataclasses.replace(step, measures={"loss": math.nan}))
     line = json.loads((tmp_path / "progress.jsonl").read_text().splitlines()[-1])
     assert line["measures"] == {"loss": None}
-    assert math.isnan(event_of(line).measures["loss"])
+    assert math.isnan(parse_event(line).measures["loss"])
 
 
 def test_a_long_run_has_some_thousand_lines_and_the_last_step_of_each_epoch(recorded, tmp_path):
@@ -92,8 +92,8 @@ def test_a_long_run_has_some_thousand_lines_and_the_last_step_of_each_epoch(reco
 
 
 def test_what_a_newer_program_says_beside_is_passed_over(written):
-    assert event_of({"event": "tea_break", "time": ""}) is None
-    assert event_of({**written[0], "weather": "fine"}) == event_of(written[0])
+    assert parse_event({"event": "tea_break", "time": ""}) is None
+    assert parse_event({**written[0], "weather": "fine"}) == parse_event(written[0])
 
 
 def test_an_interrupt_while_the_end_waits_for_a_tracker_is_no_failure_of_what_has_been_trained(recorded, tmp_path):

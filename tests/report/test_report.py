@@ -17,10 +17,10 @@ from flyte_ddp.events import (
     RunStarted,
     SlowRank,
     StepLogged,
-    digests_of,
+    list_digests,
 )  # fmt: skip
 from flyte_ddp.report.figures import Curves, draw, scatter, thinned
-from flyte_ddp.report.plot import axis_of
+from flyte_ddp.report.plot import make_axis
 from flyte_ddp.report.predictions import predictions_of
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
 from flyte_ddp.report.report import Report, fragment
@@ -146,7 +146,7 @@ def test_evaluations_that_are_told_again_are_shown_once(recorded):
     for event in (started, first, dataclasses.replace(started, first_epoch=1, first_step=3, earlier=[]), first):
         record(event)
     assert record.epochs == [first]
-    record(dataclasses.replace(started, first_epoch=1, first_step=3, earlier=digests_of([first])))
+    record(dataclasses.replace(started, first_epoch=1, first_step=3, earlier=list_digests([first])))
     assert record.epochs == [first]
 
 
@@ -237,7 +237,7 @@ def test_odd_values_make_a_figure(values, logarithmic):
     ],
 )
 def test_an_axis_has_round_numbers(values, how, labels):
-    axis = axis_of(values, 10.0, 110.0, **how)
+    axis = make_axis(values, 10.0, 110.0, **how)
     assert [*axis.labels.values()] == labels
     assert all(10 <= axis(value) <= 110 for value in axis.labels)
 

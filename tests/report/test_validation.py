@@ -11,7 +11,7 @@ from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
 from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console, say_summary
 from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
-from flyte_ddp.report.progress import event_of, fields_of
+from flyte_ddp.report.progress import parse_event, select_fields
 from flyte_ddp.report.record import Record, RunFinished
 from flyte_ddp.report.report import fragment, progress_curves
 from tests.report.conftest import Recorded
@@ -155,6 +155,6 @@ def test_trackers_and_progress_have_evaluations_within_an_epoch_at_their_steps(p
     logged = tell_tracker(parted, tmp_path, {"tracking": "offline"}).run
     assert logged.summary["best_epoch"] == 0.25
     (finished, *_) = [event for event in parted.events if isinstance(event, EpochFinished)]
-    assert event_of({"event": "epoch", "time": "", **fields_of(finished)}) == finished
-    older = {name: value for name, value in fields_of(finished).items() if name != "fraction"}
-    assert event_of({"event": "epoch", "time": "", **older}).position == 1
+    assert parse_event({"event": "epoch", "time": "", **select_fields(finished)}) == finished
+    older = {name: value for name, value in select_fields(finished).items() if name != "fraction"}
+    assert parse_event({"event": "epoch", "time": "", **older}).position == 1

@@ -26,9 +26,9 @@ from flyte_ddp.sweep.halving import (
     TrialResult,
     check_rungs,
     entrants,
+    plan_rungs,
     ranked,
     run_rungs,
-    rungs_of,
     saving,
     standings,
 )
@@ -54,10 +54,10 @@ NINE = trials(Sweep({"seed": list(range(9))}), epochs=9)
 
 
 def test_rungs_are_those_of_a_hyperband_bracket():
-    assert rungs_of(Sweep(reduction_factor=3), NINE) == [(9, 1), (3, 3), (1, 0)]
-    assert rungs_of(Sweep(reduction_factor=3), NINE[:8]) == [(8, 3), (2, 0)]
-    assert rungs_of(BY_TWO, EIGHT) == [(8, 1), (4, 2), (2, 0)]
-    assert rungs_of(Sweep(), EIGHT) == [(8, 0)]
+    assert plan_rungs(Sweep(reduction_factor=3), NINE) == [(9, 1), (3, 3), (1, 0)]
+    assert plan_rungs(Sweep(reduction_factor=3), NINE[:8]) == [(8, 3), (2, 0)]
+    assert plan_rungs(BY_TWO, EIGHT) == [(8, 1), (4, 2), (2, 0)]
+    assert plan_rungs(Sweep(), EIGHT) == [(8, 0)]
 
 
 @pytest.mark.parametrize("factor", [4, 5, 10])
@@ -65,7 +65,7 @@ def test_from_four_on_less_than_half_of_the_epochs_are_trained(factor):
     for epochs in range(factor, 60):
         for count in range(factor, 60):
             trained, before = 0, 0
-            for entered, stop in rungs_of(Sweep(reduction_factor=factor), [{"epochs": epochs}] * count):
+            for entered, stop in plan_rungs(Sweep(reduction_factor=factor), [{"epochs": epochs}] * count):
                 trained += entered * ((stop or epochs) - before)
                 before = stop
             assert trained < epochs * count / 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.data.blocks.blocks import Blocks, check_count, length_of, rows_of
+from flyte_ddp.data.blocks.blocks import Blocks, check_count, count_rows, rows_of
 from flyte_ddp.data.remote_files import INDEX, Stored
 from flyte_ddp.errors import DataError, InputError
 
@@ -120,7 +120,7 @@ def read_index(stored: Stored) -> list[dict[str, Any]]:
 
 
 def _slices(tree: Any, rows: int) -> Iterator[Any]:
-    return (_cut(tree, slice(start, start + rows)) for start in range(0, length_of(tree, "data"), rows))
+    return (_cut(tree, slice(start, start + rows)) for start in range(0, count_rows(tree, "data"), rows))
 
 
 def _cut(tree: Any, rows: slice) -> Any:

@@ -86,7 +86,7 @@ def rows_of(tree: Any, name: str) -> np.ndarray:
         tree: a single array, or arrays in dicts and tuples.
         name: the block's name for messages.
     """
-    length = length_of(tree, name)
+    length = count_rows(tree, name)
     kind = _row_kind(tree, name)
     if kind.names is None:
         return np.ascontiguousarray(tree)
@@ -95,7 +95,7 @@ def rows_of(tree: Any, name: str) -> np.ndarray:
     return rows
 
 
-def length_of(tree: Any, name: str) -> int:
+def count_rows(tree: Any, name: str) -> int:
     """Return how many samples a tree of arrays has. Raises DataError, with the name, if it is no such tree."""
     _row_kind(tree, name)
     lengths = set(_lengths(tree))

@@ -48,7 +48,7 @@ class Parquet(Blocks):
         with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
             footers = zip(sizes, pool.map(self._footer, sizes, sizes.values()), strict=True)
             self._footers = {file: footer for file, footer in footers if footer.num_rows}
-        kinds = {file: self._kinds_of(file, footer) for file, footer in self._footers.items()}
+        kinds = {file: self._read_kinds(file, footer) for file, footer in self._footers.items()}
         for file, types in kinds.items():
             expected = next(iter(kinds.values()))
             if types != expected:
@@ -75,7 +75,7 @@ class Parquet(Blocks):
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.stored.name(file)} is no Parquet file, or cut short: {error}") from None
 
-    def _kinds_of(self, file: str, footer: Any) -> tuple[str, ...]:
+    def _read_kinds(self, file: str, footer: Any) -> tuple[str, ...]:
         schema = footer.schema.to_arrow_schema()
         missing = [column for column in self.columns if column not in schema.names]
         if missing:

@@ -33,7 +33,7 @@ from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import norms, version
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochChosen, EpochFinished, Event, all_of
+from flyte_ddp.events import EpochChosen, EpochFinished, Event, forward_to_all
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.random_numbers import Use, key_of
@@ -140,7 +140,7 @@ class LoopState:
                 self.best_tracker.load_state_dict(self._choice)
         if self._job.options.keep_best:
             self.best_models = BestModels(self, self._job, emit, self._write)
-            emit = all_of(self.best_models, emit)
+            emit = forward_to_all(self.best_models, emit)
         progress.checkpoints = whole_checkpoints(self._environment, emit, self._job)
         if self.exact:
             every = self._job.options.audit_every
