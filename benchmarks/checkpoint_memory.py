@@ -21,7 +21,7 @@ from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.resume import resume as resume_from
-from flyte_ddp.engine.checkpoints.writer import checkpoints_of
+from flyte_ddp.engine.checkpoints.writer import make_checkpoints
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import set_up
 from flyte_ddp.launch.environment import Environment, choose_world
@@ -86,7 +86,7 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     with process_group(environment, job.options) as device:
         parts = set_up(environment, device, job, BlockCache(environment))
         parts.state.train_step(next(parts.train.steps(0)), False)
-        checkpoints = checkpoints_of(parts.state, environment, link.emit, job)
+        checkpoints = make_checkpoints(parts.state, environment, link.emit, job)
         for _ in range(3):
             with Peak() as peak:
                 started = time.perf_counter()

@@ -19,7 +19,7 @@ from benchmarks.checkpoint_memory import DEPTH, MEGABYTE, SAMPLES, WIDTH, Large,
 from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.checkpoints.writer import checkpoints_of
+from flyte_ddp.engine.checkpoints.writer import make_checkpoints
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe
@@ -56,7 +56,7 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
         with Peak() as in_step:
             start = resident()
             parts.state.train_step(shares, False)
-        checkpoints = checkpoints_of(parts.state, environment, link.emit, job)
+        checkpoints = make_checkpoints(parts.state, environment, link.emit, job)
         with Peak() as in_checkpoint:
             kept = resident()
             checkpoints.save(parts.state)

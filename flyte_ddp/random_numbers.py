@@ -43,7 +43,7 @@ class Use(Enum):
     AUDIT = b"audit"
 
 
-def key_of(use: Use, *position: int) -> int:
+def derive_key(use: Use, *position: int) -> int:
     """Return the 64-bit key for one position of a training.
 
     Args:

@@ -56,7 +56,7 @@ class Random:
 
     def _drawn(self, numbers: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
         self._calls += 1
-        key = random_numbers.key_of(random_numbers.Use.CALL, self._seed, self._calls)
+        key = random_numbers.derive_key(random_numbers.Use.CALL, self._seed, self._calls)
         each = math.prod(shape)
         share = self._share
         return numbers(key, share.first * each, share.count * each, self._device).view(share.count, *shape)

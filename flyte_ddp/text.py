@@ -30,7 +30,7 @@ def masked(text: str) -> str:
     return SECRET.sub(r"\1***", USER.sub("***@", text)) if "://" in text else text
 
 
-def reason_of(error: BaseException) -> str:
+def explain_error(error: BaseException) -> str:
     """Return what went wrong, on one line: the operating system's words, or the error with its type."""
     said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return " ".join(str(said).split())

@@ -28,7 +28,7 @@ from flyte_ddp.engine.job import (
     Subject,
     TrainingResult,
     job_in,
-    subject_of,
+    make_subject,
 )
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, Event, StartUp
@@ -154,7 +154,7 @@ def _subject(code: UserCode, settings: TrainingSettings, data: str | Path | None
     first = absolute(init, "init") if init else None
     if first and not first.exists():
         raise InputError(f"init must be a file or folder that is there, got {first}")
-    return subject_of(code, settings, source, first)
+    return make_subject(code, settings, source, first)
 
 
 @contextmanager
@@ -192,7 +192,9 @@ def run_in(
         for file in (job.checkpoint_path, job.model_path, FILE, PREDICTIONS, PICTURES, LAST, FINAL):
             remove_leftovers(folder, Path(file).name)
     page = folder / "report.html" if report and is_first else None
-    with Observers(info_of(folder, job, goodput), goodput, own=watching, page=page, on_event=on_event) as observers:
+    with Observers(
+        describe_run(folder, job, goodput), goodput, own=watching, page=page, on_event=on_event
+    ) as observers:
         if is_first:
             observers(StartUp("importing torch"))
         results = run_job(job, observers)
@@ -210,7 +212,7 @@ def run_in(
     )
 
 
-def info_of(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
+def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
     """Return what observers know of a run before it starts."""
     return RunInfo(
         name=folder.name,

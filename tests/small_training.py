@@ -11,7 +11,7 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.engine.job import TrainingResult, job_in, subject_of
+from flyte_ddp.engine.job import TrainingResult, job_in, make_subject
 from flyte_ddp.events import Event, StartUp, StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
@@ -106,7 +106,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
             odd_hosts=odd_hosts,
             sharding=sharding,
         )
-        subject = subject_of(find_code(recipe), hp, data, init, prepared.read_description(data))
+        subject = make_subject(find_code(recipe), hp, data, init, prepared.read_description(data))
         job = job_in(folder, subject, options)
         events: list[Event] = []
 

@@ -10,7 +10,7 @@ from sklearn.feature_selection import f_regression
 from torch import Tensor
 
 from flyte_ddp import random_numbers
-from flyte_ddp.random_numbers import Use, integers, key_of, normal, split_mix, uniform, words
+from flyte_ddp.random_numbers import Use, derive_key, integers, normal, split_mix, uniform, words
 
 CPU = torch.device("cpu")
 COUNT = 1 << 16
@@ -68,7 +68,8 @@ def test_values_are_equally_frequent():
 def test_neighbours_calls_and_steps_are_independent():
     """Also where keys and positions differ as little as can be: neighbouring rows, calls and steps."""
     streams = [
-        uniform(key_of(Use.CALL, seed, call), 0, COUNT, CPU).numpy() for seed, call in ((0, 0), (0, 1), (1, 0), (1, 1))
+        uniform(derive_key(Use.CALL, seed, call), 0, COUNT, CPU).numpy()
+        for seed, call in ((0, 0), (0, 1), (1, 0), (1, 1))
     ]
     streams += [np.roll(streams[0], lag) for lag in (1, 2, 3, 4, 64, 1000)]
     for number, one in enumerate(streams):
@@ -82,5 +83,5 @@ def test_no_two_uses_or_positions_have_the_same_key():
     """Also where a position ends with zeros, or has a number of more bits than a word of the machine."""
     numbers = (0, 1, 2, 1 << 32, (1 << 32) + 1, (1 << 64) - 1)
     positions = [(), *((a,) for a in numbers), *((a, b) for a in numbers for b in numbers), (0, 0, 0), (0, 0, 0, 0)]
-    keys = {key_of(use, *position) for use in Use for position in positions}
+    keys = {derive_key(use, *position) for use in Use for position in positions}
     assert len(keys) == len(Use) * len(positions)

@@ -20,7 +20,7 @@ from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.training import alone_in, info_of, name_of, train
+from flyte_ddp.training import alone_in, describe_run, name_of, train
 from tests.commands import unreadable
 from tests.engine.probe_recipes import Settings, Sound
 
@@ -74,14 +74,14 @@ def test_arguments_of_other_types_are_refused_before_anything_is_written(tmp_pat
 def test_a_tracker_goes_on_with_the_run_that_an_earlier_attempt_has_begun(tmp_path):
     job = job_in(tmp_path, Subject("a:B", TrainingSettings(), "version", "data"), RunOptions())
     first, again, another = Goodput(1.0), Goodput(3.0, earlier=[Attempt(1.0, 2.0)]), Goodput(3.0)
-    ids = [info_of(tmp_path, job, goodput).tracking_id for goodput in (first, again, another)]
+    ids = [describe_run(tmp_path, job, goodput).tracking_id for goodput in (first, again, another)]
     assert ids[0] == ids[1] != ids[2]
 
 
 def test_a_folder_whose_name_is_no_unicode_has_an_id_for_trackers_too(tmp_path):
     folder = tmp_path / os.fsdecode(b"latin-\xe9")
     job = job_in(folder, Subject("a:B", TrainingSettings(), "version", "data"), RunOptions())
-    assert info_of(folder, job, Goodput(1.0)).tracking_id
+    assert describe_run(folder, job, Goodput(1.0)).tracking_id
 
 
 def test_the_training_of_a_task_is_refused_outside_of_one(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
-from flyte_ddp.engine.checks.trials import is_close, tolerance_of
+from flyte_ddp.engine.checks.trials import choose_tolerance, is_close
 from flyte_ddp.engine.evaluations import gather
 from flyte_ddp.engine.hosts.places import facts_of, room, serial, tried
 from flyte_ddp.launch.nvml import why_slow
@@ -108,7 +108,7 @@ def close_enough(device: torch.device) -> str:
             for name, network, given in _networks(device):
                 with torch.no_grad():
                     whole, parts = network(given), torch.cat([network(given[:3]), network(given[3:])])
-                tolerance = tolerance_of(network)
+                tolerance = choose_tolerance(network)
                 gap = ((whole - parts).abs().max() / whole.abs().mean()).item()
                 told.append(f"{name} {gap:.1e} of {tolerance:.0e}{' in TF32' if is_tf32 else ''}")
                 expect(is_close(whole, parts, tolerance), told[-1])

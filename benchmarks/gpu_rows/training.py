@@ -7,7 +7,7 @@ from typing import Any
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.data.prepared.prepared import read_description
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
@@ -46,6 +46,6 @@ def train(
         )
         description = read_description(data) if data else None
         path = Path(data or source) if data or source else None
-        subject = subject_of(find_code(recipe), settings, path, description=description)
+        subject = make_subject(find_code(recipe), settings, path, description=description)
         job = job_in(Path(folder or temporary), subject, options)
         return launcher.launch(target, world, job, timeout_seconds, on_event)

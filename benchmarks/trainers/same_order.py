@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler
 from flyte_ddp.engine.batches.batches import Shuffled
 from flyte_ddp.engine.batches.lengths import SimilarLengths
 from flyte_ddp.engine.batches.loading import Streamed
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 from flyte_ddp.recipe import CPU
 
 
@@ -25,8 +25,8 @@ class SameOrder(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         count, size, key = len(self.lengths), self.settings.batch_size, (self.settings.seed, self.epoch)
-        shuffled = Shuffled(self.sentences, [key_of(Use.PASS, *key, 0)])
-        lengths = key_of(Use.LENGTHS, *key)
+        shuffled = Shuffled(self.sentences, [derive_key(Use.PASS, *key, 0)])
+        lengths = derive_key(Use.LENGTHS, *key)
         order = SimilarLengths(shuffled, self.lengths, count, size, FinetuneText.length_window, lengths)
         for batch in order.at(torch.arange(count)).split(size):
             yield from batch.tensor_split(self.num_replicas)[self.rank].tolist()

@@ -25,10 +25,10 @@ def platform_errors(platform: Platform) -> Iterator[None]:
     except known as error:
         if platform.is_local():
             raise
-        raise attempt_error(platform, failure_of(platform, error)) from None
+        raise attempt_error(platform, to_failure(platform, error)) from None
 
 
-def failure_of(platform: Platform, error: BaseException) -> Failure:
+def to_failure(platform: Platform, error: BaseException) -> Failure:
     """Return the failure that an error carries, or else a failure for the error itself, outside of the ranks."""
     carried: Failure | None = getattr(error, "failure", None)
     return carried or from_exception(_of_a_download(platform, error), None, machine.node())
@@ -46,7 +46,7 @@ def _of_a_download(platform: Platform, error: BaseException) -> BaseException:
     return error
 
 
-def urls_of(platform: Platform) -> str:
+def format_urls(platform: Platform) -> str:
     """Return the URLs of an attempt's files, for a message."""
     return f"Logs: {platform.logs_url()}\nCheckpoint, if one has been written: {platform.checkpoint_url()}"
 

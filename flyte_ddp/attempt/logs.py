@@ -13,10 +13,10 @@ from pathlib import Path
 
 from click import ClickException
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
+from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.events import Observer, Printed
-from flyte_ddp.launch.failures import message_of
+from flyte_ddp.launch.failures import describe_error
 from flyte_ddp.launch.rank import printed_lines
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
@@ -69,9 +69,9 @@ def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str 
             say(f"Logs: {logs.url}{earlier and f'; those of the previous attempt: {earlier}'}")
             yield logs
     except BaseException as error:
-        append(folder / f"{name}.log", f"{type(error).__name__}: {message_of(error)}")
+        append(folder / f"{name}.log", f"{type(error).__name__}: {describe_error(error)}")
         if isinstance(error, ClickException):
-            raise attempt_error(platform, failure_of(platform, error), urls_of(platform)) from None
+            raise attempt_error(platform, to_failure(platform, error), format_urls(platform)) from None
         raise
     finally:
         uploads.close()

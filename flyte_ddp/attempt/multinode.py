@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from flyte_ddp.attempt.checkpoints import PlatformStore, patiently, point_to, point_to_previous
-from flyte_ddp.attempt.failures import failure_of, platform_errors
+from flyte_ddp.attempt.failures import platform_errors, to_failure
 from flyte_ddp.attempt.logs import kept_logs
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_gpus
@@ -27,7 +27,7 @@ from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.trained import Trained, train_by
 from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.engine import worker
-from flyte_ddp.engine.job import Job, Subject, TrainingResult, job_of
+from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_job
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, environment_from_torchrun, is_first_rank, visible_gpus
@@ -89,7 +89,7 @@ def train_as_rank(
 
                 stored = partial(StoreOfRanks, ranks=storage) if storage else PlatformStore
                 return train_by(platform, start, environment.world, fetch, options, own_observers, stored)
-            job = dataclasses.replace(job_of(fetch(), options), storage=storage)
+            job = dataclasses.replace(make_job(fetch(), options), storage=storage)
             run_rank(environment, DirectLink(None), job, train)
         return None
 
@@ -104,7 +104,7 @@ def handing_on_failure(platform: Platform) -> Iterator[None]:
         yield
     except Exception as error:
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            Path(file + BESIDE).write_text(json.dumps(dataclasses.asdict(failure_of(platform, error))))
+            Path(file + BESIDE).write_text(json.dumps(dataclasses.asdict(to_failure(platform, error))))
         raise
 
 

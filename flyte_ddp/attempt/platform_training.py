@@ -16,7 +16,7 @@ from flyte_ddp.attempt.webhook import telling_webhook
 from flyte_ddp.code.user_code import UserCode, find_code
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared
-from flyte_ddp.engine.job import Job, Subject, TrainingResult, subject_of
+from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
@@ -88,7 +88,7 @@ class Training(ABC, Generic[Given, Outputs]):
             world = choose_world(settings.backend, options.nproc, *self.most_ranks(settings))
             launcher.warm_up(self.preload)
             again = restarting(self.platform, start)
-            return self.outputs_of(train_by(self.platform, again, world, fetch, options, self.observers))
+            return self.make_outputs(train_by(self.platform, again, world, fetch, options, self.observers))
 
     def run_as_rank(
         self,
@@ -111,7 +111,7 @@ class Training(ABC, Generic[Given, Outputs]):
             return result
 
         trained = train_as_rank(self.platform, settings, options, fetch, self.observers, train)
-        return self.outputs_of(trained) if trained else None
+        return self.make_outputs(trained) if trained else None
 
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
         """Raise InputError for what cannot be trained here."""
@@ -129,7 +129,7 @@ class Training(ABC, Generic[Given, Outputs]):
     ) -> Subject:
         """Return what is trained, and its data. Raises ReportedError if this pod's code is not what was registered."""
         check_code(self.code.version)
-        return subject_of(self.code, settings, source, init)
+        return make_subject(self.code, settings, source, init)
 
     @staticmethod
     @abstractmethod
@@ -142,7 +142,7 @@ class Training(ABC, Generic[Given, Outputs]):
         """Return a copy of the file or folder that all ranks of this host share."""
 
     @abstractmethod
-    def outputs_of(self, trained: Trained) -> Outputs:
+    def make_outputs(self, trained: Trained) -> Outputs:
         """Return the task's outputs."""
 
 
@@ -162,7 +162,7 @@ class OfImages(Training[Given, Outputs]):
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:
     """Return an image classifier and the prepared dataset in the folder, after verifying every byte of the dataset."""
     check_code(IMAGE_CLASSIFIER.version)
-    return subject_of(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
+    return make_subject(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
 
 
 def check_classifier(known: ModelMetadata, path: str) -> None:

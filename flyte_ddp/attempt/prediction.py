@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.engine.job import Subject, job_of
+from flyte_ddp.engine.job import Subject, make_job
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
@@ -18,7 +18,7 @@ def predicted(platform: Platform, subject: Subject, model: Path, shard: int, sha
     if not 0 <= shard < shards:
         raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
     with run_folder(platform, f"{subject.dataset}-predictions") as folder:
-        job = job_of(subject, model_path=model, logs=folder)
+        job = make_job(subject, model_path=model, logs=folder)
         world = choose_world("gloo", 1, 1)
         asked = (job, split, shard, shards)
         run_alone(PREDICT, asked, job.options, open_console(), world, subject.root)

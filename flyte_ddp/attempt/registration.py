@@ -141,7 +141,7 @@ class Registration(Settings):
         check_place(self.promote_to)
         check_notify(self.notify, self.notify_phases)
         check_urls(self.webhook, self.webhook_secret, self.console)
-        registered = [variable_of(field) for field in dataclasses.fields(self)]
+        registered = [name_variable(field) for field in dataclasses.fields(self)]
         ours = {MIRROR_VARIABLE, CODE_VARIABLE, GPUS_VARIABLE, POD_VARIABLE, WEBHOOK_SECRET_VARIABLE, *registered}
         check_names(self.env, registered)
         check_strings("env", self.env, "[A-Za-z_][A-Za-z0-9_]*")
@@ -228,7 +228,7 @@ def registration() -> Registration:
     check_variables()
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Registration):
-        variable = variable_of(field)
+        variable = name_variable(field)
         text = os.environ.get(variable)
         if text is None:
             continue
@@ -243,10 +243,10 @@ def registration() -> Registration:
 def check_variables() -> None:
     """Raise InputError for a variable with our prefix that nothing reads. In a pod, others may set such variables."""
     if "FLYTE_INTERNAL_EXECUTION_ID" not in os.environ:
-        check_names(os.environ, map(variable_of, dataclasses.fields(Registration)))
+        check_names(os.environ, map(name_variable, dataclasses.fields(Registration)))
 
 
-def variable_of(field: "dataclasses.Field[Any]") -> str:
+def name_variable(field: "dataclasses.Field[Any]") -> str:
     return f"DDP_{field.name.upper()}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
-from flyte_ddp.attempt.registration import SECRETS, registration, variable_of
+from flyte_ddp.attempt.registration import SECRETS, name_variable, registration
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE, mirror_from_environment
 from flyte_ddp.errors import InputError
@@ -81,7 +81,7 @@ def pod_environment() -> dict[str, str]:
 def registered_environment() -> dict[str, str]:
     """Return all settings as variables, for tasks in whose pods the decorators are evaluated again."""
     asked = registration()  # is called once, because each call checks all settings
-    values = {variable_of(field): getattr(asked, field.name) for field in dataclasses.fields(asked)}
+    values = {name_variable(field): getattr(asked, field.name) for field in dataclasses.fields(asked)}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     return {**pod_environment(), **texts}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from flyte_ddp.engine.job import KeptModel, TrainingResult
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.peaks import peak
-from flyte_ddp.report.goodput import share_of
+from flyte_ddp.report.goodput import compute_goodput
 from flyte_ddp.report.record import RunFinished
 
 
@@ -105,7 +105,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         train_seconds=train_seconds,
         total_seconds=finished.total_seconds,
         seconds=finished.seconds,
-        goodput=share_of(finished.seconds),
+        goodput=compute_goodput(finished.seconds),
         samples_per_second=rate,
         world_size=world.size,
         backend=world.backend,

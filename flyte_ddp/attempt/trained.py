@@ -15,7 +15,7 @@ from flyte_ddp.attempt.restarts import Start
 from flyte_ddp.attempt.run import Run, training_run
 from flyte_ddp.attempt.summaries import RecipeSummary, RunSummary, TrainingSummary, summarise
 from flyte_ddp.code.user_code import UserCode
-from flyte_ddp.engine.job import Subject, TrainingResult, job_of
+from flyte_ddp.engine.job import Subject, TrainingResult, make_job
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import PreemptedError
@@ -23,7 +23,7 @@ from flyte_ddp.launch.signals import finishing
 from flyte_ddp.report.console import say_interrupted, say_summary
 from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.report.observers import Observers
-from flyte_ddp.report.predictions import Predictions, predictions_of
+from flyte_ddp.report.predictions import Predictions, load_predictions
 from flyte_ddp.report.progress import FILE, attempts_in
 from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
 from flyte_ddp.report.tensorboard import events_file
@@ -120,8 +120,8 @@ def train_by(
         logs = run.logs.folder
         if not run.store.is_given:
             options = replace(options, resume_from="")
-        job = job_of(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
-        info = info_of(platform, subject, options, run)
+        job = make_job(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
+        info = describe_run(platform, subject, options, run)
         share_events(platform, run, info)
         publish = platform.publisher("Training")
         is_local = platform.is_local()
@@ -147,7 +147,7 @@ def train_by(
         dataset=subject.dataset,
         results=results,
         figures=summarise(world, finished, observers.record.tracking_url),
-        predictions=predictions_of(info, finished),
+        predictions=load_predictions(info, finished),
         model=model,
         report=report,
         logs=logs,
@@ -155,12 +155,12 @@ def train_by(
     )
 
 
-def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run) -> RunInfo:
+def describe_run(platform: Platform, subject: Subject, options: RunOptions, run: Run) -> RunInfo:
     """Return what observers know of a run before it starts."""
     return RunInfo(
         name=run.folder.name,
         recipe=subject.recipe,
-        tracking_id=tracking_id_of(platform, subject.key, run.store.path),
+        tracking_id=find_tracking_id(platform, subject.key, run.store.path),
         attempt=platform.earlier_attempts(),
         settings=subject.settings,
         options=options,
@@ -171,7 +171,7 @@ def info_of(platform: Platform, subject: Subject, options: RunOptions, run: Run)
     )
 
 
-def tracking_id_of(platform: Platform, key: str, beside: Path) -> str:
+def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
     """Return an id shared by all attempts at one training, and by no other training.
 
     On a cluster it follows from the execution. Locally it is in a file beside the checkpoint, which is removed with the

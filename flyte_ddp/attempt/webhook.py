@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from flyte_ddp.attempt.failures import failure_of
+from flyte_ddp.attempt.failures import to_failure
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.launch.failures import Failure, PreemptedError
 from flyte_ddp.report.background import one_line
@@ -32,9 +32,9 @@ def telling_webhook(platform: Platform) -> Iterator[None]:
     except Exception as error:
         url = os.environ.get(WEBHOOK_SECRET_VARIABLE) or os.environ.get(WEBHOOK_VARIABLE)
         if url:
-            failure = failure_of(platform, error)
+            failure = to_failure(platform, error)
             if failure.cause != PreemptedError.__name__:
-                notify(url, content_of(failure, platform))
+                notify(url, make_content(failure, platform))
         raise
 
 
@@ -62,7 +62,7 @@ def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
         problems[:] = [] if answer.status_code < 300 else [f"its server answered {answer.status_code}"]
 
 
-def content_of(failure: Failure, platform: Platform) -> dict[str, Any]:
+def make_content(failure: Failure, platform: Platform) -> dict[str, Any]:
     """Return the content to post, which docs/on-a-cluster.md describes."""
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     message = one_line(Exception((failure.message.splitlines() or [""])[0]))

@@ -22,7 +22,7 @@ from flyte_ddp.engine.step import SingleStep, Totals
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
 from flyte_ddp.errors import InputError, WrongBitsError
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 Backward = Callable[[Sequence[Batch]], None]
 
@@ -204,7 +204,7 @@ def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> 
     Returns:
         A part that has samples, the rank that computes it, and another rank, on another host if there is one.
     """
-    key = key_of(Use.AUDIT, train.seed, epoch, step)
+    key = derive_key(Use.AUDIT, train.seed, epoch, step)
     parts = train.parts_with_samples(step)
     part = parts[key % len(parts)]
     owner = owner_of(part, train.virtual_ranks, len(hosts))

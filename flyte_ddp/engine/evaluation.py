@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.job import Measured
-from flyte_ddp.engine.measures import headline_of, pairs_of, ratios, sums_of
+from flyte_ddp.engine.measures import compute_pairs, find_headline, ratios, sum_measures
 from flyte_ddp.engine.monitor.best_tracker import is_lower_better
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.launch.link import Link
@@ -44,16 +44,16 @@ def measure(
         recipe.share = replace(batch.share, alone=True)
         seed_part(batch.seed, batch.share.part)
         outputs = (forward or recipe.forward)(network, batch.tree)
-        pairs = pairs_of(recipe, outputs, batch, names)
+        pairs = compute_pairs(recipe, outputs, batch, names)
         names = list(pairs)
-        sums = sums + sums_of(pairs)
+        sums = sums + sum_measures(pairs)
         look(batch, pairs)
         link.heartbeat()
     measures = ratios(recipe, names, sums.tolist())
     directions = {name: is_lower_better(recipe, name) for name in measures}
     return Measured(
         measures=measures,
-        headline=headline_of(recipe, measures),
+        headline=find_headline(recipe, measures),
         percent=recipe.percent,
         samples=len(split),
         is_lower_better={name: lower for name, lower in directions.items() if lower is not None},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
-from flyte_ddp.engine.measures import check_rows, mismatched, pairs_of, sums_of
+from flyte_ddp.engine.measures import check_rows, compute_pairs, mismatched, sum_measures
 from flyte_ddp.engine.seeds import put_back_generators, seed_part
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
@@ -85,10 +85,10 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     with in_own_types(model):
         for batch, outputs in _forwarded(state, split, lambda: poll.after_batch(link.stop_requested)):
             sums = by_part[batch.share.part if split.virtual_ranks else 0]
-            sums[:-2] += sums_of(pairs_of(recipe, outputs, batch, state.names))
+            sums[:-2] += sum_measures(compute_pairs(recipe, outputs, batch, state.names))
             if split.is_mixed and batch.share.count > 1:
-                others = pairs_of(recipe, mismatched(outputs), batch, state.names)
-                sums[-2:] += sums_of({"loss": others["loss"]})
+                others = compute_pairs(recipe, mismatched(outputs), batch, state.names)
+                sums[-2:] += sum_measures({"loss": others["loss"]})
             predictions = recipe.predictions(outputs, batch.tree)
             if predictions is not None:
                 check_rows(recipe, predictions, rows[0] if rows else predictions)
@@ -123,7 +123,7 @@ def _forwarded(
         return recipe.forward(model, batch.tree)
 
     def measure(outputs: Any, batch: Batch) -> Tensor:
-        return pairs_of(recipe, outputs, batch, state.names)["loss"][0]
+        return compute_pairs(recipe, outputs, batch, state.names)["loss"][0]
 
     for shares in split.steps():
         if state.gathers_by_part:

@@ -76,7 +76,7 @@ class Subject:
         return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def subject_of(
+def make_subject(
     code: UserCode,
     settings: TrainingSettings,
     data: Path | StoredData | None = None,
@@ -188,7 +188,7 @@ class Job(Subject):
         return self.chosen_by == OUTPUT
 
 
-def job_of(
+def make_job(
     subject: Subject,
     options: RunOptions = RunOptions(),  # noqa: B008 frozen
     model_path: str | Path = "",
@@ -201,7 +201,7 @@ def job_of(
 
 def job_in(folder: Path, subject: Subject, options: RunOptions) -> Job:
     """Make a job that leaves everything in one folder."""
-    job = job_of(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=folder)
+    job = make_job(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=folder)
     return replace(job, chosen_by=OUTPUT)
 
 

@@ -91,7 +91,9 @@ def trained_measure(names: Sequence[str]) -> str:
     return "objective" if "objective" in names else "loss"
 
 
-def pairs_of(recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()) -> dict[str, tuple[Tensor, Tensor]]:
+def compute_pairs(
+    recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Compute values and weights of each measure for the rank's own samples.
 
     Args:
@@ -156,7 +158,7 @@ def mismatched(outputs: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)
 
 
-def sums_of(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+def sum_measures(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     """Add up the values and weights: (2 k,) float64, value and weight of each of k measures, alternating."""
     return torch.stack([part.double() for pair in pairs.values() for part in pair]).sum(1)
 
@@ -187,7 +189,7 @@ def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict
     return reported
 
 
-def headline_of(recipe: Recipe, measures: dict[str, float]) -> str:
+def find_headline(recipe: Recipe, measures: dict[str, float]) -> str:
     """Return the name of the main measure.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flyte_ddp.engine.torch_compat import device_generator
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 
 def generator_states() -> tuple[Any, ...]:
@@ -56,4 +56,4 @@ def seed_part(step_seed: int, part: int, call: int = 0) -> None:
         part: the number of the part, or of the rank where each rank computes one part.
         call: how many times the step has called `backward` before.
     """
-    seed_all(key_of(Use.PART, step_seed, part, call))
+    seed_all(derive_key(Use.PART, step_seed, part, call))

@@ -37,7 +37,7 @@ from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gathered
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
@@ -157,7 +157,7 @@ class TrainingState:
         # host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
         new = totals.measured
         self._buffers.broadcast(self._moving)
-        seed_all(key_of(Use.OWN_STEP, shares[0].seed, 1))  # all ranks draw alike again, as an optimizer might
+        seed_all(derive_key(Use.OWN_STEP, shares[0].seed, 1))  # all ranks draw alike again, as an optimizer might
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         self._norms = totals.norms * scale
         norm = torch.linalg.vector_norm(self._norms)

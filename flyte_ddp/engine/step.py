@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.measures import pairs_of, trained_measure
+from flyte_ddp.engine.measures import compute_pairs, trained_measure
 from flyte_ddp.recipe import Recipe
 
 
@@ -77,7 +77,7 @@ class Step(nn.Module):
         """Return values and weights of each measure."""
         self.recipe.share = batch.share
         with self._cast():
-            return pairs_of(self.recipe, outputs, batch, self.names)
+            return compute_pairs(self.recipe, outputs, batch, self.names)
 
     def trained(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the sum of what is trained, ()."""
@@ -171,7 +171,7 @@ class SingleStep(nn.Module):
         backward()
         sums = self.module.carrier.grad
         assert sums is not None  # after a backward pass
-        return self.module.split(sums, torch_compat.norms(gradients_of(self.module)))
+        return self.module.split(sums, torch_compat.norms(list_gradients(self.module)))
 
     def finish_part(self, is_last: bool) -> None:
         """Finish one of the rank's parts, after its backward passes; here there is nothing to do."""
@@ -219,5 +219,5 @@ def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def gradients_of(step: Step) -> list[Tensor]:
+def list_gradients(step: Step) -> list[Tensor]:
     return [parameter.grad for parameter in step.trainable if parameter.grad is not None]

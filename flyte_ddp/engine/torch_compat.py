@@ -41,7 +41,7 @@ def any_batch_size() -> Iterator[None]:
         F._verify_batch_size = check  # type: ignore[attr-defined]
 
 
-def arguments_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def name_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by name, with the operation's defaults; a TorchDispatchMode gets no defaults, and no names."""
     declared = operation._schema.arguments
     defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}

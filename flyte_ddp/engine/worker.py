@@ -16,7 +16,7 @@ from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import resume
 from flyte_ddp.engine.checkpoints.same_training import check_same_training
-from flyte_ddp.engine.checkpoints.writer import checkpoints_of
+from flyte_ddp.engine.checkpoints.writer import make_checkpoints
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.evaluations import look_at_test
@@ -101,7 +101,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     if job.options.keep_best:
         state.best_models = BestModels(state, job, emit, partial(write_weights, setup, job))
         emit = forward_to_all(state.best_models, emit)
-    progress.checkpoints = checkpoints_of(state, environment, emit, job)
+    progress.checkpoints = make_checkpoints(state, environment, emit, job)
     profile = os.path.join(job.logs, "profile") if job.options.profile and job.logs else ""
     with progress.ending_together(), profiling(profile, environment.rank, state.optimizer):
         tested = fit(state, setup.train, setup.validation or setup.test, settings, link)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.batches.lengths import lengths_of, padded
+from flyte_ddp.engine.batches.lengths import get_lengths, padded
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Job, Measured
@@ -138,7 +138,7 @@ def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
     Returns:
         (FEW,) and (MORE,) int64.
     """
-    lengths = lengths_of(test)
+    lengths = get_lengths(test)
     order = lengths.each.argsort(stable=True) if lengths else torch.arange(min(programs.MORE, len(test)))
     few, more = (torch.arange(count) % len(order) for count in (programs.FEW, programs.MORE))
     return order[few], order.flip(0)[more]

@@ -19,14 +19,14 @@ from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.platform_training import image_subject
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.sources.image_settings import ImageSettings
-from flyte_ddp.engine.job import Subject, job_of
+from flyte_ddp.engine.job import Subject, make_job
 from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import ClassifierExport, ExportJob, ExportOptions, FolderExport, check_formats
 from flyte_ddp.export.verified import export
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.data import downloaded, source_of
 from flyte_ddp.flyte1.index_images import attach
-from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of
+from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata
 from flyte_ddp.flyte1.outputs import output_folder, output_page
 from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.flyte1.prepare import PreparedDataset
@@ -83,7 +83,7 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
     Refuses invalid inputs before the dataset is downloaded.
     """
     check_formats(options)
-    return dataset_of(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
+    return choose_dataset(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
 
 
 @task(**small_resources())
@@ -187,7 +187,7 @@ def _exported(
     if known and known.recipe == subject.recipe:
         settings = known.settings
         reported = {**known.measures, **reported}
-    job = job_of(subject, model_path=weights)
+    job = make_job(subject, model_path=weights)
     training = known.training if known else {}
     with run_folder(platform, f"{subject.dataset}-export") as folder:
         beside = temporary_beside(folder / "model")

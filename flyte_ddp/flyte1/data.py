@@ -31,7 +31,7 @@ from flyte_ddp.whole_files import stream_digest
 # --- where they are ---
 
 
-def url_of(file_or_folder: FlyteFile | FlyteDirectory) -> str:
+def get_url(file_or_folder: FlyteFile | FlyteDirectory) -> str:
     """Return the path or URL that an input comes from. A copy on this machine is in another place in each pod."""
     return str(file_or_folder.remote_source or file_or_folder.path)
 
@@ -44,7 +44,7 @@ def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path |
     """Return a copy that all ranks of this host share."""
     if file_or_folder is None:
         return None
-    url = url_of(file_or_folder)
+    url = get_url(file_or_folder)
     is_folder = isinstance(file_or_folder, FlyteDirectory)
     download = partial(platform.storage().get_data, url, is_multipart=is_folder)
     return platform_storage.download_once(url, "" if is_folder else Path(url).name, download)
@@ -63,7 +63,7 @@ def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
     A checkpoint is only valid for the same index of blocks, or for the same names, sizes and ETags of files. For a
     cache key that follows them, too, give the task folder_by_content(folder=...).
     """
-    url = _url_of_table(data) if isinstance(data, StructuredDataset) else url_of(data)
+    url = _url_of_table(data) if isinstance(data, StructuredDataset) else get_url(data)
     return stored_data(url, _storage_options(url))
 
 
@@ -89,12 +89,12 @@ def _storage_options(url: str) -> dict[str, dict[str, Any]]:
 
 def in_place(file: FlyteFile) -> FlyteFile:
     """Return the file, where it is, as a task's output."""
-    return FlyteFile(url_of(file), remote_path=False) if is_local() else FlyteFile.from_source(url_of(file))
+    return FlyteFile(get_url(file), remote_path=False) if is_local() else FlyteFile.from_source(get_url(file))
 
 
 def list_files(folder: FlyteDirectory) -> dict[str, str]:
     """Return each file's name below the folder, sorted, with a text that changes when the file does."""
-    return platform_storage.list_files(platform, url_of(folder))
+    return platform_storage.list_files(platform, get_url(folder))
 
 
 def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
@@ -102,7 +102,7 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
 
     The path is that of the original, or of a copy in the existing folder `into`.
     """
-    source = url_of(folder)
+    source = get_url(folder)
     if not FileAccessProvider.is_remote(source):
         return [(name, str(Path(source, name))) for name in names]
     copies = [str(into / f"{number}{Path(name).suffix}") for number, name in enumerate(names)]
@@ -119,18 +119,18 @@ def of_folder(folder: FlyteDirectory) -> str:
 
     It is made of names, sizes, times and other metadata.
     """
-    return platform_storage.folder_digest(platform, url_of(folder))
+    return platform_storage.folder_digest(platform, get_url(folder))
 
 
 def of_file(file: FlyteFile) -> str:
     """Return a digest of a file's size, times and other metadata, which changes when the file is written to."""
-    files, path = platform_storage.files_at(platform, url_of(file))
+    files, path = platform_storage.files_at(platform, get_url(file))
     return hashlib.sha256(str(files.info(path)).encode()).hexdigest()
 
 
 def of_content(file: FlyteFile) -> str:
     """Return the SHA-256 of the content, read from where the file is."""
-    with FlyteFile(url_of(file)).open("rb") as content:
+    with FlyteFile(get_url(file)).open("rb") as content:
         return stream_digest(content)
 
 
@@ -151,7 +151,7 @@ InitByContent = Annotated[FlyteFile | None, HashMethod(of_init)]
 @task(**small_resources())
 def folder_by_content(folder: FlyteDirectory) -> FolderByContent:
     """Return the same folder, where it is. Each run looks at the folder; the result is never cached."""
-    url = url_of(folder)
+    url = get_url(folder)
     return FlyteDirectory(url, remote_directory=False) if is_local() else FlyteDirectory.from_source(url)
 
 

@@ -16,7 +16,7 @@ from flytekit.models.literals import Literal
 E = TypeVar("E", bound=type[FlyteException])
 
 
-def type_of(option: click.ParamType) -> Any:
+def get_python_type(option: click.ParamType) -> Any:
     """Return the Python type that an option of JSON is converted to; None for other options."""
     return option._python_type if isinstance(option, JsonParamType) else None
 
@@ -91,7 +91,7 @@ def replace_html(deck: Deck, html: str) -> None:
     deck._html = html
 
 
-def with_error_code_of(other: type[FlyteException]) -> Callable[[E], E]:
+def borrow_error_code(other: type[FlyteException]) -> Callable[[E], E]:
     """Decorate an exception class so that Flyte sees the error code of another one; subclasses inherit it.
 
     The public error_code is a property that reads _ERROR_CODE.

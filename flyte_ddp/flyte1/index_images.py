@@ -15,12 +15,12 @@ from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.prepared.prepared import SPLITS, open_split, read_description
 from flyte_ddp.data.sources.datasets import data_dir, prepare
-from flyte_ddp.data.sources.image_index import index_folder, lfw_folder, stamp_of, verify_images, write_folder
+from flyte_ddp.data.sources.image_index import index_folder, lfw_folder, stamp_images, verify_images, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
-from flyte_ddp.flyte1.data import of_folder, url_of
+from flyte_ddp.flyte1.data import get_url, of_folder
 from flyte_ddp.flyte1.outputs import output_folder
 from flyte_ddp.flyte1.platform import is_local, working_folder
 from flyte_ddp.flyte1.prepare import PreparedDataset, forget_lost_results
@@ -38,7 +38,7 @@ class FoundImages(NamedTuple):
         stamp: the digest of their names, sizes and times; empty for images that come with the image of the pods.
     """
 
-    folder: Annotated[FlyteDirectory, HashMethod(url_of)]
+    folder: Annotated[FlyteDirectory, HashMethod(get_url)]
     stamp: str
 
 
@@ -65,7 +65,7 @@ def find_images(
     if not is_local():
         return FoundImages(FlyteDirectory(str(path)), "")
     forget_lost_results()
-    return FoundImages(FlyteDirectory(str(path), remote_directory=False), stamp_of(path))
+    return FoundImages(FlyteDirectory(str(path), remote_directory=False), stamp_images(path))
 
 
 @task(
@@ -76,13 +76,13 @@ def find_images(
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Read every image once, and return what training needs to know about the images, without the images themselves."""
-    name = Path(url_of(folder)).name
-    is_stored = FileAccessProvider.is_remote(url_of(folder))
+    name = Path(get_url(folder)).name
+    is_stored = FileAccessProvider.is_remote(get_url(folder))
     path = Path(folder.download())
     index = index_folder(path, name, images, say)
-    if stamp and stamp != (of_folder(folder) if is_stored else stamp_of(path)):
+    if stamp and stamp != (of_folder(folder) if is_stored else stamp_images(path)):
         raise ReportedError(
-            f"{url_of(folder)} has changed while its images were read: run again, and leave it as it is"
+            f"{get_url(folder)} has changed while its images were read: run again, and leave it as it is"
         )
     return output_folder(index)
 

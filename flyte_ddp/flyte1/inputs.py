@@ -74,7 +74,7 @@ def settings_of(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperpar
     return Hyperparameters.from_dict({**known.settings, **own})
 
 
-def dataset_of(known: ModelMetadata | None, asked: str, remedy: str) -> str:
+def choose_dataset(known: ModelMetadata | None, asked: str, remedy: str) -> str:
     """Return the name of the dataset that the weights were trained on, unless another one is asked for.
 
     Args:

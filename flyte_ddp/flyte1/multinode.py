@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt.checkpoints import point_to_previous
-from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
+from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
 from flyte_ddp.attempt.multinode import failure_of_node, worth_restarts
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
@@ -48,10 +48,10 @@ def error_of_node(error: Exception) -> Exception:
         failure = failure_of_node(error.__context__)
     elif isinstance(error, (RendezvousError, DistError)):
         lost = RecoverableError(f"node {machine.node()}: the rendezvous of the nodes is lost: {error}")
-        failure = failure_of(platform, lost)
+        failure = to_failure(platform, lost)
     else:
         return error
-    return attempt_error(platform, failure, urls_of(platform))
+    return attempt_error(platform, failure, format_urls(platform))
 
 
 TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)

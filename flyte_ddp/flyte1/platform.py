@@ -19,10 +19,10 @@ from flytekit.exceptions.user import (
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.flytekit_compat import (
+    borrow_error_code,
     checkpoint_destination,
     checkpoint_source,
     replace_html,
-    with_error_code_of,
 )
 from flyte_ddp.launch.failures import Failure
 
@@ -121,7 +121,7 @@ def publisher(title: str) -> Callable[[str], None]:
     return publish
 
 
-@with_error_code_of(FlyteUserRuntimeException)
+@borrow_error_code(FlyteUserRuntimeException)
 class TaskError(FlyteUserException):
     """A task's failure, whose message Flyte's console shows first.
 
@@ -136,7 +136,7 @@ class TaskError(FlyteUserException):
     __str__ = Exception.__str__
 
 
-@with_error_code_of(FlyteRecoverableException)
+@borrow_error_code(FlyteRecoverableException)
 class TaskInterruptedError(TaskError, FlyteRecoverableException):
     """A task's failure that Flyte retries."""
 

@@ -14,7 +14,7 @@ from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.code.user_code import loaded_files
 from flyte_ddp.errors import ReportedError
-from flyte_ddp.flyte1.flytekit_compat import on_cache_hit, type_of
+from flyte_ddp.flyte1.flytekit_compat import get_python_type, on_cache_hit
 from flyte_ddp.flyte1.inputs import explain_missing_paths, explain_unreadable_settings
 from flyte_ddp.report.console import say_last, show_output
 
@@ -24,8 +24,8 @@ def set_up_pyflyte() -> None:
     refuse_shim()
     show_output()
     explain_unreadable_settings()
-    explain_unknown_options(type_of)
-    describe_settings(type_of)
+    explain_unknown_options(get_python_type)
+    describe_settings(get_python_type)
     explain_missing_paths()
     explain_cached_trainings()
     ship_whole_package()

@@ -127,5 +127,5 @@ class RecipeTraining(NamedTraining[RecipeOutputs]):
         subject = self.subject(settings, source_of(data), downloaded(init))
         return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))
 
-    def outputs_of(self, trained: Trained) -> RecipeOutputs:
+    def make_outputs(self, trained: Trained) -> RecipeOutputs:
         return recipe_outputs(trained)

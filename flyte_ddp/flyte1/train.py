@@ -91,7 +91,7 @@ class TrainingOutputs(NamedTuple):
 class ImageTraining(OfImages[Data, TrainingOutputs], FlytekitTraining[TrainingOutputs]):
     """A training of an image classifier on a prepared dataset."""
 
-    def outputs_of(self, trained: Trained) -> TrainingOutputs:
+    def make_outputs(self, trained: Trained) -> TrainingOutputs:
         return TrainingOutputs(trained.epoch_accuracies, *files_of(trained, trained.image_summary()))
 
 

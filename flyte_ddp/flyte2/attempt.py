@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flyte_ddp.attempt.failures import failure_of, platform_errors
+from flyte_ddp.attempt.failures import platform_errors, to_failure
 from flyte_ddp.flyte2 import platform
 
 
@@ -18,6 +18,6 @@ def one_attempt() -> Iterator[None]:
             yield
     except Exception as error:
         if platform.is_local():
-            failure = failure_of(platform, error)
+            failure = to_failure(platform, error)
             raise platform.FinalError(failure, str(failure)) from None
         raise

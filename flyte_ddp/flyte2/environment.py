@@ -92,7 +92,7 @@ def training_environment(
         more: other arguments of the environment.
     """
     asked = registration()
-    gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _gpus_of(own)
+    gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _count_gpus(own)
     template, grace = _with_grace(more.pop("pod_template", asked.pod_template))
     given = {**requested.training_environment(gpus, code), **grace, **requested.addresses()}
     variables, usual = {**given, **variables, **env_vars}, {"interruptible": asked.interruptible}
@@ -174,7 +174,7 @@ def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
     return mine, requested.grace_environment(own)
 
 
-def _gpus_of(own: flyte.Resources) -> int:
+def _count_gpus(own: flyte.Resources) -> int:
     device = own.get_device()
     return device.quantity if device else 0
 

@@ -13,7 +13,7 @@ from flyte.clustered import ClusterFailurePolicy
 from flyte.types import TypeEngine, TypeTransformerFailedError
 
 
-def type_of(option: click.ParamType) -> Any:
+def get_python_type(option: click.ParamType) -> Any:
     """Return the Python type that an option of JSON is converted to; None for other options."""
     return option._python_type if isinstance(option, JsonParamType) else None
 

@@ -9,12 +9,12 @@ import msgpack
 from flyte.errors import RuntimeUserError
 from flyteidl2.task.common_pb2 import Outputs
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.failures import attempt_error, to_failure
 from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import Settings
 from flyte_ddp.flyte2 import platform
-from flyte_ddp.flyte2.flyte_compat import local_cache, read_json_inputs, refuse_inputs, type_of
+from flyte_ddp.flyte2.flyte_compat import get_python_type, local_cache, read_json_inputs, refuse_inputs
 from flyte_ddp.reading import read_settings
 from flyte_ddp.report.console import show_output
 
@@ -23,9 +23,9 @@ def set_up_flyte() -> None:
     """Set up Flyte 2's SDK. A second call does no harm."""
     show_output()
     read_json_inputs(Settings, read_settings)
-    explain_unknown_options(type_of)
-    describe_settings(type_of)
-    refuse_inputs(InputError, lambda error: attempt_error(platform, failure_of(platform, error)))
+    explain_unknown_options(get_python_type)
+    describe_settings(get_python_type)
+    refuse_inputs(InputError, lambda error: attempt_error(platform, to_failure(platform, error)))
     forget_lost_results()
     logging.getLogger("flyte").addFilter(is_news)
 

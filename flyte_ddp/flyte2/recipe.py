@@ -53,5 +53,5 @@ class RecipeTraining(Flyte2Training[RecipeOutputs]):
         set_up_flyte()
         super().__init__(find_code(recipe, data_files), find_observers(observers))
 
-    def outputs_of(self, trained: Trained) -> RecipeOutputs:
+    def make_outputs(self, trained: Trained) -> RecipeOutputs:
         return RecipeOutputs(trained.epoch_measures, summary=trained.recipe_summary(), **files_of(trained))

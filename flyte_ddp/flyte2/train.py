@@ -11,7 +11,7 @@ import flyte
 from flyte import storage
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of, urls_of
+from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
 from flyte_ddp.attempt.platform_training import OfImages, Training
 from flyte_ddp.attempt.prediction import predicted
 from flyte_ddp.attempt.summaries import TrainingSummary
@@ -133,7 +133,7 @@ class TrainingOutputs:
 class ImageTraining(OfImages[Data, TrainingOutputs], Flyte2Training[TrainingOutputs]):
     """A training of an image classifier on a prepared dataset."""
 
-    def outputs_of(self, trained: Trained) -> TrainingOutputs:
+    def make_outputs(self, trained: Trained) -> TrainingOutputs:
         return TrainingOutputs(trained.epoch_accuracies, summary=trained.image_summary(), **files_of(trained))
 
 
@@ -155,7 +155,7 @@ def naming_the_cause() -> Iterator[None]:
     except Exception as error:
         if platform.is_local():
             raise
-        own = failure_of(platform, error)
+        own = to_failure(platform, error)
         others = f"{platform.logs_url()}/failures"
         rank = os.environ.get("RANK", "0")  # without torchrun there are no other ranks
         if (own.is_effect or own.kind == "hang") and rank == "0":
@@ -165,7 +165,7 @@ def naming_the_cause() -> Iterator[None]:
         if rank == "0":
             handover.leave_failure(own)
             with telling_webhook(platform):
-                raise attempt_error(platform, own, urls_of(platform)) from None
+                raise attempt_error(platform, own, format_urls(platform)) from None
         raise
 
 

@@ -24,7 +24,7 @@ from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
-from flyte_ddp.flyte1.inputs import classifier_metadata, dataset_of
+from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata
 from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.platform import is_local, working_folder
 from flyte_ddp.flyte1.prepare import PreparedDataset
@@ -68,7 +68,7 @@ def check_inputs(
     """Fill in what the weights say of themselves. Refuses invalid inputs before the dataset is downloaded."""
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses a folder without files
-    dataset = dataset_of(known, options.dataset, "load it with flyte_ddp.load_model")
+    dataset = choose_dataset(known, options.dataset, "load it with flyte_ddp.load_model")
     if options.model == "auto":
         options = replace(options, model=known.facts["network"] if known else "mnist_cnn")
     return Checked(dataset, options)

@@ -117,13 +117,13 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
         host=host,
         kind=kind,
         cause=type(error).__name__,
-        message=message_of(error) + remedy,
-        details="" if says_everything else encodable(_traceback_of(error)),
+        message=describe_error(error) + remedy,
+        details="" if says_everything else encodable(_format_traceback(error)),
         recoverable=recoverable,
     )
 
 
-def _traceback_of(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     """Format the traceback without this library's own frames above the user's code."""
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/")
     caller = error.__traceback__
@@ -133,7 +133,7 @@ def _traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__ if is_own else caller))
 
 
-def message_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the exception's message, without passwords and leading blank lines, even if its own __str__ fails."""
     try:
         return masked(encodable(str(error))).lstrip()
@@ -146,7 +146,7 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
 
     They follow from the error's type, or from its message if torch has just one type.
     """
-    message = message_of(error)
+    message = describe_error(error)
     types = {base.__name__ for base in type(error).__mro__}
     is_plain = type(error) is RuntimeError
     if isinstance(error, InputError):

@@ -34,7 +34,7 @@ class Answer:
     phase: str = ""
 
 
-def hang_of(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: Timeouts) -> Failure:
+def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: Timeouts) -> Failure:
     """Return the failure that names the ranks that the others wait for, with what each rank answers.
 
     All ranks reach the same collectives in the same order. They wait there for the ranks that have reached fewer, or

@@ -50,7 +50,7 @@ def _collective(torch: Any) -> str:
     return f"{name} of {tensors}" if tensors else str(name)
 
 
-def stack_of(thread: int | None) -> str:
+def read_stack(thread: int | None) -> str:
     """Return the stack of a thread of this process, by its ident; empty if the thread has ended."""
     frame = sys._current_frames().get(thread or 0)
     return "".join(traceback.format_stack(frame)) if frame else ""

@@ -23,7 +23,7 @@ from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
 from flyte_ddp.launch.failures import PreemptedError, from_exit_code, name_the_cause
 from flyte_ddp.launch.grace import Saved, grace_seconds, seconds_of_ranks, seconds_of_upload
-from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, hang_of
+from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, report_hang
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.phases import STARTING, WRITING, Timeouts
 from flyte_ddp.launch.rank import serve
@@ -244,7 +244,7 @@ def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], No
         rank.rank: replace(rank.answer, phase=rank.phase, stack=rank.stacks.read_text() or NO_ANSWER)
         for rank in running
     }
-    return name_the_cause([hang_of(answers, {rank.rank: rank.host for rank in running}, timeouts)])
+    return name_the_cause([report_hang(answers, {rank.rank: rank.host for rank in running}, timeouts)])
 
 
 def _suspend(ranks: list[_Rank]) -> None:

@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import Store
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.failures import Failure, PreemptedError, from_exception, name_the_cause
 from flyte_ddp.launch.grace import grace_seconds, seconds_of_ranks
-from flyte_ddp.launch.hangs import ANSWER_SECONDS, KEEPS_STORE, Answer, hang_of
-from flyte_ddp.launch.launch_compat import stack_of, standing
+from flyte_ddp.launch.hangs import ANSWER_SECONDS, KEEPS_STORE, Answer, report_hang
+from flyte_ddp.launch.launch_compat import read_stack, standing
 from flyte_ddp.launch.link import ALIVE_SECONDS, DirectLink
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import meet
@@ -83,7 +83,7 @@ def under_watchdog(
     thread = threading.Thread(target=copy_context().run, args=(run,), name="rank", daemon=True)
 
     def answer() -> Answer:
-        return Answer(*standing(environment.local_rank), stack_of(thread.ident), link.phase)
+        return Answer(*standing(environment.local_rank), read_stack(thread.ident), link.phase)
 
     roll_call = RollCall(store.clone(), environment, timeouts, answer)
     thread.start()
@@ -235,4 +235,6 @@ class RollCall:
     def _found(self, reason: str, answers: dict[int, Answer], hosts: dict[int, str]) -> Found:
         silent = [f"rank {rank} on {hosts[rank]}" for rank in sorted(answers) if answers[rank].reached < 0]
         do_not = "does not answer" if len(silent) == 1 else "do not answer"
-        return Found(reason, hang_of(answers, hosts, self._timeouts), f"{', '.join(silent)} {do_not}" if silent else "")
+        return Found(
+            reason, report_hang(answers, hosts, self._timeouts), f"{', '.join(silent)} {do_not}" if silent else ""
+        )

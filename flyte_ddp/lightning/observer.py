@@ -36,7 +36,7 @@ from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
 from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
 from flyte_ddp.lightning.results import plan_of
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 DRIFTED = (
     "the ranks have other weights than one another, and those of rank 0 are returned: DistributedDataParallel leaves "
@@ -249,7 +249,7 @@ class RankObserver(Checkpoint):
 
     def _begin_epoch_again(self, trainer: Trainer) -> None:
         """Set up the epoch that a resume goes on with, as its beginning has; a collective."""
-        seed_all(key_of(Use.LIGHTNING, self._job.settings.seed, self.position[0], 0))
+        seed_all(derive_key(Use.LIGHTNING, self._job.settings.seed, self.position[0], 0))
         has_changed = begin_epoch_again(trainer, self)
         if self.within:
             self._epoch_state.restore(self.within)

@@ -14,7 +14,7 @@ from flyte_ddp.engine.checks.held_generators import generator_states
 from flyte_ddp.engine.torch_compat import batch_order
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.lightning_compat import shared_out_by
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 END = object()
 DRAW_FIRST = ("torch.", "lightning.")  # packages whose samplers draw the order of an epoch before its first batch
@@ -77,19 +77,19 @@ class Order:
 
     def _read(self, key: tuple[int, ...], skipped: int) -> Iterator[Any]:
         for generator, seed in self._generators:
-            generator.manual_seed(key_of(Use.LIGHTNING_ORDER, *key, 0, seed))
+            generator.manual_seed(derive_key(Use.LIGHTNING_ORDER, *key, 0, seed))
         with generators_restored():
-            seed_generators(key_of(Use.LIGHTNING_ORDER, *key))
+            seed_generators(derive_key(Use.LIGHTNING_ORDER, *key))
             batches = iter(self._batches)
             batch = next(batches, END)
         for number in count(1):
             if batch is END:
                 return
             if number > skipped:
-                yield self._placed(batch, key_of(Use.LIGHTNING_BATCH, *key, number, self._rank))
+                yield self._placed(batch, derive_key(Use.LIGHTNING_BATCH, *key, number, self._rank))
             if self._draws_late:
                 with generators_restored():
-                    seed_generators(key_of(Use.LIGHTNING_ORDER, *key, number))
+                    seed_generators(derive_key(Use.LIGHTNING_ORDER, *key, number))
                     batch = next(batches, END)
             else:
                 batch = next(batches, END)

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.lightning.lightning_compat import around_each_step, before_each_epoch
 from flyte_ddp.lightning.observer import RankObserver
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 
 class StepSeeds(Checkpoint):
@@ -61,4 +61,4 @@ class StepSeeds(Checkpoint):
 
     def _seed(self, *position: int) -> None:
         """Seed by epoch and step, and within a step by one more than the rank, or at its end by 0."""
-        seed_all(key_of(Use.LIGHTNING, self._settings_seed, *position))
+        seed_all(derive_key(Use.LIGHTNING, self._settings_seed, *position))

@@ -23,7 +23,7 @@ from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import find_code, joined
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared
-from flyte_ddp.engine.job import Job, Subject, subject_of
+from flyte_ddp.engine.job import Job, Subject, make_subject
 from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.flyte1.recipe import NamedTraining, RecipeOutputs, recipe_outputs
 from flyte_ddp.flyte1.train import Data
@@ -105,7 +105,7 @@ class OfLightning(NamedTraining[Outputs]):
         check_code(self.code.version)
         is_prepared = isinstance(source, Path) and (source / prepared.DESCRIPTION).exists()
         description = prepared.read_description(cast(Path, source)) if is_prepared else None
-        return subject_of(self.code, settings, source, description=description)
+        return make_subject(self.code, settings, source, description=description)
 
     def job_of_ranks(self, job: Job) -> LightningJob:
         own = ("datamodule", "callbacks", "headline", "percent")
@@ -115,7 +115,7 @@ class OfLightning(NamedTraining[Outputs]):
 class LightningTraining(OfLightning[RecipeOutputs]):
     """A LightningModule and its data, known only by their names, with the outputs of a recipe."""
 
-    def outputs_of(self, trained: Trained) -> RecipeOutputs:
+    def make_outputs(self, trained: Trained) -> RecipeOutputs:
         return recipe_outputs(trained)
 
 

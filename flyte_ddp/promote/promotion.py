@@ -8,7 +8,7 @@ from typing import Any
 
 from flyte_ddp.attempt.folders import run_folder, runs_dir, write_page
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.engine.job import Measured, Subject, job_of
+from flyte_ddp.engine.job import Measured, Subject, make_job
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
@@ -68,17 +68,17 @@ class Promotion:
 
 
 def writable_place(platform: Platform, place: str) -> Place:
-    """Return the place that place_of returns, if it can be read and written to.
+    """Return the place that open_place returns, if it can be read and written to.
 
     The errors of a damaged or read-only place are raised now rather than after training.
     """
-    models = place_of(platform, place)
+    models = open_place(platform, place)
     models.read()
     models.begin()
     return models
 
 
-def place_of(platform: Platform, place: str) -> Place:
+def open_place(platform: Platform, place: str) -> Place:
     """Return the place. A local run has a default, and may use relative paths."""
     if platform.is_local():
         place = local_root(place or str(runs_dir().with_name("promoted")))
@@ -161,7 +161,7 @@ def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
         The version that is promoted now, and a page.
     """
     with run_folder(platform, "roll-back") as folder:
-        models = place_of(platform, place)
+        models = open_place(platform, place)
         pointer = roll_back(models, version) if version else models.read()
         current = f"Promoted: {pointer.version or 'nothing yet'}"
         fragment = article(models.root, current, [history(pointer)])
@@ -174,11 +174,11 @@ def measure_both(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> list[tuple[str, Measured]]:
     """Measure the candidate and, if any, the version `against`, whose weights are copied to the file `copy`."""
-    jobs = {"Candidate": job_of(subject, model_path=model)}
+    jobs = {"Candidate": make_job(subject, model_path=model)}
     if against:
         settings = settings_of_version(subject, place, against, place.fetch(against, copy))
         other = replace(subject, settings=settings)
-        jobs[against] = job_of(other, model_path=copy)
+        jobs[against] = make_job(other, model_path=copy)
     asked = [*jobs.values()], f"version {against} in {place.root}"
     measured = run_alone(MEASURE, asked, options.timeout_seconds, Console(), choose_world("auto", 1, 1), subject.root)
     return list(zip(jobs, measured, strict=True))

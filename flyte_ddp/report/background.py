@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from flyte_ddp.events import Observer
-from flyte_ddp.launch.failures import message_of
+from flyte_ddp.launch.failures import describe_error
 from flyte_ddp.report.console import warn
 
 # The niceness of observers' threads: the scheduler gives a rank's thread three times their weight. At 19 it would be
@@ -153,6 +153,6 @@ def give_way() -> None:
 
 def one_line(error: BaseException) -> str:
     """Return an error's message on one line, shortened, without the W&B key and the passwords of addresses."""
-    text = " ".join(message_of(error).split())
+    text = " ".join(describe_error(error).split())
     key = os.environ.get("WANDB_API_KEY")
     return (text.replace(key, "(key)") if key else text)[:400]

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flyte_ddp.fields import Settings
-from flyte_ddp.report.goodput import LABELS, share_of
+from flyte_ddp.report.goodput import LABELS, compute_goodput
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.surroundings import surroundings
 from flyte_ddp.report.words import Table, capitalised, duration, in_words, rank_tables, time_left
@@ -113,7 +113,7 @@ def attempts_table(record: Record) -> dict[str, Any] | None:
     lines = [[LABELS[cause], *(f"{one.seconds[cause]:,.1f}" for _, one in numbered)] for cause in causes]
     lines.append(["All", *(f"{sum(one.seconds.values()):,.1f}" for _, one in numbered)])
     return {
-        "title": f"Seconds of {len(attempts)} attempts, goodput {share_of(record.goodput.seconds):.1%}",
+        "title": f"Seconds of {len(attempts)} attempts, goodput {compute_goodput(record.goodput.seconds):.1%}",
         "heads": ["Cause", *(f"Attempt {number}" for number, _ in numbered)],
         "lines": lines,
         "bars": list(zip(names, shares, strict=True)),

@@ -187,7 +187,7 @@ class Goodput:
         return {"began": now.began, "fetched": fetched, "earlier": [asdict(attempt) for attempt in earlier]}
 
 
-def share_of(seconds: Mapping[str, float]) -> float:
+def compute_goodput(seconds: Mapping[str, float]) -> float:
     """Return the goodput: the share of steps and evaluations in all seconds, from 0 to 1."""
     return sum(seconds.get(cause, 0.0) for cause in ("steps", "evaluating")) / (sum(seconds.values()) or 1.0)
 
@@ -196,4 +196,4 @@ def spent(seconds: Mapping[str, float]) -> str:
     """Format seconds by cause for a terminal, without causes that round to nothing."""
     said = {LABELS[cause].lower(): f"{value:.1f}" for cause, value in seconds.items()}
     each = ", ".join(f"{cause} {value}" for cause, value in said.items() if value != "0.0")
-    return f"{each} (goodput {share_of(seconds):.0%})"
+    return f"{each} (goodput {compute_goodput(seconds):.0%})"

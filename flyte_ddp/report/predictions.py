@@ -12,7 +12,7 @@ from flyte_ddp.data.prepared.prepared import open_images, read_description
 from flyte_ddp.report.article import Drawing
 from flyte_ddp.report.figures import picture
 from flyte_ddp.report.record import Record, RunFinished, RunInfo
-from flyte_ddp.text import reason_of
+from flyte_ddp.text import explain_error
 
 MOST_CLASSES = 20  # in a confusion matrix that can be read
 MOST_BARS = 40
@@ -61,7 +61,7 @@ class Predictions:
         return wrong[np.argsort(-self.scores[wrong].max(axis=1), kind="stable")][:count].tolist()
 
 
-def predictions_of(info: RunInfo, finished: RunFinished) -> Predictions | None:
+def load_predictions(info: RunInfo, finished: RunFinished) -> Predictions | None:
     """Return rank 0's predictions on a prepared dataset's test split; None for recipes other than image classifiers."""
     if info.data is None or finished.predictions_path is None:
         return None
@@ -74,7 +74,7 @@ def verdict(record: Record) -> dict[str, Any]:
 
     All are empty while there are no predictions, and for recipes other than image classifiers.
     """
-    predictions = predictions_of(record.info, record.finished) if record.finished else None
+    predictions = load_predictions(record.info, record.finished) if record.finished else None
     if predictions is None:
         return {"classes": [], "mistakes": [], "cells": []}
     names = predictions.classes
@@ -157,4 +157,4 @@ def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
             captions = drawn["captions"][:MOST_DRAWN]
             return [(picture(drawn[str(number)]), str(caption)) for number, caption in enumerate(captions)]
     except Exception as error:  # a user's module has written the file, or is still writing it
-        return [("data:,", f"{path.name} cannot be shown: {reason_of(error)}")]
+        return [("data:,", f"{path.name} cannot be shown: {explain_error(error)}")]

@@ -12,7 +12,7 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.engine.job import PREDICTIONS, KeptModel, TrainingResult
-from flyte_ddp.launch.failures import message_of
+from flyte_ddp.launch.failures import describe_error
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -56,7 +56,7 @@ class RunFailed:
 
     @classmethod
     def by(cls, error: BaseException) -> "RunFailed":
-        return cls((message_of(error).splitlines() or [type(error).__name__])[0])
+        return cls((describe_error(error).splitlines() or [type(error).__name__])[0])
 
 
 def step_figures(step: events.StepLogged) -> dict[str, float]:

@@ -10,9 +10,9 @@ from flyte_ddp.events import EpochChosen, EpochFinished, GradientsSeen, Observer
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.report.background import Background
 from flyte_ddp.report.console import say
-from flyte_ddp.report.goodput import share_of
+from flyte_ddp.report.goodput import compute_goodput
 from flyte_ddp.report.mlflow_run import MODEL, MlflowRun
-from flyte_ddp.report.predictions import predictions_of
+from flyte_ddp.report.predictions import load_predictions
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo, step_figures
 from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.tracker import Tracker, apart, first_part
@@ -77,7 +77,7 @@ class Tracking(Observer):
 
     def on_run_finished(self, event: RunFinished) -> None:
         self._has_succeeded = True
-        predictions = predictions_of(self._info, event)
+        predictions = load_predictions(self._info, event)
         if predictions and self._is_new("predictions"):
             self._tracker.predictions(self._step, predictions)
         result = event.results[0]
@@ -85,7 +85,7 @@ class Tracking(Observer):
         self._tracker.summary(
             {
                 "total_seconds": event.total_seconds,
-                "goodput": share_of(event.seconds),
+                "goodput": compute_goodput(event.seconds),
                 "seconds": event.seconds,
                 DIGEST: result.digest,
                 "warnings": [warning.reason for warning in result.warnings],

@@ -86,16 +86,16 @@ def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Tabl
         ValueError: hosts and times differ in the number of ranks.
     """
     of_rank = list(zip(times.data, times.computing, times.waiting, times.waited_for, strict=True))
-    ranks_of: dict[str, list[int]] = {}
+    by_host: dict[str, list[int]] = {}
     for rank, host in zip(range(len(of_rank)), hosts, strict=True):
-        ranks_of.setdefault(host, []).append(rank)
+        by_host.setdefault(host, []).append(rank)
     of_host = [
         [sum(values) / len(ranks) for values in zip(*(of_rank[rank] for rank in ranks), strict=True)]
-        for ranks in ranks_of.values()
+        for ranks in by_host.values()
     ]
-    names = [f"{host}, mean of {len(ranks)}" for host, ranks in ranks_of.items()]
+    names = [f"{host}, mean of {len(ranks)}" for host, ranks in by_host.items()]
     tables = [_table("rank", [f"{rank} on {host}" for rank, host in enumerate(hosts)], of_rank, most)]
-    return tables + ([_table("host", names, of_host, MOST_HOSTS)] if len(ranks_of) > 1 else [])
+    return tables + ([_table("host", names, of_host, MOST_HOSTS)] if len(by_host) > 1 else [])
 
 
 def _table(what: str, names: Sequence[str], seconds: Sequence[Sequence[float]], most: int) -> Table:

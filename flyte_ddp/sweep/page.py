@@ -53,7 +53,7 @@ def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, 
     return Best(ranking[0].number, table, report)
 
 
-def heads_of(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
+def list_heads(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
     """Return the heads of the columns that the table and the page share. The first trial must not have failed."""
     best = trials[0].result
     epochs = ["trained_epochs"] if _are_cut(trials) else []
@@ -64,7 +64,7 @@ def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
     """Write a line per trial, best first. The measures of a failed trial are empty."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow([*heads_of(sweep, trials), "report", "failure"])
+        table.writerow([*list_heads(sweep, trials), "report", "failure"])
         for trial in trials:
             values = [trial.settings[name] for name in sweep.values] + [trial.epochs] * _are_cut(trials)
             result = trial.result
@@ -92,7 +92,7 @@ def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     advice = "Trials were not compared on the test samples" if split == "validation" else "There were no others"
     paragraphs.append(f"{advice}: quote what the best settings give on samples that chose nothing.")
     others = [(name, value_text(value)) for name, value in best.settings.items() if name not in sweep.values]
-    heads = [head if head in sweep.values else capitalised(in_words(head)) for head in heads_of(sweep, trials)]
+    heads = [head if head in sweep.values else capitalised(in_words(head)) for head in list_heads(sweep, trials)]
     lines = [_cells(sweep, trial, trials) for trial in trials]
     figures = [_figure(sweep, name, trials) for name in sweep.values]
     failed = failures(sweep, trials)

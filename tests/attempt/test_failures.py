@@ -8,7 +8,7 @@ import pytest
 from flytekit import FlyteContextManager
 from flytekit.core.context_manager import ExecutionState
 
-from flyte_ddp.attempt.failures import attempt_error, failure_of, platform_errors
+from flyte_ddp.attempt.failures import attempt_error, platform_errors, to_failure
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.platform_training import image_subject
 from flyte_ddp.errors import DataError, InputError, RecoverableError
@@ -48,7 +48,7 @@ def test_a_wrong_input_is_final():
 
 def test_a_message_of_any_length_and_content_reaches_flyte():
     error = RecoverableError("\udce4" + "a" * 10**6 + "\n\n" + "b" * 10**6 + "the cause")
-    failed = attempt_error(platform, failure_of(platform, error), "Logs: s3://logs")
+    failed = attempt_error(platform, to_failure(platform, error), "Logs: s3://logs")
     message = str(failed)
     assert isinstance(failed, TaskInterruptedError)
     assert len(message.encode()) < 200_000

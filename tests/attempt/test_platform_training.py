@@ -87,7 +87,7 @@ class OnFolders:
 
     downloaded_once = downloaded
 
-    def outputs_of(self, trained):
+    def make_outputs(self, trained):
         return trained
 
 

@@ -15,7 +15,7 @@ from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.attempt.multinode import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine import worker
-from flyte_ddp.engine.job import job_of, subject_of
+from flyte_ddp.engine.job import make_job, make_subject
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import (
     CheckpointRefused,
@@ -49,7 +49,7 @@ class Rank:
         self, platform, sharding="full", cut_at=(9, 0), watch=lambda event: None, keep_best=0, seconds=0.0, **settings
     ):
         self.told, self.weights, self.kept, self._cut_at, self._look = [], {}, {}, cut_at, watch
-        subject = subject_of(find_code("tests.engine.sharding_recipes:Everything"), Settings(**{**WHOLE, **settings}))
+        subject = make_subject(find_code("tests.engine.sharding_recipes:Everything"), Settings(**{**WHOLE, **settings}))
         options = RunOptions(
             sharding=sharding, checkpoint_seconds=seconds, keep_best=keep_best, tracking="off", loader_workers=0
         )
@@ -58,7 +58,7 @@ class Rank:
         (own / "logs").mkdir()
         storage = PlatformRankStorage(platform, own / "checkpoint")
         with checkpoint_store(platform, "key", resume=True, stored=partial(StoreOfRanks, ranks=storage)) as store:
-            job = job_of(subject, options, own / "model.pt", store.path, own / "logs")
+            job = make_job(subject, options, own / "model.pt", store.path, own / "logs")
             job = dataclasses.replace(job, storage=storage)
             environment = Environment(World(1, 1, "gloo", "cpu"), 0, 0, f"file://{own}/rendezvous", 1)
             try:

@@ -14,7 +14,7 @@ from flytekit import Secret
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.attempt import webhook
-from flyte_ddp.attempt.failures import attempt_error, failure_of
+from flyte_ddp.attempt.failures import attempt_error, to_failure
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.platform import TaskInterruptedError
@@ -159,7 +159,7 @@ def test_what_cannot_be_reached_is_said_without_the_url(capsys, url):
         (PreemptedError("all ranks on host: SIGTERM: stopped"), False),
         (
             attempt_error(
-                platform, failure_of(platform, PreemptedError("all ranks on host: SIGTERM: stopped")), "place"
+                platform, to_failure(platform, PreemptedError("all ranks on host: SIGTERM: stopped")), "place"
             ),
             False,
         ),

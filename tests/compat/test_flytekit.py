@@ -12,7 +12,7 @@ from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.interaction.click_types import FileParamType, JsonParamType, UnionParamType
 
-from flyte_ddp.attempt.failures import failure_of
+from flyte_ddp.attempt.failures import to_failure
 from flyte_ddp.flyte1 import flytekit_compat, platform
 from flyte_ddp.flyte1.platform import TaskError, TaskInterruptedError
 
@@ -104,5 +104,5 @@ def test_html_of_a_deck_is_replaced():
     ("own", "other"), [(TaskError, FlyteUserRuntimeException), (TaskInterruptedError, FlyteRecoverableException)]
 )
 def test_an_exception_goes_by_the_error_code_of_another(own, other):
-    error = own(failure_of(platform, ValueError("reason")), "reason")
+    error = own(to_failure(platform, ValueError("reason")), "reason")
     assert own.error_code == FlyteUserRuntimeException(error).error_code == other.error_code

@@ -40,10 +40,10 @@ def test_the_stack_of_another_thread():
     thread = threading.Thread(target=wait_here)
     thread.start()
     begun.wait()
-    assert "in wait_here" in launch_compat.stack_of(thread.ident)
+    assert "in wait_here" in launch_compat.read_stack(thread.ident)
     go_on.set()
     thread.join()
-    assert launch_compat.stack_of(thread.ident) == ""
+    assert launch_compat.read_stack(thread.ident) == ""
 
 
 def start_and_fail(place):

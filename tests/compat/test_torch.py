@@ -56,7 +56,7 @@ def test_a_dispatch_mode_sees_the_operations_within_a_layer_by_their_arguments()
 
     class Seeing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen[func.name()] = torch_compat.arguments_of(func, args, kwargs or {})
+            seen[func.name()] = torch_compat.name_arguments(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
     with Seeing():

@@ -13,7 +13,7 @@ from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import decode, link_images
 from flyte_ddp.data.prepared.prepared import open_images, open_split, verify
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.data.sources.image_index import index_folder, stamp_of, verify_images, write_folder
+from flyte_ddp.data.sources.image_index import index_folder, stamp_images, verify_images, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import DataError, InputError
 from tests.commands import unreadable
@@ -79,9 +79,9 @@ def test_the_digest_follows_the_content_not_the_place(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     folder = folder.rename(tmp_path / "elsewhere" / "digits")
     assert verify(index(folder)).digest == digest
-    before, first = stamp_of(folder), next(folder.rglob("*.png"))
+    before, first = stamp_images(folder), next(folder.rglob("*.png"))
     Image.new("L", (28, 28), 7).save(first)
-    assert stamp_of(folder) != before
+    assert stamp_images(folder) != before
     assert verify(index(folder)).digest != digest
 
 
@@ -200,7 +200,7 @@ def test_small_classes_are_left_out_and_odd_names_are_not(folder):
 def test_what_cannot_be_trained_on_is_refused(folder, spoil, words):
     spoil(folder)
     with pytest.raises(InputError, match=words):
-        stamp_of(folder)
+        stamp_images(folder)
 
 
 def test_limits_that_leave_nothing_are_refused(folder):
@@ -219,4 +219,4 @@ def test_a_folder_that_may_not_be_read_is_named_and_no_class_left_out_in_silence
         os.chmod(folder, 0o755)
         message = f"{Path(folder, closed)}.* may not be read: allow it"
         with unreadable(Path(folder, closed)), pytest.raises(InputError, match=message):
-            stamp_of(Path(folder))
+            stamp_images(Path(folder))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flyte_ddp.data import remote_files
-from flyte_ddp.data.blocks.blocks import open_rows, tree_of
+from flyte_ddp.data.blocks.blocks import open_rows, to_tree
 from flyte_ddp.errors import DataError, InputError
 
 pa = pytest.importorskip("pyarrow")
@@ -30,7 +30,7 @@ def write(path, start=0, stop=10, rows=4, **columns):
 def read(blocks, number, folder):
     path = folder / f"read-{number}"
     blocks.fetch(number, path)
-    return tree_of(open_rows(path, int(blocks.lengths[number]), "it"))
+    return to_tree(open_rows(path, int(blocks.lengths[number]), "it"))
 
 
 def test_row_groups_are_blocks(tmp_path):

@@ -19,7 +19,7 @@ from flyte_ddp.engine.hosts.links import GPU_LINK, across
 from flyte_ddp.engine.hosts.machine import moved
 from flyte_ddp.engine.hosts.places import Place, lack_of_disk
 from flyte_ddp.engine.hosts.unlike import unlike as reasons_of
-from flyte_ddp.engine.job import FINAL, Subject, job_of
+from flyte_ddp.engine.job import FINAL, Subject, make_job
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import NotLearning, RunStarted, list_digests
 from flyte_ddp.launch.environment import Environment
@@ -245,7 +245,7 @@ def test_ranks_measure_their_links_and_name_those_of_a_slow_host(train):
 
 def test_each_link_of_a_ring_is_tried_once_and_no_rank_has_two_at_once():
     for size in range(2, 12):
-        turns = [links._turn_of(place, size) for place in range(size)]
+        turns = [links._choose_turn(place, size) for place in range(size)]
         assert all(turn in (0, 1, 2) for turn in turns)
         assert all(one != other for one, other in itertools.pairwise([*turns, turns[0]])), turns
     assert across(["a", "a", "b", "a", "b"]) == [[0, 2], [1, 4], [3]]
@@ -259,8 +259,8 @@ def test_a_rank_that_has_no_like_on_another_host_has_no_slow_link(hosts):
 
 
 def test_too_little_disk_for_the_weights_is_said(tmp_path):
-    job = job_of(SUBJECT, RunOptions(), checkpoint_path=tmp_path / "not" / "yet" / "checkpoint")
-    assert lack_of_disk(job, 0) == lack_of_disk(job_of(SUBJECT), 2**60) == ""
+    job = make_job(SUBJECT, RunOptions(), checkpoint_path=tmp_path / "not" / "yet" / "checkpoint")
+    assert lack_of_disk(job, 0) == lack_of_disk(make_job(SUBJECT), 2**60) == ""
     reason = lack_of_disk(job, 2**50)
     assert re.match(
         rf"{tmp_path} has [\d.,]+ GiB free, and the weights take 1,048,576 GiB, in a checkpoint and", reason

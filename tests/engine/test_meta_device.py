@@ -11,9 +11,9 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checks.trials import Network, Trials
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.engine.load import load_recipe, load_split
-from flyte_ddp.engine.measures import augment, pairs_of, trained_measure
+from flyte_ddp.engine.measures import augment, compute_pairs, trained_measure
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.process_group import process_group
@@ -52,7 +52,7 @@ def test_a_step_of_every_example_neither_waits_nor_mixes_devices(alone, tmp_path
     settings, data, init = small_settings(name), data_of(name), init_of(name)
     environment = Environment(World(1, 1, "gloo", "cpu"), 0, 0, f"file://{tmp_path}/rendezvous", 1)
     code = find_code(f"{name}.recipe:{RECIPES[name]}")
-    subject = subject_of(code, settings, Path(data) if data else None, Path(init) if init else None)
+    subject = make_subject(code, settings, Path(data) if data else None, Path(init) if init else None)
     job = job_in(tmp_path, subject, RunOptions(loader_workers=0))
     with process_group(environment, 60), BlockCache(environment, 2**30) as cache:
         here = load_recipe(job, CPU)
@@ -69,7 +69,7 @@ def test_a_step_of_every_example_neither_waits_nor_mixes_devices(alone, tmp_path
         with Unwaiting():
             batch = next(batches.epoch(0))
             recipe.share = batch.share
-            pairs = pairs_of(recipe, recipe.forward(model, batch.tree), batch, names)
+            pairs = compute_pairs(recipe, recipe.forward(model, batch.tree), batch, names)
             pairs[trained_measure(names)][0].sum().backward()
     reached = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is not None]
     assert reached

@@ -4,7 +4,7 @@ import pytest
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine import worker
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
 from flyte_ddp.launch.environment import environment_from_variables
 from flyte_ddp.launch.failures import RecoverableRankError
@@ -49,7 +49,7 @@ class NotingLink(DirectLink):
 def test_each_rank_says_when_it_starts_steps_and_writes(alone, tmp_path):
     NOW[0] = STARTING
     SEEN.clear()
-    job = job_in(tmp_path, subject_of(find_code(f"{__name__}:Noting"), Settings(epochs=2)), RunOptions())
+    job = job_in(tmp_path, make_subject(find_code(f"{__name__}:Noting"), Settings(epochs=2)), RunOptions())
     worker.run(environment_from_variables("gloo"), NotingLink(None), job)
     events = [(name, phase) for name, phase in SEEN if name != "heartbeat"]
     first = [phase for name, phase in events[: events.index((RunStarted.__name__, STARTING)) + 1]]

@@ -3,7 +3,7 @@
 import pytest
 
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.job import job_of, subject_of
+from flyte_ddp.engine.job import make_job, make_subject
 from flyte_ddp.engine.load import load_recipe
 from flyte_ddp.errors import DataError
 from flyte_ddp.export.programs import save_weights
@@ -16,7 +16,7 @@ from flyte_ddp.settings import TrainingSettings
 
 
 def test_data_that_cannot_be_read_are_no_fault_of_the_file(tmp_path):
-    job = job_of(subject_of(find_code("tests.export.networks:Lost"), TrainingSettings()))
+    job = make_job(make_subject(find_code("tests.export.networks:Lost"), TrainingSettings()))
     save_weights(tmp_path / "model.safetensors", load_recipe(job, CPU).model(), "{}")
     asked = job, "safetensors", str(tmp_path / "model.safetensors")
     with pytest.raises(DataError, match="sample 11 is gone"):

@@ -214,7 +214,7 @@ def test_all_variables_that_the_code_reads_are_known():
     ]
     named = {name for text in texts for name in re.findall(r"\bDDP_[A-Z_]*[A-Z]\b", text)}
     assert len(named) > 15
-    check_names(named, map(registration.variable_of, dataclasses.fields(Registration)))
+    check_names(named, map(registration.name_variable, dataclasses.fields(Registration)))
 
 
 def test_a_task_may_have_its_own_resources_and_other_arguments(monkeypatch):

@@ -13,7 +13,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch import watchdog as module
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.failures import PreemptedError, RankError
-from flyte_ddp.launch.hangs import Answer, hang_of
+from flyte_ddp.launch.hangs import Answer, report_hang
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.watchdog import RollCall, under_watchdog
@@ -233,7 +233,7 @@ def test_a_start_and_writing_may_take_longer_than_a_step_and_a_hang_in_them_is_s
 
 def test_a_rank_that_does_not_answer_is_in_the_phase_of_the_others():
     starting = Answer(1, True, IN_REDUCE.collective, "", STARTING)
-    failure = hang_of({0: starting, 1: Answer(), 2: starting}, HOSTS, Timeouts(300, start=1800))
+    failure = report_hang({0: starting, 1: Answer(), 2: starting}, HOSTS, Timeouts(300, start=1800))
     assert failure.rank == 1
     said = "still starting (data, network, checkpoint, first step) after start_timeout_seconds (1800)"
     assert failure.message.startswith(said)
@@ -273,19 +273,19 @@ def test_a_loss_that_is_the_end_of_a_hang_is_reported_as_the_hang(tmp_path):
 
 
 def test_ranks_whose_gpu_is_busy_come_before_those_that_are_idle_at_the_same_collective():
-    failure = hang_of({0: IN_REDUCE, 1: Answer(9, False, IN_REDUCE.collective, "")}, HOSTS, Timeouts(5))
+    failure = report_hang({0: IN_REDUCE, 1: Answer(9, False, IN_REDUCE.collective, "")}, HOSTS, Timeouts(5))
     assert (failure.rank, failure.others) == (1, ())
 
 
 def test_where_all_have_come_equally_far_nobody_is_waited_for():
-    failure = hang_of(dict.fromkeys(range(4), IN_REDUCE), HOSTS, Timeouts(5))
+    failure = report_hang(dict.fromkeys(range(4), IN_REDUCE), HOSTS, Timeouts(5))
     assert (failure.rank, failure.others, failure.host) == (0, (1, 2, 3), "node-a, node-b")
     assert "wait in" not in failure.message
 
 
 def test_of_many_ranks_the_stacks_of_those_that_are_waited_for_are_kept():
     answers = {rank: Answer(9, True, "", f"in step {rank}\n" * 100) for rank in range(500)}
-    failure = hang_of(
+    failure = report_hang(
         answers | {400: Answer(8, True, "", "the culprit\n")}, dict.fromkeys(range(500), "node"), Timeouts(5)
     )
     assert failure.rank == 400

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from flyte_ddp.engine.job import TrainingResult, job_of
+from flyte_ddp.engine.job import TrainingResult, make_job
 from flyte_ddp.events import CheckpointWritten, Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
@@ -50,7 +50,7 @@ def train(
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     training, chosen = LightningTraining(module, data, callbacks, headline), LightningOptions(**options)
     paths = folder / "model.pt", folder / "checkpoint", folder / "logs"
-    job = training.job_of_ranks(job_of(training.subject(cast(TrainingSettings, settings), None), chosen, *paths))
+    job = training.job_of_ranks(make_job(training.subject(cast(TrainingSettings, settings), None), chosen, *paths))
     events: list[Event] = []
 
     def listen(event: Event) -> None:

@@ -17,7 +17,7 @@ from flytekit.types.file import PythonPickledFile
 from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.engine.job import Measured, subject_of
+from flyte_ddp.engine.job import Measured, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
@@ -218,7 +218,7 @@ def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(example, setti
     def candidate(epochs):
         mine = kind(epochs=epochs, precision="float32", **settings)
         output = train(example, mine, RunOptions(nproc=1), output=tmp_path / str(epochs), on_event=lambda event: None)
-        return subject_of(code, mine), output.model_path, output
+        return make_subject(code, mine), output.model_path, output
 
     (worse, its_model, output), (better, model, _) = candidate(1), candidate(4)
     first = promote(platform, worse, its_model, place, PromotionOptions())

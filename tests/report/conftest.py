@@ -11,7 +11,7 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.prepared.writer import write_prepared
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.engine.job import PREDICTIONS, job_of, subject_of
+from flyte_ddp.engine.job import PREDICTIONS, make_job, make_subject
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
@@ -61,8 +61,8 @@ def record(folder: Path) -> None:
     )
     options = RunOptions(tracking="off", profile=True, log_gradients=True, checkpoint_seconds=1e9)
     code, logs = find_code("flyte_ddp.recipes.images:ImageClassifier"), folder / "logs"
-    subject = subject_of(code, hp, folder / "data", description=description)
-    job = job_of(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=logs)
+    subject = make_subject(code, hp, folder / "data", description=description)
+    job = make_job(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=logs)
     info = RunInfo(
         name="20260101-000000-digits",
         tracking_id="0123abcd-4567cdef",

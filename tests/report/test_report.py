@@ -21,7 +21,7 @@ from flyte_ddp.events import (
 )  # fmt: skip
 from flyte_ddp.report.figures import Curves, draw, scatter, thinned
 from flyte_ddp.report.plot import make_axis
-from flyte_ddp.report.predictions import predictions_of
+from flyte_ddp.report.predictions import load_predictions
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
 from flyte_ddp.report.report import Report, fragment
 from flyte_ddp.report.surroundings import surroundings
@@ -77,7 +77,7 @@ def test_hostile_names_stay_text(page):
 
 
 def test_counts_are_those_of_the_predictions(recorded):
-    predictions = predictions_of(recorded.info, recorded.events[-1])
+    predictions = load_predictions(recorded.info, recorded.events[-1])
     assert predictions
     guesses = predictions.scores.argmax(1)
     matrix = np.zeros((10, 10), int)

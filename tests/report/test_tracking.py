@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from flyte_ddp.attempt.run import training_run
-from flyte_ddp.attempt.trained import share_events, tracking_id_of
+from flyte_ddp.attempt.trained import find_tracking_id, share_events
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
@@ -266,7 +266,7 @@ def test_a_local_attempt_goes_on_with_the_file_of_one_that_was_killed(recorded, 
             info = dataclasses.replace(
                 recorded.info,
                 logs=run.logs.folder,
-                tracking_id=tracking_id_of(platform, key, run.store.path),
+                tracking_id=find_tracking_id(platform, key, run.store.path),
                 options=RunOptions(tracking="tensorboard"),
             )
             share_events(platform, run, info)

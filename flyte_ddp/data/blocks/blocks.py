@@ -104,7 +104,7 @@ def count_rows(tree: Any, name: str) -> int:
     return lengths.pop()
 
 
-def tree_of(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
+def to_tree(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
     """Return the tree of arrays (n, ...) that rows_of made the rows from. The tree's lists are tuples.
 
     Args:
@@ -114,7 +114,7 @@ def tree_of(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
     names = rows.dtype.names
     if names is None:
         return np.ascontiguousarray(rows[order])
-    parts = {name: tree_of(rows[name], order) for name in names}
+    parts = {name: to_tree(rows[name], order) for name in names}
     return tuple(parts.values()) if names == _numbered(len(names)) else parts
 
 

@@ -119,7 +119,7 @@ def lfw_folder() -> Path:
     return folder
 
 
-def stamp_of(folder: Path) -> str:
+def stamp_images(folder: Path) -> str:
     """Return a digest that changes when an image file is added, removed or written to.
 
     Only names, sizes and times are read.

@@ -14,7 +14,7 @@ KINDS = "biufc"  # the values of numpy.dtype.kind that torch can take as numbers
 NARROWER = {np.dtype(np.longdouble): np.dtype(np.float64), np.dtype(np.clongdouble): np.dtype(np.complex128)}
 
 
-def tensor_of(array: np.ndarray) -> Tensor:
+def to_tensor(array: np.ndarray) -> Tensor:
     """Return the array as a tensor, copied only if torch cannot hold it as it is.
 
     That is an array with bytes swapped, negative strides, or floats of 80 bits, which become float64.

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.block_split import BlockSplit
-from flyte_ddp.engine.batches.lengths import SimilarLengths, lengths_of
+from flyte_ddp.engine.batches.lengths import SimilarLengths, get_lengths
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.batches.sample_seeds import Origin
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 LOOKED_UP = 1 << 14  # how many of a rank's samples the order is asked for at once
 
@@ -194,7 +194,7 @@ class _Batches:
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
         """Yield each step with the rank's shares and their tensors."""
-        lengths = lengths_of(self.split)
+        lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
         for step, tree in zip(steps, trees, strict=True):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
@@ -282,21 +282,21 @@ class TrainBatches(_Batches):
             first_step: the first step to yield.
             end: the step to stop before; None is the epoch's end.
         """
-        for step, shares in self._fetch(self._order_of(epoch), range(len(self))[first_step:end]):
-            seed, other = (key_of(use, self.seed, epoch, step) for use in (Use.STEP, Use.AUGMENTATION))
+        for step, shares in self._fetch(self._make_order(epoch), range(len(self))[first_step:end]):
+            seed, other = (derive_key(use, self.seed, epoch, step) for use in (Use.STEP, Use.AUGMENTATION))
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
-    def _order_of(self, epoch: int) -> Order:
+    def _make_order(self, epoch: int) -> Order:
         keys = self._keys(epoch)
-        lengths = lengths_of(self.split)
+        lengths = get_lengths(self.split)
         order = self._order(keys, lambda step: (keys[0], self._computed(step).start))
         if lengths and self.length_window:
-            key = key_of(Use.LENGTHS, self.seed, epoch)
+            key = derive_key(Use.LENGTHS, self.seed, epoch)
             return SimilarLengths(order, lengths.each, self.samples, self.batch_size, self.length_window, key)
         return order
 
     def _keys(self, epoch: int) -> list[int]:
-        return [key_of(Use.PASS, self.seed, epoch, number) for number in range(self.passes)]
+        return [derive_key(Use.PASS, self.seed, epoch, number) for number in range(self.passes)]
 
 
 class EvaluationBatches(_Batches):
@@ -316,7 +316,7 @@ class EvaluationBatches(_Batches):
     ):
         super().__init__(split, len(split), batch_size, rank, world_size, virtual_ranks)
         self.is_mixed = mixed
-        self.order = self._order([key_of(Use.TEST_ORDER) if mixed else None])
+        self.order = self._order([derive_key(Use.TEST_ORDER) if mixed else None])
         self.order.check_room()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -326,7 +326,7 @@ class EvaluationBatches(_Batches):
     def steps(self) -> Iterator[list[Batch]]:
         """Yield the rank's shares of each global batch."""
         for step, shares in self._fetch(self.order, range(len(self))):
-            yield [Batch(tree, share, key_of(Use.TEST_STEP, step)) for tree, share in shares]
+            yield [Batch(tree, share, derive_key(Use.TEST_STEP, step)) for tree, share in shares]
 
     def whole(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Yield the samples (n,) int64 of each global batch, and where this rank's own begin and end among them."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.engine.batches.order import shuffled
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class BlockOrder:
     def _blocks(self) -> np.ndarray:
         """Return the permuted blocks, (blocks,) int64. Laid end to end, they begin and end at _starts and _ends."""
         blocks = torch.arange(len(self.lengths))
-        return (blocks if self.key is None else shuffled(blocks, len(blocks), key_of(Use.BLOCKS, self.key))).numpy()
+        return (blocks if self.key is None else shuffled(blocks, len(blocks), derive_key(Use.BLOCKS, self.key))).numpy()
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -145,7 +145,7 @@ class BlockOrder:
         windows = places // self.window
         each = int(windows.max()) + 1
         distinct, of = np.unique(streams * each + windows, return_inverse=True)
-        keys = [key_of(Use.BLOCK_WINDOW, self.key or 0, *divmod(int(one), each)) for one in distinct]
+        keys = [derive_key(Use.BLOCK_WINDOW, self.key or 0, *divmod(int(one), each)) for one in distinct]
         starts = windows * self.window
         sizes = np.minimum(self.window, self._cuts[streams + 1] - self._cuts[streams] - starts)
         return starts + shuffled(torch.from_numpy(places - starts), sizes, np.array(keys, np.uint64)[of]).numpy()

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.data.blocks.blocks import Blocks, check_count, open_rows, tree_of
-from flyte_ddp.engine.batches.arrays import tensor_of
+from flyte_ddp.data.blocks.blocks import Blocks, check_count, open_rows, to_tree
+from flyte_ddp.engine.batches.arrays import to_tensor
 from flyte_ddp.engine.batches.block_cache import Ahead, BlockCache, needed_bytes
 from flyte_ddp.engine.batches.block_order import BlockOrder, Uses
 from flyte_ddp.engine.batches.loading import made_ahead
@@ -18,7 +18,7 @@ from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.batches.sample_seeds import NOWHERE, Origin
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError, InputError
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 SPREAD_BLOCKS = 4  # how many blocks spread() takes samples from, at least
 HEADER_BYTES = 4096  # the header of a block's file, unless it has hundreds of arrays
@@ -69,7 +69,7 @@ class BlockSplit:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def blocks_of(self, samples: np.ndarray) -> np.ndarray:
+    def find_blocks(self, samples: np.ndarray) -> np.ndarray:
         """Return the block of each of these samples (n,): (n,) int64."""
         return np.searchsorted(self.ends, samples, side="right")
 
@@ -82,7 +82,7 @@ class BlockSplit:
                 f"validation_fraction takes whole blocks and must leave one on either side of {blocks}, got "
                 f"{fraction:g}: change it, write smaller blocks, or set has_validation"
             )
-        mixed = self.chosen[shuffled(torch.arange(blocks), blocks, key_of(Use.HELD_OUT)).numpy()]
+        mixed = self.chosen[shuffled(torch.arange(blocks), blocks, derive_key(Use.HELD_OUT)).numpy()]
         kept, held = (BlockSplit(self.blocks, self.name, self.reading, np.sort(part)) for part in
                       (mixed[count:], mixed[:count]))  # fmt: skip
         return kept, held
@@ -93,7 +93,7 @@ class BlockSplit:
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
         starts = self.ends - self.block_lengths
         samples = np.concatenate([np.arange(starts[one], self.ends[one]) for one in chosen])
-        return tensor_of(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
+        return to_tensor(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
         """Yield the tensors of a few samples, in any order.
@@ -102,9 +102,9 @@ class BlockSplit:
         """
         rows = BlockRows(self)
         for part in parts:
-            self._keep(set(self.blocks_of(part.numpy()).tolist()))
+            self._keep(set(self.find_blocks(part.numpy()).tolist()))
             tree = rows.read_batch(part.numpy())
-            yield pytree.tree_map(lambda leaf: tensor_of(leaf).to(self.device), tree)
+            yield pytree.tree_map(lambda leaf: to_tensor(leaf).to(self.device), tree)
 
     def in_order(
         self, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
@@ -173,7 +173,7 @@ class BlocksInOrder:
             return uses
         # A short batch has fewer samples of each stream, so its shares may be of any streams streams
         share = self.computed(last_step)
-        return uses.also(self.split.blocks_of(self.at(torch.arange(share.start, share.stop)).numpy()), last_step)
+        return uses.also(self.split.find_blocks(self.at(torch.arange(share.start, share.stop)).numpy()), last_step)
 
     def check_room(self) -> None:
         """Raise InputError, with the bytes needed at a time, if the cache is too small."""
@@ -192,8 +192,8 @@ class BlocksInOrder:
             if pins:
                 torch.cuda.set_device(gpu)  # a thread begins with the host's first GPU, whose memory pinning would take
             for step, part in zip(steps, parts, strict=True):
-                ahead.wait(step, split.blocks_of(part.numpy()).tolist())
-                tree = pytree.tree_map(tensor_of, rows.read_batch(part.numpy()))
+                ahead.wait(step, split.find_blocks(part.numpy()).tolist())
+                tree = pytree.tree_map(to_tensor, rows.read_batch(part.numpy()))
                 ahead.finish(step)
                 yield pytree.tree_map(Tensor.pin_memory, tree) if pins else tree
 
@@ -220,7 +220,7 @@ class BlockRows:
         """
         split = self.split
         row = self.split.row
-        blocks = split.blocks_of(samples)
+        blocks = split.find_blocks(samples)
         order = np.argsort(blocks, kind="stable")
         sorted_blocks = blocks[order]
         places = (samples - (split.ends - split.block_lengths)[blocks])[order]
@@ -230,7 +230,7 @@ class BlockRows:
             opened = self._open(int(sorted_blocks[start]))
             opened.take(places[start:stop], axis=0, out=buffer[start:stop], mode="clip")  # "raise" would copy
         rows = buffer.view(row.dtype).reshape(len(samples), *row.shape[1:])
-        return tree_of(rows, np.argsort(order))
+        return to_tree(rows, np.argsort(order))
 
     def drop(self, block: int) -> None:
         self._opened.pop(block, None)  # a deleted file takes space for as long as it is open

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError, InputError
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 
 class Lengths:
@@ -86,11 +86,11 @@ class Lengths:
 
 def padded(split: Any, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
     """Pad a rank's samples as Lengths.padded does. Returns the tree as it is if the split has no lengths."""
-    lengths = lengths_of(split)
+    lengths = get_lengths(split)
     return lengths.padded(tree, own, global_indices) if lengths else tree
 
 
-def lengths_of(split: Any) -> Lengths | None:
+def get_lengths(split: Any) -> Lengths | None:
     return getattr(split, "lengths", None)
 
 
@@ -142,6 +142,6 @@ class SimilarLengths:
         if len(last) == self._batch_size:  # a short batch has to be the epoch's last
             batches = [*batches, last]
             last = last[:0]
-        key = key_of(Use.LENGTH_WINDOW, self._key, number)
+        key = derive_key(Use.LENGTH_WINDOW, self._key, number)
         order = shuffled(torch.arange(len(batches)), len(batches), key) if batches else ()
         return torch.cat([*(batches[index] for index in order), last])

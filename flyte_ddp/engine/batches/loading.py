@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flyte_ddp.engine.batches.arrays import KINDS, tensor_of, with_dicts
+from flyte_ddp.engine.batches.arrays import KINDS, to_tensor, with_dicts
 from flyte_ddp.engine.batches.inherited_files import reopen_in_forks
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.sample_seeds import (
@@ -141,7 +141,7 @@ class _Read:
         return _Read(pytree.tree_map(lambda leaf: leaf.pin_memory(), self.tensors()), self.problem)
 
     def tensors(self) -> Any:
-        return pytree.tree_map(lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf, self.tree)
+        return pytree.tree_map(lambda leaf: to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, self.tree)
 
 
 class _Reader(Dataset[Any]):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 # The epoch's key, and the position in the epoch of the first of some successive samples. None is an evaluation, in
 # which a sample has the same numbers each time.
@@ -23,9 +23,9 @@ NOWHERE: Iterable[Origin] = repeat(None)  # the origins of any number of parts i
 def sample_keys(indices: np.ndarray, origin: Origin) -> list[int]:
     """Return a key for each sample, which is another one in each pass over the data. It takes 2 µs each."""
     if origin is None:
-        return [key_of(Use.TEST_SAMPLE, int(index)) for index in indices]
+        return [derive_key(Use.TEST_SAMPLE, int(index)) for index in indices]
     key, first = origin
-    return [key_of(Use.SAMPLE, key, first + row) for row in range(len(indices))]
+    return [derive_key(Use.SAMPLE, key, first + row) for row in range(len(indices))]
 
 
 def seed_generators(key: int) -> None:

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.engine.batches.arrays import KINDS, tensor_of, with_dicts
+from flyte_ddp.engine.batches.arrays import KINDS, to_tensor, with_dicts
 from flyte_ddp.engine.batches.block_split import BlockSplit
-from flyte_ddp.engine.batches.lengths import Lengths, lengths_of
+from flyte_ddp.engine.batches.lengths import Lengths, get_lengths
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.batches.sample_seeds import NOWHERE, Origin
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 from flyte_ddp.text import listed
 
 
@@ -76,7 +76,7 @@ class Resident:
             yield pytree.tree_unflatten(leaves, self._structure)
 
     def _read(self, leaf: np.memmap, indices: Tensor) -> Tensor:
-        return self._to_device(tensor_of(leaf[indices.numpy()]))
+        return self._to_device(to_tensor(leaf[indices.numpy()]))
 
     def _to_device(self, read: Tensor) -> Tensor:
         # The copy is asynchronous only from page-locked memory
@@ -96,7 +96,7 @@ def _checked(leaf: Any) -> Any:
 
 
 def _as_tensor(leaf: Tensor | np.ndarray) -> Tensor:
-    return leaf.detach() if isinstance(leaf, Tensor) else tensor_of(leaf)
+    return leaf.detach() if isinstance(leaf, Tensor) else to_tensor(leaf)
 
 
 class Subset:
@@ -108,7 +108,7 @@ class Subset:
         self.at = at
         self.device = split.device
         self.remedy = split.remedy
-        lengths = lengths_of(split)
+        lengths = get_lengths(split)
         self.lengths = lengths.of(at(torch.arange(count))) if lengths else None
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
     count = round(fraction * samples)
     if not 0 < count < samples:
         raise InputError(f"validation_fraction must leave a sample on either side of {samples}, got {fraction:g}")
-    key = key_of(Use.HELD_OUT)
+    key = derive_key(Use.HELD_OUT)
     held = Subset(split, count, lambda positions: shuffled(positions, samples, key))
     return Subset(split, samples - count, lambda positions: shuffled(positions + count, samples, key)), held
 

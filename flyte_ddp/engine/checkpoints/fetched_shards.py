@@ -13,7 +13,7 @@ from typing import Any
 from torch import distributed
 
 from flyte_ddp.engine.batches.block_cache import locked
-from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, open_shards, problem_of
+from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem, open_shards
 from flyte_ddp.engine.job import RankStorage
 from flyte_ddp.engine.sharding.sharded_state import Layout
 from flyte_ddp.engine.torch_compat import pytree
@@ -69,7 +69,7 @@ def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
         beside.mkdir()
         try:
             storage.get(f"{url}/{file.name}", beside / file.name)
-            problem = problem_of(beside / file.name, digest)
+            problem = find_problem(beside / file.name, digest)
             if not problem:
                 os.replace(beside / file.name, file)
             return problem

@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse, restore
 from flyte_ddp.engine.checkpoints.fetched_shards import fetched
-from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, problem_of
+from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.sharding.mesh import copies, counterparts
@@ -108,7 +108,7 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
     position, count = sum(seen[: distributed.get_rank()]), sum(seen)
     assigned = sorted(content.get("shards", {}).items())[position::count] if content else []
     problems: list[Any] = [None] * len(seen)
-    distributed.all_gather_object(problems, next(filter(None, (problem_of(*shard) for shard in assigned)), ""))
+    distributed.all_gather_object(problems, next(filter(None, (find_problem(*shard) for shard in assigned)), ""))
     for problem in filter(None, problems):
         raise CheckpointError(problem)
     return seen

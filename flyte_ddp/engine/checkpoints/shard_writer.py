@@ -22,7 +22,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.process_group import gloo_group
 from flyte_ddp.manifest import shards_beside, write_manifest
-from flyte_ddp.text import reason_of
+from flyte_ddp.text import explain_error
 from flyte_ddp.whole_files import content_digest, sync, sync_folder
 
 
@@ -156,7 +156,7 @@ class ShardWriter:
         manifest = {"folder": folder.name, "tensors": entries, "content": description}
         own = {name: self._own(tensor) for name, tensor in tensors.items()}
         local = {name: tensor for name, tensor in own.items() if tensor is not None}
-        file = folder / _file_of(self._cut.part)
+        file = folder / _name_file(self._cut.part)
         if device.type == "cpu":
             problem = _write(file, local)
             return lambda: self._finish(manifest, file, problem)
@@ -198,7 +198,7 @@ class ShardWriter:
             self._destination.discard(file.parent)
             raise OSError(errno.EIO, problems[0])
         self._destination.commit(
-            {**manifest, "files": {_file_of(part): digest for part, (digest, _) in enumerate(outcomes)}}
+            {**manifest, "files": {_name_file(part): digest for part, (digest, _) in enumerate(outcomes)}}
         )
 
     def _kept(self, file: Path) -> tuple[str, str]:
@@ -211,10 +211,10 @@ class ShardWriter:
             self._destination.keep(file)
             return digest, ""
         except Exception as error:  # whatever the type, the other ranks wait for the outcome
-            return "", reason_of(error)
+            return "", explain_error(error)
 
 
-def _file_of(part: int) -> str:
+def _name_file(part: int) -> str:
     return f"{part}.safetensors"
 
 
@@ -226,5 +226,5 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, file)
     except Exception as error:
-        return reason_of(error)
+        return explain_error(error)
     return ""

@@ -131,7 +131,7 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     return {**rebuilt(manifest["content"], tensors), "shards": shards}
 
 
-def problem_of(shard: Path, digest: str) -> str:
+def find_problem(shard: Path, digest: str) -> str:
     """Return what is wrong with a file of a checkpoint; empty if nothing is."""
     try:
         is_whole = content_digest(shard) == digest

@@ -58,7 +58,7 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
     """
     inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
     own = model.state_dict()
-    patterns = patterns_of(leave_out)
+    patterns = split_patterns(leave_out)
     weights = with_base(with_tied(inside, own), model, path, "init")
     named = [pattern for pattern in patterns if pattern != MISMATCHING]
     left_out = matching("init_leave_out", named, sorted({*own, *weights}))
@@ -163,7 +163,7 @@ def freeze(model: nn.Module, patterns: str) -> str:
 
     A batch norm layer whose parameters are all frozen keeps its running statistics, too.
     """
-    names = matching("freeze", patterns_of(patterns), [name for name, _ in model.named_parameters()])
+    names = matching("freeze", split_patterns(patterns), [name for name, _ in model.named_parameters()])
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(False)
@@ -193,7 +193,7 @@ def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> lis
     return [name for name in names if name in matched]
 
 
-def patterns_of(text: str) -> list[str]:
+def split_patterns(text: str) -> list[str]:
     return [pattern for pattern in re.split(r"[\s,]+", text) if pattern]
 
 

@@ -24,14 +24,14 @@ from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.manifest import shards_beside
 from flyte_ddp.model_files.weights import copied_to_host
-from flyte_ddp.text import reason_of
+from flyte_ddp.text import explain_error
 
 # A function that copies the content of a checkpoint, whose tensors may change afterwards, and returns a function for a
 # thread that writes the copy. Both may raise OSError.
 Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
 
 
-def checkpoints_of(
+def make_checkpoints(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
 ) -> Checkpoints:
     """Return the writer of this rank's part of the checkpoints. If the network is sharded, all ranks must call it."""
@@ -123,7 +123,7 @@ class CheckpointWriter:
         try:
             rest = self._begin(content, state.device)
         except OSError as error:
-            self._emit(CheckpointFailed(f"{self._path}: {reason_of(error)}"))
+            self._emit(CheckpointFailed(f"{self._path}: {explain_error(error)}"))
             return
         finally:
             self._last = time.monotonic()
@@ -143,7 +143,7 @@ class CheckpointWriter:
         try:
             rest()
         except Exception as error:  # nobody else would notice an error in this thread
-            self._emit(CheckpointFailed(f"{self._path}: {reason_of(error)}"))
+            self._emit(CheckpointFailed(f"{self._path}: {explain_error(error)}"))
         else:
             seconds = time.monotonic() - started
             self._emit(CheckpointWritten(epoch, step, self._path, stall_seconds, seconds))

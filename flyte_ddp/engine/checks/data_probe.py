@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.data import get_worker_info
 
-from flyte_ddp.engine.batches.lengths import lengths_of
+from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.held_generators import SEED, generator_states
@@ -97,7 +97,7 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
     With lengths(split), samples are padded to the longest of the global batch, whatever read_batch has padded.
     """
     dataset = getattr(split, "dataset", None)
-    if not hasattr(dataset, "read_batch") or lengths_of(split):
+    if not hasattr(dataset, "read_batch") or get_lengths(split):
         return
     chosen = spread(split, min(SAMPLES, len(split)))
     together, *alone = map(pytree.tree_leaves, split.fetch([chosen, *chosen.split(1)]))

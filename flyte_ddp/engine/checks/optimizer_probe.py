@@ -18,7 +18,7 @@ from flyte_ddp.engine.sharding.sharding import is_sharded, on_shards
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.text import listed, reason_of
+from flyte_ddp.text import explain_error, listed
 
 SAVE_IT = "keep it in its state or param_groups, or add it to state_dict() and load_state_dict()"
 # How many numbers are stepped on twice, and how many of a state are copied: megabytes and milliseconds, however large
@@ -44,7 +44,7 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     _some_rates(recipe, steps)
     if recipe.settings.virtual_ranks:
         _refuse_scaled_rates(recipe, model, steps)
-    optimizer = _optimizer_of(recipe, model)
+    optimizer = _build_optimizer(recipe, model)
     is_whole = not is_sharded(model)
     what = f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__}"
     for weight in model.parameters():
@@ -82,7 +82,7 @@ def beside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
     return found
 
 
-def _optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
+def _build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Return the recipe's optimizer. Raises InputError if it returns anything else."""
     optimizer = recipe.optimizer(model)
     where = code_location(recipe, "optimizer")
@@ -110,7 +110,7 @@ def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
     for rank, world_size in ((0, 1), (1, 2)):
         seed_all(0)  # rates may be drawn
         with _among_ranks(rank, world_size):
-            groups = [_plain(group) for group in _optimizer_of(recipe, model).param_groups]
+            groups = [_plain(group) for group in _build_optimizer(recipe, model).param_groups]
             results.append({"optimizer": groups, "lr_lambda": _some_rates(recipe, steps)})
     one, two = results
     for method in one:
@@ -164,7 +164,7 @@ def _lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> l
     kept = beside_state(optimizer)
     if not kept:  # torch's own optimizers keep nothing there, so their state need not be copied
         return []
-    restored = _optimizer_of(recipe, model)
+    restored = _build_optimizer(recipe, model)
     restored.load_state_dict(optimizer.state_dict())
     found = beside_state(restored)
     return sorted(name for name, values in kept.items() if values != found.get(name))
@@ -188,7 +188,7 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
     numbers = accumulate(weight.numel() for weight in with_gradient)
     weights = [weight for weight, count in zip(with_gradient, numbers, strict=True) if count <= MOST_NUMBERS]
     gradients = [weight.detach() + 0.01 for weight in weights]  # some weights begin as zeros
-    first = _optimizer_of(recipe, model)
+    first = _build_optimizer(recipe, model)
     try:
         _step(first, STEPS[0], weights, gradients)
         state = first.state_dict()
@@ -205,14 +205,14 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
     with torch.no_grad():
         for weight, value in zip(weights, before, strict=True):
             weight.copy_(value)
-    resumed = _optimizer_of(recipe, model)
+    resumed = _build_optimizer(recipe, model)
     try:
         resumed.load_state_dict(state)
         _step(resumed, STEPS[1], weights, gradients)
     except Exception as error:
         raise InputError(
-            f"{what} cannot go on from its own state_dict ({reason_of(error)}), so that no training could be resumed: "
-            "let load_state_dict() take what state_dict() returns"
+            f"{what} cannot go on from its own state_dict ({explain_error(error)}), so that no training could be "
+            "resumed: let load_state_dict() take what state_dict() returns"
         ) from error
     if not all(map(is_same, weights, expected)):
         keeps = listed(lost) or "something, such as the optimizer that it holds,"

@@ -21,12 +21,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
-from flyte_ddp.engine.batches.lengths import lengths_of
+from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, refuse_coupled_reading, unequal_data
 from flyte_ddp.engine.checks.optimizer_probe import try_optimizer
-from flyte_ddp.engine.checks.trials import Network, Trial, Trials, fault_named, is_close, is_same, tolerance_of
-from flyte_ddp.engine.measures import check_rows, code_location, headline_of, mismatched, pairs_of, ratios, sums_of
+from flyte_ddp.engine.checks.trials import Network, Trial, Trials, choose_tolerance, fault_named, is_close, is_same
+from flyte_ddp.engine.measures import (
+    check_rows,
+    code_location,
+    compute_pairs,
+    find_headline,
+    mismatched,
+    ratios,
+    sum_measures,
+)
 from flyte_ddp.engine.sharding.sharding import OFF
 from flyte_ddp.engine.torch_compat import count_in_total, pytree
 from flyte_ddp.errors import InputError
@@ -89,7 +97,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         with count_in_total(FlopCounterMode(display=False)) as counter:
             whole = training()
         names = tuple(whole.pairs)
-        totals = sums_of(whole.pairs).tolist()
+        totals = sum_measures(whole.pairs).tolist()
         changing = network.changed_buffers()
         sample_flops = counter.get_total_flops() / training.size
         _refuse_gathering(training)
@@ -120,10 +128,10 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         _refuse_uneven_rows(evaluation, splits["test"], tested, is_mixed)
         _refuse_coupled_predictions(evaluation, tested)
 
-        _refuse_disagreement(recipe, totals + sums_of(tested.pairs).tolist())
+        _refuse_disagreement(recipe, totals + sum_measures(tested.pairs).tolist())
     finally:
         recipe.share = BatchShare()
-    headline = headline_of(recipe, ratios(recipe, names, totals))
+    headline = find_headline(recipe, ratios(recipe, names, totals))
     return Probed(names, headline, warnings, sample_flops, moving, changing, has_unused, gathers, is_mixed)
 
 
@@ -286,7 +294,7 @@ def _refuse_unsteady(training: Trials, whole: Trial) -> None:
     stand alone, and what has another shape, are not compared.
     """
     again = training()
-    tolerance = tolerance_of(training.network.model)
+    tolerance = choose_tolerance(training.network.model)
     for stage, returned in whole.stages.items():
         leaves, others = (pytree.tree_leaves(tree) for tree in (returned, again.stages[stage]))
         for leaf, other in zip(leaves, others, strict=False):
@@ -344,7 +352,7 @@ def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
     if is_mixed:
         what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
         with fault_named(what, "define constant_loss(), the loss of guessing"):
-            pairs_of(recipe, mismatched(outputs), Batch(tree, recipe.share))
+            compute_pairs(recipe, mismatched(outputs), Batch(tree, recipe.share))
     predictions = tested.stages["predictions"]
     count = evaluation.size
     if predictions is not None:
@@ -371,7 +379,7 @@ def _shape(value: Any) -> str:
 def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixed: bool) -> None:
     """Refuse predictions whose rows have another shape in the shortest padded batch than in the longest."""
     recipe = evaluation.recipe
-    lengths = lengths_of(split)
+    lengths = get_lengths(split)
     size = evaluation.recipe.settings.test_batch_size
     if not lengths or tested.stages["predictions"] is None:
         return
@@ -399,7 +407,7 @@ def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
     parts = [evaluation(*ends).stages["predictions"] for ends in ((0, cut), (cut, size))]
     if [part.shape for part in parts] != [(count, *predictions.shape[1:]) for count in (cut, size - cut)]:
         return
-    if not is_close(predictions, torch.cat(parts), tolerance_of(evaluation.network.model)):
+    if not is_close(predictions, torch.cat(parts), choose_tolerance(evaluation.network.model)):
         raise InputError(
             f"{code_location(evaluation.recipe, 'predictions')}: those of a sample depend on the others of its batch: "
             "to compare samples, call all_gather(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"

@@ -17,20 +17,20 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.batches.splits import Split
-from flyte_ddp.engine.measures import augment, code_location, pairs_of, trained_measure
+from flyte_ddp.engine.measures import augment, code_location, compute_pairs, trained_measure
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import (
     TorchDispatchMode,
     any_batch_size,
-    arguments_of,
     copy_with_hooks,
     may_round_to_tf32,
+    name_arguments,
     pytree,
 )
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe, Tree
-from flyte_ddp.text import reason_of
+from flyte_ddp.text import explain_error
 
 # The tolerance is relative, and at least eight roundings of the coarsest dtype. It can't be zero: for other numbers of
 # rows libraries choose other kernels, which add in another order.
@@ -189,7 +189,7 @@ class Trials:
             seed_part(seed, 0)
             with any_batch_size():
                 outputs = run("forward", recipe.forward, model, tree)
-                trial.pairs = run("measure", pairs_of, recipe, outputs, Batch(tree, share))
+                trial.pairs = run("measure", compute_pairs, recipe, outputs, Batch(tree, share))
                 _, values, _ = trial.trained
                 if not self.is_training:
                     run("predictions", recipe.predictions, outputs, tree)
@@ -218,7 +218,7 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
             if leaf.dtype in UNFIT and re.search(UNFIT[leaf.dtype], str(error), re.IGNORECASE):
                 raise InputError(
                     f"{code_location(recipe, 'data')}: what has the shape {tuple(leaf.shape)} in a batch is "
-                    f"{str(leaf.dtype).removeprefix('torch.')}, but the weights are float32 ({reason_of(error)}): "
+                    f"{str(leaf.dtype).removeprefix('torch.')}, but the weights are float32 ({explain_error(error)}): "
                     'convert it, by .float() or .astype("float32")'
                 ) from error
         raise
@@ -274,7 +274,7 @@ def _calling_transform() -> list[tuple[str, str]]:
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether a call draws: attention and recurrent layers always call operations that may."""
-    arguments = arguments_of(func, args, kwargs)
+    arguments = name_arguments(func, args, kwargs)
     probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
     is_training = next((arguments[name] for name in ("train", "training") if name in arguments), True)
     return bool(probability) and is_training is not False
@@ -288,7 +288,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or (one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True))
 
 
-def tolerance_of(model: nn.Module) -> float:
+def choose_tolerance(model: nn.Module) -> float:
     """Return the relative difference that is allowed between numbers that should be the same."""
     steps = [torch.finfo(weight.dtype).eps for weight in model.parameters() if weight.is_floating_point()]
     if may_round_to_tf32() and any(weight.is_cuda for weight in model.parameters()):
@@ -307,10 +307,10 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
     tolerance = max(tolerance, ROUNDINGS * torch.finfo(one.dtype).eps)
-    return torch.allclose(one, other.to(one.dtype), tolerance, tolerance * _size_of(one), equal_nan=True)
+    return torch.allclose(one, other.to(one.dtype), tolerance, tolerance * _measure_size(one), equal_nan=True)
 
 
-def _size_of(numbers: Tensor) -> float:
+def _measure_size(numbers: Tensor) -> float:
     """Return the lower quartile of the sizes, without 0 and infinity, since a few may stand for a mask."""
     sizes = numbers.detach().abs().flatten()
     sizes = sizes[:: max(1, len(sizes) // SIZES)].double()

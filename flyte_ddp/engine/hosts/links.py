@@ -33,10 +33,10 @@ def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[
     """
     if distributed.get_backend() != "nccl":
         return 0.0, _speed(across(hosts), rank, torch.device("cpu"))
-    return _speed([*ranks_of(hosts).values()], rank, device), _speed(across(hosts), rank, device)
+    return _speed([*place_ranks(hosts).values()], rank, device), _speed(across(hosts), rank, device)
 
 
-def ranks_of(hosts: Sequence[str]) -> dict[str, list[int]]:
+def place_ranks(hosts: Sequence[str]) -> dict[str, list[int]]:
     """Return the ranks of each host."""
     found: dict[str, list[int]] = {host: [] for host in hosts}
     for rank, host in enumerate(hosts):
@@ -46,7 +46,7 @@ def ranks_of(hosts: Sequence[str]) -> dict[str, list[int]]:
 
 def across(hosts: Sequence[str]) -> list[list[int]]:
     """Return the first rank of each host, the second of each, and so on."""
-    rings = itertools.zip_longest(*ranks_of(hosts).values())
+    rings = itertools.zip_longest(*place_ranks(hosts).values())
     return [[rank for rank in ring if rank is not None] for ring in rings]
 
 
@@ -77,9 +77,9 @@ def _speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> f
     received = torch.empty_like(sent)
     seconds = [float("inf")] * 3
     for turn in range(3):
-        is_next = _turn_of(at, size) == turn
+        is_next = _choose_turn(at, size) == turn
         peer = ring[(at + 1) % size] if is_next else ring[at - 1]
-        is_idle = size == 1 or not (is_next or _turn_of((at - 1) % size, size) == turn)
+        is_idle = size == 1 or not (is_next or _choose_turn((at - 1) % size, size) == turn)
         for _ in range(ROUNDS):
             distributed.barrier()
             started = time.perf_counter()
@@ -89,10 +89,10 @@ def _speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> f
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[turn] = min(seconds[turn], time.perf_counter() - started)
-    return sent.nbytes / seconds[_turn_of(at, size)] / 1e9 if size > 1 else 0.0
+    return sent.nbytes / seconds[_choose_turn(at, size)] / 1e9 if size > 1 else 0.0
 
 
-def _turn_of(place: int, size: int) -> int:
+def _choose_turn(place: int, size: int) -> int:
     """Return the turn in which the link from this place of a ring to the next is measured.
 
     A rank's two links share what it can send, so they never have the same turn.

@@ -23,14 +23,14 @@ def named(rank: int, place: Place) -> str:
     return f"rank {rank} on {place.host} ({place.device})"
 
 
-def host_of(rank: int, place: Place) -> str:
+def name_host(rank: int, place: Place) -> str:
     return place.host
 
 
 # The owner of each figure in messages, and the share of the median below which the figure is odd
 FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
-    "GiB of memory": (host_of, 0.8),
-    "GiB of /dev/shm": (host_of, 0.8),
+    "GiB of memory": (name_host, 0.8),
+    "GiB of /dev/shm": (name_host, 0.8),
     "free GiB of GPU memory": (named, 0.8),
     "TFLOPS": (named, 0.8),
     GPU_LINK: (named, SLOW_LINK),

@@ -15,7 +15,7 @@ from torch import nn
 
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches, TrainBatches
-from flyte_ddp.engine.batches.lengths import lengths_of
+from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import any_batch_size, is_batch_norm, only_deterministic, pytree
@@ -73,7 +73,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
         InputError: Virtual ranks are set, and samples have different lengths, or batch norm would see a single sample.
     """
     settings = state.recipe.settings
-    if settings.virtual_ranks and lengths_of(train.split):
+    if settings.virtual_ranks and get_lengths(train.split):
         raise InputError(
             "options.compile must be false with virtual_ranks and samples of different lengths, for each of which all "
             "would be compiled anew, got true: leave it out, or set virtual_ranks to 0"

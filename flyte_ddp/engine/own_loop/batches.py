@@ -16,7 +16,7 @@ from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 from flyte_ddp.settings import TrainingSettings
 
 UNTRAINED = "to pass over the data without training, as update_bn does, take loop.evaluation(data)"
@@ -49,7 +49,7 @@ class TrainSteps:
         return len(self._batches.split) // self._batches.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        state, key = self._state, partial(key_of, Use.OWN_STEP, self._settings.seed)
+        state, key = self._state, partial(derive_key, Use.OWN_STEP, self._settings.seed)
         if state.progress.started is None or state.progress.epoch == self._settings.epochs:
             raise InputError(f"iterate over loop.batches within `for epoch in loop.epochs():`; {UNTRAINED}")
         is_other = state.trains_on not in (None, self) and (state.progress.step or state.logged)
@@ -132,7 +132,7 @@ class Evaluation:
             if not state.is_stepping:
                 # All ranks draw alike again, however many batches each has had, and after a resume, too
                 step = state.progress.step if state.trains_on else 0
-                seed_all(key_of(Use.OWN_STEP, self._seed, state.progress.epoch, step, 1))
+                seed_all(derive_key(Use.OWN_STEP, self._seed, state.progress.epoch, step, 1))
         moved = [name for name, version in versions.items() if state.buffer_versions().get(name) != version]
         if moved:
             raise InputError(

@@ -39,7 +39,7 @@ from flyte_ddp.engine.tracing_compat import uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 Number = Tensor | float
 
@@ -188,7 +188,7 @@ class Loop:
         precision = "bfloat16" if self.settings.precision == "bfloat16" else "float32"
         state.start(headline, tuple(percent), precision, best)
         while not state.is_trained:
-            seed_all(key_of(Use.OWN_STEP, self.settings.seed, self.epoch, 0))  # as if nothing had been interrupted
+            seed_all(derive_key(Use.OWN_STEP, self.settings.seed, self.epoch, 0))  # as if nothing had been interrupted
             yield self.epoch
             state.end_epoch()
         state.choose()
@@ -216,7 +216,7 @@ class Loop:
             loss = loss_of(batch)
             loss.backward()
             loss = loss.detach()
-        seed_all(key_of(Use.OWN_STEP, state.step_seed, state.backward_calls))  # all ranks draw alike again
+        seed_all(derive_key(Use.OWN_STEP, state.step_seed, state.backward_calls))  # all ranks draw alike again
         return loss
 
     def log(self, **measures: Number) -> None:

@@ -12,7 +12,7 @@ from flyte_ddp.engine.audit import Backward
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import Buffers, KeptBuffers
 from flyte_ddp.engine.seeds import seed_part
-from flyte_ddp.engine.step import Step, Totals, gradients_of
+from flyte_ddp.engine.step import Step, Totals, list_gradients
 from flyte_ddp.engine.torch_compat import any_batch_size, scale, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.errors import InputError
@@ -131,7 +131,7 @@ class ExactGradients:
             self.is_computing = False
         self._buffers.broadcast()
         loss, weight = totals.measured
-        scale(gradients_of(self._step), weight.reciprocal())
+        scale(list_gradients(self._step), weight.reciprocal())
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return (loss / weight).float()  # of which a mean of equal ones on all ranks has the same bits

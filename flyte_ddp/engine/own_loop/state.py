@@ -36,7 +36,7 @@ from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochChosen, EpochFinished, Event, forward_to_all
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 from flyte_ddp.whole_files import writing_to
 
 DRIFTED = (
@@ -161,7 +161,7 @@ class LoopState:
         self.is_stepping = True
         self._can_leave, self._last_step = False, None
         progress = self.progress
-        self.step_seed = key_of(Use.OWN_STEP, self._job.settings.seed, progress.epoch, progress.step)
+        self.step_seed = derive_key(Use.OWN_STEP, self._job.settings.seed, progress.epoch, progress.step)
         self.backward_calls = 0
         self.optimizers.begin_step()
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]

@@ -24,7 +24,7 @@ from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.sharding.mesh import copies
-from flyte_ddp.engine.step import SingleStep, Step, Totals, gradients_of
+from flyte_ddp.engine.step import SingleStep, Step, Totals, list_gradients
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
@@ -220,7 +220,7 @@ class ShardedStep(SingleStep):
         backward()
         sums = self.module.carrier.grad
         assert sums is not None  # after a backward pass
-        squares = torch_compat.norms([local(gradient) for gradient in gradients_of(self.module)]).double().square()
+        squares = torch_compat.norms([local(gradient) for gradient in list_gradients(self.module)]).double().square()
         totals = torch.cat([sums.double(), squares / copies()])
         distributed.all_reduce(totals)
         norms = totals[len(sums) :].sqrt().float()

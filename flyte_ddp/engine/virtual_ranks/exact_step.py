@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import sum_of
-from flyte_ddp.engine.step import SingleStep, Step, Totals, constants, gradients_of
+from flyte_ddp.engine.step import SingleStep, Step, Totals, constants, list_gradients
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.whole_numbers import make_buckets
 from flyte_ddp.errors import InputError
@@ -133,7 +133,7 @@ class ExactStep(SingleStep):
         asked, bits = self._buckets[-1].more.split(self._word_sizes)
         # The bits are copied, because float64 must begin at an even place
         measured = bits.clone().view(torch.float64).view_as(self._measured).sum(0)
-        norms = torch_compat.norms(gradients_of(self.module))
+        norms = torch_compat.norms(list_gradients(self.module))
         return Totals(measured, asked, norms)
 
     def finish_part(self, is_last: bool) -> None:

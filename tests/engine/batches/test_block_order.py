@@ -6,7 +6,7 @@ import torch
 
 from flyte_ddp.engine.batches.batches import rank_slice
 from flyte_ddp.engine.batches.block_order import BlockOrder
-from flyte_ddp.random_numbers import Use, key_of
+from flyte_ddp.random_numbers import Use, derive_key
 
 UNEVEN = [5, 1, 7, 3, 3, 9, 2, 4, 6, 8, 1, 1]  # 50 samples
 
@@ -89,7 +89,7 @@ def test_an_epoch_of_a_billion_samples_in_ten_thousand_blocks_begins_anywhere_at
 def test_samples_sorted_by_class_come_as_mixed_as_they_can_be():
     """A batch has the share of each class that it has in the data, up to twice the spread of a random order."""
     for epoch in range(3):
-        order = order_of([512] * 118, key_of(Use.PASS, 1, epoch), 64, window=2048, streams=32)
+        order = order_of([512] * 118, derive_key(Use.PASS, 1, epoch), 64, window=2048, streams=32)
         whole = order.at(torch.arange(order.samples))
         counts = [(step < order.samples // 10).sum().item() for step in whole.split(64)[:-1]]
         assert np.std(counts) < 2 * (64 * 0.1 * 0.9) ** 0.5

@@ -85,4 +85,4 @@ def test_samples_from_all_over_a_split_are_from_few_blocks(split_of, lengths):
         chosen = spread(split, count)
         assert len(chosen) == count
         assert next(split.fetch([chosen])).tolist() == chosen.tolist()
-        assert len(set(split.blocks_of(chosen.numpy()).tolist())) <= max(4, 2 * count / np.median(lengths))
+        assert len(set(split.find_blocks(chosen.numpy()).tolist())) <= max(4, 2 * count / np.median(lengths))

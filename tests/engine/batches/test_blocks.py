@@ -18,7 +18,7 @@ from flyte_ddp.data.blocks.block_folder import write_blocks
 from flyte_ddp.data.blocks.blocks import Blocks
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.data.sources.datasets import prepare
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import RunStarted, StepLogged
 from flyte_ddp.flyte1 import platform as flytekit_platform
@@ -132,7 +132,7 @@ def test_each_node_reads_its_own_part_of_the_data(digits, tmp_path, nproc, batch
     """Also where ranks share streams, and a batch does not divide by them."""
     note_of(digits / "train").unlink(missing_ok=True)
     settings = Settings(epochs=1, batch_size=batch_size, streams=13)
-    subject = subject_of(find_code(f"{RECIPES}:Digits"), settings, digits)
+    subject = make_subject(find_code(f"{RECIPES}:Digits"), settings, digits)
     job = job_in(tmp_path, subject, RunOptions())
     world = choose_world("gloo", nproc, batch_size)
     launcher.launch(f"{RECIPES}:train_on_two_nodes", world, job, 120, lambda event: None)
@@ -238,7 +238,7 @@ def test_a_task_trains_on_what_stays_in_the_storage(digits, tmp_path, monkeypatc
         data = stream(FlyteDirectory("s3://bucket/digits"))
         assert data.digest == stream(FlyteDirectory(str(digits))).digest
         monkeypatch.delenv("FLYTE_AWS_ENDPOINT")
-        subject = subject_of(find_code(f"{RECIPES}:Stored"), Settings(epochs=1), data)
+        subject = make_subject(find_code(f"{RECIPES}:Stored"), Settings(epochs=1), data)
         job = job_in(tmp_path, subject, RunOptions())
         launcher.launch("flyte_ddp.engine.worker:run", choose_world("gloo", 2, 24), job, 120, lambda event: None)
         weights = torch.load(tmp_path / "model.pt", weights_only=True)

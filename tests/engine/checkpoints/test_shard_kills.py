@@ -16,7 +16,7 @@ KILLS = """if True:
     from torch import distributed
     from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint
     from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, Stored
-    from flyte_ddp.engine.checkpoints.sharded_checkpoint import problem_of
+    from flyte_ddp.engine.checkpoints.sharded_checkpoint import find_problem
     from flyte_ddp.engine.sharding.sharded_state import Shard, rows_of
     from flyte_ddp.launch.environment import Environment, World
     from flyte_ddp.manifest import shards_beside
@@ -91,7 +91,7 @@ KILLS = """if True:
 
     def whole():
         content = read_checkpoint(path, {})
-        assert not any(problem_of(*shard) for shard in content["shards"].items())
+        assert not any(find_problem(*shard) for shard in content["shards"].items())
         state = content["state"]
         step = state["progress"]["step"]
         for tensor in (state["shard"], state["whole"]):

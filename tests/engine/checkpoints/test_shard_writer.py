@@ -19,9 +19,9 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint
 from flyte_ddp.engine.checkpoints.fetched_shards import fetched
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder
-from flyte_ddp.engine.checkpoints.sharded_checkpoint import described, problem_of, rebuilt
+from flyte_ddp.engine.checkpoints.sharded_checkpoint import described, find_problem, rebuilt
 from flyte_ddp.engine.checkpoints.writer import CheckpointWriter, begin_file
-from flyte_ddp.engine.job import job_of, subject_of
+from flyte_ddp.engine.job import make_job, make_subject
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard
 from flyte_ddp.events import CheckpointFailed, Event
 from flyte_ddp.launch.environment import Environment, World
@@ -41,7 +41,7 @@ def rank(tmp_path):
     distributed.destroy_process_group()
 
 
-def content_of(step, *rows):
+def make_content(step, *rows):
     """A checkpoint's content, with these tensors sharded over one rank."""
     shards = {str(number): Shard(tensor, tensor.shape) for number, tensor in enumerate(rows)}
     return {"format": FORMAT, "identity": {}, "state": {"progress": {"epoch": 0, "step": step}, "shards": shards}}
@@ -69,7 +69,7 @@ def test_what_json_does_not_have_is_refused(value):
 
 def test_tensors_of_a_gpu_may_change_once_they_are_copied(rank, tmp_path):
     rows = torch.ones(2, 3)
-    rest = rank.begin(content_of(1, rows), torch.device("cuda"))
+    rest = rank.begin(make_content(1, rows), torch.device("cuda"))
     rows.zero_()
     rest()
     assert torch.equal(read_checkpoint(tmp_path / "checkpoint", {})["state"]["shards"]["0"].read(), torch.ones(2, 3))
@@ -81,35 +81,35 @@ def test_tensors_may_change_once_they_are_copied_and_take_no_memory_meanwhile(ra
     (taken,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (int(taken) * 1024 + 3 * rows[0].nbytes, before[1]))
-        rest = rank.begin(content_of(1, *rows), CPU)
+        rest = rank.begin(make_content(1, *rows), CPU)
         for tensor in rows:
             tensor.fill_(-1)
         rest()
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
     content = read_checkpoint(tmp_path / "checkpoint", {})
-    assert not any(problem_of(*shard) for shard in content["shards"].items())
+    assert not any(find_problem(*shard) for shard in content["shards"].items())
     for number, stored in content["state"]["shards"].items():
         assert bool((stored.read() == int(number)).all())
         assert torch.equal(stored[5:7][1:].read(), torch.full((1, 2**10), float(number)))
 
 
 def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank, tmp_path):
-    rank.begin(content_of(1, torch.ones(2, 2)), CPU)()
+    rank.begin(make_content(1, torch.ones(2, 2)), CPU)()
     path, before = tmp_path / "checkpoint", resource.getrlimit(resource.RLIMIT_FSIZE)
     (folder,) = shards_beside(path).iterdir()
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
         with pytest.raises(OSError, match=r"rank 0: .*File too large"):
-            rank.begin(content_of(2, torch.ones(2**10, 2**10)), CPU)()
+            rank.begin(make_content(2, torch.ones(2**10, 2**10)), CPU)()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert read_checkpoint(path, {})["state"]["progress"]["step"] == 1
     assert [*shards_beside(path).iterdir()] == [folder]
-    rank.begin(content_of(3, torch.ones(2, 2)), CPU)()
+    rank.begin(make_content(3, torch.ones(2, 2)), CPU)()
     assert read_checkpoint(path, {})["state"]["progress"]["step"] == 3
     assert folder not in shards_beside(path).iterdir()
-    begin_file(path, {}, content_of(4), CPU)()
+    begin_file(path, {}, make_content(4), CPU)()
     assert read_checkpoint(path, {})["state"]["progress"]["step"] == 4
     assert not shards_beside(path).exists()
 
@@ -122,7 +122,7 @@ class Copies:
 
 
 def test_what_one_job_of_a_host_has_fetched_is_not_anothers(rank, tmp_path):
-    rank.begin(content_of(1, torch.ones(2, 2)), CPU)()
+    rank.begin(make_content(1, torch.ones(2, 2)), CPU)()
     path = tmp_path / "checkpoint"
     manifest = read_manifest(path) or {}
     manifest["url"] = str(shards_beside(path) / manifest["folder"])
@@ -150,12 +150,14 @@ def test_a_rank_that_fails_in_whatever_way_tells_the_others_and_training(rank, t
     writer, events = ShardWriter(Breaking(), ALONE), list[Event]()
     state: Any = SimpleNamespace(state_dict=dict, device=CPU, progress=SimpleNamespace(epoch=1, step=2))
     with pytest.raises(OSError, match="rank 0: LookupError: no such bucket"):
-        writer.begin(content_of(1, torch.ones(2, 2)), CPU)()
+        writer.begin(make_content(1, torch.ones(2, 2)), CPU)()
 
     def begin(content, device):
         return partial(Breaking().keep, None)
 
-    job = job_of(subject_of(find_code("tests.engine.probe_recipes:Sound"), TrainingSettings()), checkpoint_path="here")
+    job = make_job(
+        make_subject(find_code("tests.engine.probe_recipes:Sound"), TrainingSettings()), checkpoint_path="here"
+    )
     written = CheckpointWriter(begin, job, 0, events.append)
     written.save(state)
     written.close()

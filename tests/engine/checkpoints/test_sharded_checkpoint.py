@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
 from flyte_ddp.launch import launcher
@@ -151,7 +151,7 @@ def test_damage_is_named_and_training_starts_anew(cut, tmp_path, kind):
 def test_damage_to_an_earlier_attempts_checkpoint_is_not_to_the_one_given(cut, tmp_path):
     shutil.copytree(cut, tmp_path / "damaged")
     flip(shards_of(tmp_path / "damaged"))
-    subject = subject_of(find_code(f"{HERE}:Undrawn"), Settings(log_interval=1, **WHOLE))
+    subject = make_subject(find_code(f"{HERE}:Undrawn"), Settings(log_interval=1, **WHOLE))
     job = job_in(tmp_path / "damaged", subject, RunOptions(sharding="full", loader_workers=0, checkpoint_seconds=0))
     seen, target = Seen(left=0), "tests.engine.sharding_targets:train_on_a_checkpoint_of_its_own"
     with pytest.raises(Unplugged):

@@ -12,7 +12,7 @@ import torch
 from benchmarks.faults import has_ended
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.engine.measures import augment
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import Printed
@@ -157,7 +157,7 @@ def trained(folder, names, virtual_ranks, counts):
     asked = []
     for name in names:
         code = find_code(f"{CLASSES[name].__module__}:{name}")
-        subject = subject_of(code, Settings(batch_size=10, epochs=2, virtual_ranks=virtual_ranks))
+        subject = make_subject(code, Settings(batch_size=10, epochs=2, virtual_ranks=virtual_ranks))
         for ranks in counts:
             place = folder / f"{name} {ranks}"
             place.mkdir(parents=True)

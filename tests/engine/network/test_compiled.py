@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.engine.network.compiled import check_device
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch import launcher
@@ -47,7 +47,7 @@ def test_it_computes_the_same_numbers(recipe, sharding, ranks, size, least, tmp_
     for is_compiled in (False, True):
         folder = tmp_path / str(is_compiled)
         folder.mkdir()
-        subject = subject_of(find_code(f"tests.engine.{recipe}"), Settings(batch_size=size, epochs=2))
+        subject = make_subject(find_code(f"tests.engine.{recipe}"), Settings(batch_size=size, epochs=2))
         job = job_in(folder, subject, RunOptions(sharding=sharding, compile=is_compiled, loader_workers=0))
         world = World(ranks, ranks, "gloo", "cpu")
         results.append(launcher.launch(f"{TARGETS}:count_compiled", world, job, 120, lambda event: None)[0])
@@ -68,7 +68,7 @@ def test_by_virtual_ranks_it_computes_the_same_bits_on_any_number_of_ranks(tmp_p
         folder = tmp_path / str(ranks)
         folder.mkdir()
         settings = Settings(batch_size=10, epochs=1, virtual_ranks=4)
-        job = job_in(folder, subject_of(find_code(f"{TARGETS}:OneStep"), settings), RunOptions(compile=True))
+        job = job_in(folder, make_subject(find_code(f"{TARGETS}:OneStep"), settings), RunOptions(compile=True))
         result, before, pieces = launcher.launch(
             f"{TARGETS}:count_compiled", World(ranks, ranks, "gloo", "cpu"), job, 120, lambda event: None
         )[0]
@@ -78,7 +78,7 @@ def test_by_virtual_ranks_it_computes_the_same_bits_on_any_number_of_ranks(tmp_p
 
 
 def test_by_virtual_ranks_samples_of_different_lengths_are_refused(tmp_path):
-    subject = subject_of(
+    subject = make_subject(
         find_code("tests.engine.length_recipes:Varied"), Settings(batch_size=4, epochs=1, virtual_ranks=2)
     )
     job = job_in(tmp_path, subject, RunOptions(compile=True))
@@ -89,6 +89,6 @@ def test_by_virtual_ranks_samples_of_different_lengths_are_refused(tmp_path):
 def test_batch_norm_of_a_single_sample_is_refused(tmp_path):
     """The last batch of twelve samples has two, for four parts."""
     settings = Settings(batch_size=10, epochs=1, virtual_ranks=4)
-    job = job_in(tmp_path, subject_of(find_code(f"{TARGETS}:Whole"), settings), RunOptions(compile=True))
+    job = job_in(tmp_path, make_subject(find_code(f"{TARGETS}:Whole"), settings), RunOptions(compile=True))
     with pytest.raises(InputError, match=r"batch norm sees a part of one sample, .* choose batch_size so that"):
         launcher.launch(f"{TARGETS}:count_compiled", World(1, 1, "gloo", "cpu"), job, 120, lambda event: None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.engine.sharding.sharded_state import rows_of
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
@@ -37,7 +37,7 @@ def placed(tmp_path_factory):
 
     def job(name, settings, init=None):
         code = find_code(f"tests.engine.first_model_recipes:{name}")
-        return job_in(folder, subject_of(code, settings, init=init), RunOptions(sharding="full"))
+        return job_in(folder, make_subject(code, settings, init=init), RunOptions(sharding="full"))
 
     jobs = {name: job(name, Settings(seed=3)) for name in ("Starting", *NEEDED)}
     jobs["init"] = job("Starting", FROM_FILE, folder / "model.pt")

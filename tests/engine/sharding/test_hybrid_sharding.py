@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, RunStarted, StepLogged
 from flyte_ddp.launch import launcher
@@ -34,7 +34,7 @@ def run(folder, sharding, target="train_on_two_nodes", ranks=4):
         refused.extend([event] if isinstance(event, CheckpointRefused) else [])
 
     options = RunOptions(sharding=sharding, loader_workers=0, checkpoint_seconds=1e9)
-    job = job_in(folder, subject_of(find_code(f"{HERE}:Everything"), SETTINGS), options)
+    job = job_in(folder, make_subject(find_code(f"{HERE}:Everything"), SETTINGS), options)
     where = f"tests.engine.sharding_targets:{target}"
     result, *_ = launcher.launch(where, World(ranks, ranks, "gloo", "cpu"), job, 120, listen)
     assert not refused

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.events import CheckpointRefused, Event, RunStarted
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import choose_world
@@ -55,7 +55,7 @@ def test_the_best_evaluations_are_kept_as_without_sharding_and_after_a_cut(tmp_p
 def test_ranks_that_do_not_see_the_checkpoint_get_their_rows_of_it(tmp_path):
     _, _, expected = run("Everything", tmp_path / "whole", nproc=2, **WHOLE)
     interrupt(tmp_path / "cut", 11, nproc=2, **WHOLE)
-    subject = subject_of(find_code(f"{HERE}:Everything"), Settings(log_interval=1, **WHOLE))
+    subject = make_subject(find_code(f"{HERE}:Everything"), Settings(log_interval=1, **WHOLE))
     job = job_in(tmp_path / "cut", subject, RunOptions(sharding="full", loader_workers=0))
     events: list[Event] = []
     launcher.launch(TWO_HOSTS, choose_world("gloo", 2, WHOLE["batch_size"]), job, 120, events.append)

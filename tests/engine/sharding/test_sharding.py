@@ -6,7 +6,7 @@ import torch
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.digest import weights_digest
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.errors import NonFiniteError
 from flyte_ddp.events import StepLogged
 from flyte_ddp.launch import launcher
@@ -122,7 +122,7 @@ def test_in_bfloat16_layers_that_compute_with_their_weights_themselves_have_the_
 def test_in_bfloat16_ranks_exchange_half_of_the_weights_bytes(tmp_path):
     """In a step's forward and backward pass, but not in an evaluation; gradients are of float32."""
     jobs = [
-        job_in(tmp_path, subject_of(find_code(f"{HERE}:Plain"), Settings(precision=precision)), FULL)
+        job_in(tmp_path, make_subject(find_code(f"{HERE}:Plain"), Settings(precision=precision)), FULL)
         for precision in ("float32", "bfloat16")
     ]
     target, world = "tests.engine.sharding_targets:count_exchanged", World(2, 2, "gloo", "cpu")

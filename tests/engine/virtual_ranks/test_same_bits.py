@@ -9,7 +9,7 @@ from torch import distributed, nn
 
 from flyte_ddp import training
 from flyte_ddp.code.user_code import find_code
-from flyte_ddp.engine.job import job_in, subject_of
+from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import RunStarted
 from flyte_ddp.launch import launcher
@@ -224,7 +224,7 @@ def test_a_steps_threads_are_one_unless_they_are_set(train):
 def test_equal_bytes_in_random_configurations(tmp_path):
     """How many, DDP_TEST_CONFIGURATIONS says: 240 take a quarter of an hour, for which -o faulthandler_timeout=3600."""
     count = int(os.environ.get("DDP_TEST_CONFIGURATIONS", 3))
-    subject = subject_of(find_code("tests.engine.virtual_ranks.configurations:Chosen"), settings_of(0))
+    subject = make_subject(find_code("tests.engine.virtual_ranks.configurations:Chosen"), settings_of(0))
     job, world = job_in(tmp_path, subject, RunOptions(loader_workers=0)), World(max(RANKS), max(RANKS), "gloo", "cpu")
     digests = []
     for first in range(0, count, AT_ONCE):
