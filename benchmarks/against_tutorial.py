@@ -39,7 +39,7 @@ def main() -> None:
     if arguments.held_out:
         measure_held_out(data, arguments.runs, world.size)
         return
-    tutorial = f"the tutorial, {arguments.epochs} epochs, {place_ranks(world.size)}"
+    tutorial = f"the tutorial, {arguments.epochs} epochs, {ranks_in_words(world.size)}"
     found: dict[str, list[tuple[float, float]]] = {tutorial: []}
     with tempfile.TemporaryDirectory() as root:
         raw = Path(root, "MNIST", "raw")
@@ -52,7 +52,7 @@ def main() -> None:
             for ranks in sorted({world.size, 1}, reverse=True):
                 hp = Hyperparameters(**SHORTEST, seed=seed)
                 result = train(hp, data, ranks)[0].epochs[-1]
-                name = f"ours, {FRACTION:.0%} of the images, {place_ranks(ranks)}"
+                name = f"ours, {FRACTION:.0%} of the images, {ranks_in_words(ranks)}"
                 found.setdefault(name, []).append((result.train_seconds, 100 * result.test["accuracy"]))
     print(f"{hardware()}; n = {arguments.runs}, {world.backend}\n")
     print("| | training seconds, median [range] | test accuracy, % | tutorial / ours |")
@@ -79,7 +79,7 @@ def measure_held_out(data: Path, runs: int, ranks: int) -> None:
         print(f"| {images:,} | {runs} | {percent(accuracies)} |", flush=True)
 
 
-def place_ranks(number: int) -> str:
+def ranks_in_words(number: int) -> str:
     return f"{number} rank{'s' * (number > 1)}"
 
 
