@@ -38,13 +38,18 @@ class Evaluated(NamedTuple):
     stop: bool
 
     def check_loss(self, split: str, position: float) -> None:
-        """Raises NonFiniteError, on all ranks, if it is not finite. position: in epochs."""
+        """Raise NonFiniteError, on all ranks, if the loss is not finite.
+
+        Args:
+            split: test or validation.
+            position: how many epochs had been trained, with fractions.
+        """
         if "loss" in self.broken:
             raise NonFiniteError.in_evaluation(self.measures["loss"], split, position)
 
 
 def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
-    """Evaluates the weights that training returns (with a validation split, the best epoch's) on the test split."""
+    """Evaluate the weights that training returns (with a validation split, the best epoch's) on the test split."""
     tracker, started = state.best_tracker, time.perf_counter()
     if tracker and tracker.weights is not None:
         state.load_weights(state.evaluated, tracker.weights)
@@ -71,7 +76,9 @@ def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, lin
 
 @torch.no_grad()
 def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Evaluated:
-    """The measures over the whole split, computed in float32: each rank evaluates its share, and sums are added up.
+    """Measure the network on a whole split, in float32; a collective.
+
+    Each rank evaluates its share, the ranks' sums are added up, and each sum is divided once.
 
     Raises:
         StopRequested: A rank was asked to stop; on all ranks after the same batch, with the state as it was before.
@@ -142,8 +149,16 @@ def _forwarded(
 
 
 def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each global batch of the test split: its samples (n,), and their rows (n, ...) on the host, from the rows of
-    each rank's share; a collective for each, by way of the device."""
+    """Yield the rows of all ranks, one global batch of the test split after the other; each is a collective.
+
+    Args:
+        rows: (m, ...), those of this rank's shares, on the host.
+        test: the batches that they are of.
+        device: by way of which the rows are exchanged.
+
+    Yields:
+        The numbers of a batch's samples, (n,), and their rows, (n, ...), on the host.
+    """
     for samples, (start, stop) in test.whole():
         gathered = rows.new_zeros(len(samples), *rows.shape[1:], device=device)
         gathered[start:stop], rows = rows[: stop - start], rows[stop - start :]

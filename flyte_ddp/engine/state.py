@@ -69,12 +69,19 @@ class TrainingState:
         """Set up the state of a training that begins.
 
         Args:
+            recipe: its methods make optimizer and schedule.
+            model: the network, on the rank's device.
             names: of the measures, "loss" first.
+            progress: a new one.
             train: the batches of an epoch.
+            device: of this rank.
+            autocast: whether the network computes in bfloat16.
+            total_steps: of the whole training, for the schedule.
             base: the weights that model() has frozen.
             moving: names of frozen weights that forward changes nevertheless.
             has_unused: see ReplicatedStep.
             gathers: whether the recipe calls all_gather().
+            average: of the weights; None without one.
             log_gradients: whether events have the gradients of all parameters.
         """
         self.log_gradients, self.train, self.world_size = log_gradients, train, train.world_size
@@ -350,13 +357,15 @@ class TrainingState:
         return weights_digest(self.evaluated_weights(), self.base.digest, self.device)
 
     def load_weights(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Loads the weights, without the base, into the network or its average; of a sharded one this rank's rows."""
+        """Load weights, without the base, into the network or its average; a sharded network takes this rank's rows."""
         self.base.load(network, fitted(weights, network))
         self._base_versions = {}  # the base was copied onto itself
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restores what state_dict returned, of what is sharded this rank's rows, on any number of ranks; keeps the
-        tensors of optimizer and best_tracker."""
+        """Restore what state_dict has returned, on any number of ranks.
+
+        The optimizer and best_tracker keep the tensors of saved; of what is sharded, saved has this rank's rows.
+        """
         self.load_weights(self.model, saved["model"])
         if self.average:
             self.load_weights(self.average.model, saved["average"])

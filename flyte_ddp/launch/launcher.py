@@ -1,4 +1,4 @@
-"""Starts one process per rank on this host, listens to them, and ends them all, whatever happens.
+"""The launcher: it starts one process per rank on this host, listens to them, and ends them all, whatever happens.
 
 Standard library only: the parent of a training run never imports torch, which takes longer than starting Python.
 """
@@ -50,7 +50,7 @@ END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a drive
 
 
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
-    """Starts the process that imports preload for all ranks, and returns at once; a second call does nothing."""
+    """Start the process that imports preload for all ranks, and return at once; a second call does nothing."""
     if START_METHOD == "forkserver":
         # They may be sent to the whole process group, as by Ctrl-C, and the forkserver must live as long as the ranks
         # do, which unblock them
@@ -73,15 +73,26 @@ def launch(
     preload: Sequence[str] = PRELOAD,
     root: str = "",
 ) -> list[Any]:
-    """Runs target(environment, link, argument) as every rank of a world on this host; returns their values by rank.
+    """Run target(environment, link, argument) as every rank of a world on this host, and return their values by rank.
 
-    target is "module:function"; the ranks import it, the parent doesn't. preload is imported once for all ranks, if
-    this is the first launch. timeouts: in which a rank that says nothing counts as hung; seconds are for all that it
-    does. root is a folder that comes first on the ranks' sys.path, such as UserCode.root. Raises
-    RankError (or its recoverable kind) naming the rank that failed first, InputError if that is what it raised,
-    PreemptedError after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C: at once before the first step, else within
-    the grace, see grace.py. All processes have ended when it returns or raises, also those that ranks have started,
-    unless in a session of their own.
+    All processes have ended when it returns or raises, also those that ranks have started, unless these are in a
+    session of their own.
+
+    Args:
+        target: "module:function"; the ranks import it, the parent doesn't.
+        world: how many ranks there are, and on which devices.
+        argument: what each rank is given; it is pickled.
+        timeouts: after which a rank that says nothing counts as hung; a number of seconds is for all that it does.
+        on_event: called for each event of a rank, in this thread.
+        preload: modules that are imported once for all ranks, if this is the first launch.
+        root: a folder that comes first on the ranks' sys.path, such as UserCode.root.
+
+    Raises:
+        RankError: A rank has failed, or a RecoverableRankError; it names the first one.
+        InputError: That is what a rank has raised.
+        PreemptedError: There was a SIGTERM or SIGHUP. Ranks end at once before the first step, else within the grace,
+            see grace.py.
+        KeyboardInterrupt: There was a Ctrl-C.
     """
     grace = grace_seconds()
     warm_up(preload)
@@ -130,7 +141,7 @@ class _Rank:
         return self.phase == WRITING and not self.outcome
 
     def receive(self, on_event: Callable[[Event], None]) -> None:
-        """Reads what the rank has sent; a process that ended without an outcome has failed."""
+        """Read what the rank has sent; a process that has ended without an outcome has failed."""
         ended = not self.process.is_alive()  # asked first: whatever it sent before it ended can now be read
         until = time.monotonic() + POLL_SECONDS  # it may send faster than observers handle it, without end
         while not self.outcome and self.line.poll() and (ended or time.monotonic() < until):
@@ -154,12 +165,12 @@ class _Rank:
             self.value = from_exit_code(self.process.exitcode or 0, self.rank, self.host, self.peak_bytes)
 
     def request(self, what: str) -> None:
-        """Asks the rank to stop ("stop"), or to report its progress ("standing")."""
+        """Ask the rank to stop ("stop"), or to report its progress ("standing")."""
         with suppress(OSError):  # it may have ended in the meantime
             self.line.send(what)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the rank and all that it has started."""
+        """Send a signal to the rank and all that it has started."""
         pid = self.process.pid or 0
         try:
             os.killpg(pid, number)
@@ -225,7 +236,7 @@ def _stopped(ranks: list[_Rank], signals: list[int], saved: Saved, grace: float,
 
 
 def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:
-    """Names the ranks that the others wait for, with the Python stacks of every rank."""
+    """Return an error that names the ranks that the others wait for, with the Python stacks of every rank."""
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
         with suppress(ProcessLookupError):  # it may have ended in the meantime
@@ -248,7 +259,7 @@ def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], No
 
 
 def _suspend(ranks: list[_Rank]) -> None:
-    """Ctrl-Z: the ranks, in process groups of their own, stand still with this process, and go on with it."""
+    """Stop this process after Ctrl-Z, and the ranks, which are in process groups of their own; go on together."""
     for rank in ranks:
         rank.send_signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -258,9 +269,10 @@ def _suspend(ranks: list[_Rank]) -> None:
 
 @contextmanager
 def _room_for_sockets() -> Iterator[None]:
-    """Has multiprocessing choose, once, a folder for its sockets, whose paths the system allows no more than some
-    hundred bytes: not that of temporary files if its path is long, as a cluster's queue may have it. So does Python
-    from 3.14 on.
+    """Have multiprocessing choose, once, a folder with a short path for its sockets.
+
+    The system allows about a hundred bytes for a socket's path, and the folder of temporary files may have a long one,
+    as on a cluster's queue. Python does the same from 3.14 on.
     """
     chosen = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > MOST_BYTES and os.access("/tmp", os.W_OK | os.X_OK):
@@ -273,8 +285,9 @@ def _room_for_sockets() -> Iterator[None]:
 
 @contextmanager
 def _importable(root: str = "") -> Iterator[None]:
-    """While processes start, lets them import this package and modules in root, and keeps them from re-running the
-    parent's main module. A rank inherits sys.path as it is when it starts, even if it is forked from another process.
+    """Let processes that start in the block import this package and modules in root, but not the parent's main module.
+
+    A rank inherits sys.path as it is when it starts, even if it is forked from another process.
 
     `pyflyte run` has the project root on sys.path only while it loads the workflow, and a child would import flytekit
     (2 s) because its parent's main module is the pyflyte script.

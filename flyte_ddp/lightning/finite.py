@@ -28,7 +28,10 @@ def check_finite(
     """Raise NonFiniteError on all ranks if a loss of the epoch, or a weight, is not finite on one; a collective.
 
     Args:
-        trained, validation: the measures that were logged last.
+        trainer: of the module.
+        module: its weights are looked at.
+        trained: the measures that training steps have logged last.
+        validation: the measures of the last validation.
         epoch: from 0.
         steps: the number of the epoch's steps that are done.
     """

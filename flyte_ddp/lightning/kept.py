@@ -53,8 +53,11 @@ class KeptFiles:
                 file.unlink(missing_ok=True)
 
     def restore(self, callbacks: dict[str, Any], kept: Mapping[str, Any]) -> list[str]:
-        """Rank 0 puts the files into this attempt's logs, where the state of callbacks then has them; returns the names
-        of those that are gone. A collective."""
+        """Let rank 0 put the files into this attempt's logs, and the state of callbacks name them there; a collective.
+
+        Returns:
+            The names of files that are gone.
+        """
         places, gone = [self._logs], []
         distributed.broadcast_object_list(places)
         before, now = kept["logs"], places[0]

@@ -101,7 +101,7 @@ class RankObserver(Checkpoint):
     # --- before the steps ---
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        """Makes it the last one: its checkpoints have what the module's own Checkpoints have done after the epoch."""
+        """Make this the last callback, as its checkpoints must have what the module's own Checkpoints have done."""
         self._trainer = trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A LightningModule as a Flyte task, in a workflow file of the user's own:
+"""A LightningModule as a Flyte task, in a workflow file of the user's own.
 
 training = LightningTraining(
     "my_project.model:LitModel",

@@ -1,4 +1,4 @@
-"""Whether all ranks do the same in a loop of the user's own: asked before they exchange what would not fit together."""
+"""A check that all ranks do the same in a loop of the user's own, before they exchange what would not fit together."""
 
 from enum import Enum
 
@@ -9,7 +9,7 @@ from flyte_ddp.errors import InputError
 
 
 class Call(Enum):
-    """What a rank does next, for which it needs the others."""
+    """An action for which a rank needs the others."""
 
     BACKWARD = "computes gradients"
     STEP_END = "ends the step"
@@ -20,16 +20,19 @@ class Call(Enum):
 
 
 def agree(call: Call, epoch: int, step: int) -> bool:
-    """Return whether all ranks do the same. Raises InputError on all of them if not, unless some have left an
-    evaluation earlier than others, who hear of it; a collective.
+    """Return whether all ranks do the same; a collective.
 
-    gloo would abort the process. Under NCCL, where asking would make the host wait for the device, ranks that differ
-    hang, and the message of the hang has their stacks.
+    It is False where some have left an evaluation earlier than others, and these others hear of it. Without this check
+    gloo would abort the process. Under NCCL the host would have to wait for the device, so nothing is asked: ranks that
+    differ hang, and the message of the hang has their stacks.
 
     Args:
         call: what this rank does.
         epoch: from 0.
         step: how many steps of the epoch are done.
+
+    Raises:
+        InputError: Ranks do different things; on all of them.
     """
     if distributed.get_world_size() == 1 or distributed.get_backend() != "gloo":
         return True

@@ -1,4 +1,4 @@
-"""Which weights of a loop's parts are trained, and in which group each optimizer has them: no state dict says so."""
+"""The weights of a loop's parts that are trained, and in which group each optimizer has them: no state dict says so."""
 
 from collections.abc import Mapping
 from typing import Any

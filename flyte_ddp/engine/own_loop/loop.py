@@ -1,4 +1,4 @@
-"""The object that a training loop of the user's own is given, as in
+"""The object that a training loop of the user's own is given.
 
 def train(loop: Loop) -> None:
     model = loop.wrap(Net())
@@ -302,8 +302,13 @@ class _Replicated(SettledBuckets):
     def __init__(
         self, model: nn.Module, position: Callable[[], tuple[int, int] | None], begin_backward: Callable[[], None]
     ):
-        """position: epoch and step that the user's code is in; None where it is in no step. begin_backward: called
-        before the gradients of a forward pass are computed, if ranks exchange them."""
+        """Replicate a network.
+
+        Args:
+            model: it is on the rank's device.
+            position: returns the epoch and step that the user's code is in; None where it is in no step.
+            begin_backward: called before the gradients of a forward pass are computed, if ranks exchange them.
+        """
         super().__init__(model)
         self._position, self._called_in, self._begin_backward = position, (-1, -1), begin_backward
         # DistributedDataParallel never averages their gradients, also if they are trained later
@@ -333,7 +338,7 @@ class _Replicated(SettledBuckets):
         return outputs
 
     def _arrived(self, _: Tensor) -> None:
-        """A gradient has come."""
+        """Refuse a gradient that has come without a call of this module in its step."""
         if self._position() not in (None, self._called_in):
             raise InputError(
                 "call what loop.wrap has returned, not the network in it, in each step: its gradients are this rank's "

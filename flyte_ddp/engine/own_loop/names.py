@@ -8,8 +8,16 @@ from flyte_ddp.errors import InputError
 
 
 def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False) -> list[str]:
-    """Of measures, in the order of rank 0, as what is added up goes by place; InputError if ranks have others than it.
-    A collective. may_lack: whether a rank may have none, as one without samples."""
+    """Return the names in rank 0's order, because values are summed by position; a collective.
+
+    Args:
+        call: the user's call that the names were given to.
+        names: of this rank's measures.
+        may_lack: whether a rank may have no measures, as one without samples has none.
+
+    Raises:
+        InputError: A rank has other names than rank 0.
+    """
     of_ranks: list[list[str]] = [[]] * distributed.get_world_size()
     distributed.all_gather_object(of_ranks, [*names])
     for rank, others in enumerate(of_ranks):

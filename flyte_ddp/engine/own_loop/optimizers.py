@@ -20,7 +20,7 @@ LEFT_OUT = (
 
 
 class Optimizers:
-    """Those among the parts that loop.keep has been given, and in parts that wrap them."""
+    """The optimizers among the parts that loop.keep was given, and in parts that wrap an optimizer."""
 
     def __init__(self, parts: Mapping[str, Any]):
         self._parts = parts

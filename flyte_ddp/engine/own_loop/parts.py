@@ -35,7 +35,7 @@ class Parts:
 
 
 class ByParts(nn.Module):
-    """In place of DistributedDataParallel: a network whose gradients loop.backward computes part by part."""
+    """A network whose gradients loop.backward computes part by part; it takes the place of DistributedDataParallel."""
 
     def __init__(self, module: nn.Module, virtual_ranks: int, is_in_step: Callable[[], bool]):
         super().__init__()
@@ -151,7 +151,7 @@ class _LossStep(Step):
         self._places = [(name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean loss of the part, and with it its weight."""
+        """Return the mean loss of the part, (), and (2, 1) float64, that loss and its weight 1."""
         before = self._versions()
         loss = self.loss_of(batch.tree)
         for (name, _, _), now, earlier in zip(self._places, self._versions(), before, strict=True):

@@ -222,8 +222,12 @@ class LoopState:
                 self._last_step = LastStep(self.state_dict(), self.parts, progress, self.device)
 
     def leave_evaluation(self) -> None:
-        """Raise StopRequested, after a checkpoint of the last step, unless the user's code has changed the state since
-        then; a collective.
+        """Save the state as it was after the last step, and stop; a collective.
+
+        It does nothing if the user's code has changed the state since then: the evaluation goes on to its end.
+
+        Raises:
+            StopRequested: There is a checkpoint.
         """
         progress, last = self.progress, self._last_step
         is_possible = self._can_leave and (last is None or last.is_whole())
