@@ -146,7 +146,7 @@ def _checked(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]
         raise InputError(f"options must be an object of RunOptions, got {options!r}")
     if not (isinstance(recipe, (str, type)) or isfunction(recipe)):
         raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class or function itself, got {recipe!r}")
-    return find_code(recipe if isinstance(recipe, str) else name_of(recipe), data_files)
+    return find_code(recipe if isinstance(recipe, str) else find_import_name(recipe), data_files)
 
 
 def _subject(code: UserCode, settings: TrainingSettings, data: str | Path | None, init: str | Path | None) -> Subject:
@@ -257,7 +257,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
             results = [pkgutil.resolve_name(JOINED)(job, on_event)]
         else:
             settings = job.settings
-            name_of(type(settings), "settings")
+            find_import_name(type(settings), "settings")
             world = choose_world(settings.backend, options.nproc, settings.batch_size, settings.virtual_ranks)
             results = launcher.launch(WORKER, world, job, options, on_event, root=job.root)
     except PreemptedError as stopped:
@@ -270,7 +270,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     return results
 
 
-def name_of(kind: Any, what: str = "recipe") -> str:
+def find_import_name(kind: Any, what: str = "recipe") -> str:
     """Return the name by which ranks can import the class or function.
 
     Raises:

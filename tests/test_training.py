@@ -20,13 +20,13 @@ from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.training import alone_in, describe_run, name_of, train
+from flyte_ddp.training import alone_in, describe_run, find_import_name, train
 from tests.commands import unreadable
 from tests.engine.probe_recipes import Settings, Sound
 
 
 def test_a_class_is_named_by_its_module():
-    assert name_of(Sound) == "tests.engine.probe_recipes:Sound"
+    assert find_import_name(Sound) == "tests.engine.probe_recipes:Sound"
 
 
 def test_a_class_that_ranks_cannot_import_is_refused_with_the_remedy(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from flyte_ddp.attempt.platform_storage import folder_digest
 from flyte_ddp.data.remote_files import Stored
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint, write_checkpoint
-from flyte_ddp.engine.job import digest_of
+from flyte_ddp.engine.job import compute_data_digest
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.flyte1 import platform
@@ -83,7 +83,7 @@ def test_data_that_may_not_be_read_are_named(closed):
         os.chmod(folder, 0o755)
         message = f"{Path(folder, closed)}.* may not be read: allow it"
         with unreadable(Path(folder, closed)), pytest.raises(InputError, match=message):
-            digest_of(Path(folder))
+            compute_data_digest(Path(folder))
 
 
 def test_what_links_lead_to_belongs_to_a_folder(tmp_path):

@@ -19,7 +19,7 @@ from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.trials import choose_tolerance, is_close
 from flyte_ddp.engine.evaluations import gather
-from flyte_ddp.engine.hosts.places import facts_of, room, serial, tried
+from flyte_ddp.engine.hosts.places import collect_facts, room, serial, tried
 from flyte_ddp.launch.nvml import why_slow
 from flyte_ddp.recipes.models import build_model
 
@@ -159,7 +159,7 @@ def exchanged(device: torch.device) -> str:
 
 def compared(device: torch.device) -> str:
     """The GPU's serial number, the driver's version, and how fast it is."""
-    facts, (speed, product), (_, again) = facts_of(device), tried(device), tried(device)
+    facts, (speed, product), (_, again) = collect_facts(device), tried(device), tried(device)
     expect(product == again, "a product of matrices has other bits the second time")
     expect(
         {"GPU", "GPU memory", "NVIDIA driver"} <= facts.keys() or device.type == "cpu", f"only {', '.join(facts)} known"

@@ -15,7 +15,7 @@ from fsspec.utils import get_protocol
 
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.data.fsspec_compat import own_client
-from flyte_ddp.data.remote_files import Stored, version_of
+from flyte_ddp.data.remote_files import Stored, describe_version
 from flyte_ddp.errors import InputError
 from flyte_ddp.whole_files import temporary_beside
 
@@ -41,7 +41,7 @@ def list_files(platform: Platform, folder: str) -> dict[str, str]:
     files = Stored(folder, platform.storage_options(get_protocol(folder))).details()
     if "" in files:
         raise InputError(f"folder must be a folder, got the file {folder}: give the folder that it is in")
-    return {name: version_of(details) for name, details in files.items()}
+    return {name: describe_version(details) for name, details in files.items()}
 
 
 def folder_digest(platform: Platform, folder: str) -> str:

@@ -55,7 +55,7 @@ def code_version(*modules: str) -> str:
     for name in modules:
         if name not in sources:
             raise ReportedError(f"{name} is missing here: {OTHER_CODE}")
-    return version_of({name: source.hash for name, source in sources.items()})
+    return hash_parts({name: source.hash for name, source in sources.items()})
 
 
 def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
@@ -67,10 +67,10 @@ def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
     for name in distributions:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return version_of(versions)
+    return hash_parts(versions)
 
 
-def version_of(parts: Mapping[str, str]) -> str:
+def hash_parts(parts: Mapping[str, str]) -> str:
     """Return 16 hex digits, hashed from parts by name."""
     lines = sorted(f"{name}\0{part}\n" for name, part in parts.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]

@@ -22,11 +22,11 @@ from flyte_ddp.code.code_version import (
     LIBRARY,
     faults_named,
     find_parts,
+    hash_parts,
     imported,
     is_first_party,
     is_installed,
     source_file,
-    version_of,
 )
 from flyte_ddp.errors import InputError
 from flyte_ddp.text import did_you_mean
@@ -98,7 +98,7 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
         if path not in files:
             files.add(path)
             versions[Path(path).relative_to(root).as_posix()] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return UserCode(name, root, tuple(sorted(files)), version_of(versions))
+    return UserCode(name, root, tuple(sorted(files)), hash_parts(versions))
 
 
 def find_observers(names: Sequence[str]) -> list[UserCode]:
@@ -114,7 +114,7 @@ def _listed(what: str, names: Sequence[str]) -> Sequence[str]:
 def joined(codes: Sequence[UserCode]) -> UserCode:
     """Return the code of several names that are used together, under the name and root of the first."""
     files = {*chain.from_iterable(code.files for code in codes)}
-    version = version_of({code.name: code.version for code in codes})
+    version = hash_parts({code.name: code.version for code in codes})
     return UserCode(codes[0].name, codes[0].root, tuple(sorted(files)), version)
 
 

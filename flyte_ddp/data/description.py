@@ -38,7 +38,7 @@ class DatasetDescription:
     @property
     def digest(self) -> str:
         """Return the SHA-256 of the whole content as hex: the same wherever and whenever the dataset was prepared."""
-        return digest_of(dataclasses.asdict(self))
+        return compute_digest(dataclasses.asdict(self))
 
     @property
     def remarks(self) -> Mapping[str, str]:
@@ -78,7 +78,7 @@ class FolderDescription(DatasetDescription):
         }
 
 
-def digest_of(content: Mapping[str, Any]) -> str:
+def compute_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -80,7 +80,7 @@ def _details(status: os.stat_result) -> Details:
     return {"size": status.st_size, "mtime": status.st_mtime, "created": status.st_ctime}
 
 
-def version_of(details: Details) -> str:
+def describe_version(details: Details) -> str:
     """Return a text that changes when a file is written to: the file's size, and its ETag or times."""
     stamps = [details[key] for key in STAMPS if details.get(key)]
     return f"{details['size']} {' '.join(map(str, stamps))}" if stamps else str(details)
@@ -188,7 +188,7 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
         if name in indexes:
             seen.append((name, hashlib.sha256(indexes[name]).hexdigest()))
         elif PurePosixPath(name).parent not in indexed:
-            seen.append((name, version_of(one)))
+            seen.append((name, describe_version(one)))
     return StoredData(url, hashlib.sha256(json.dumps(seen).encode()).hexdigest(), options or {})
 
 

@@ -87,7 +87,9 @@ class Audit:
             return add_up()
         part, owner, other = chosen(self.train, [place.host for place in self._places], epoch, step)
         ranks = {*range(len(self._places))} if is_first else {owner, other}
-        compute = partial(self._step.digest_of, part, partial(backward, [self._sent(shares, part, owner)]))
+        compute = partial(
+            self._step.compute_gradient_digest, part, partial(backward, [self._sent(shares, part, owner)])
+        )
         found = self._digests(compute, ranks)
         if len({*found.values()}) > 1:
             verdict = self._judge(compute, {rank: [digest] for rank, digest in found.items()})
@@ -183,7 +185,7 @@ class Audit:
         return {rank: digests[rank] for rank in sorted(ranks)}
 
 
-def audit_of(step: SingleStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn) -> Audit | None:
+def make_audit(step: SingleStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn) -> Audit | None:
     """Make the audit of a step; the arguments are Audit's.
 
     Returns:
@@ -207,12 +209,12 @@ def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> 
     key = derive_key(Use.AUDIT, train.seed, epoch, step)
     parts = train.parts_with_samples(step)
     part = parts[key % len(parts)]
-    owner = owner_of(part, train.virtual_ranks, len(hosts))
+    owner = find_owner(part, train.virtual_ranks, len(hosts))
     elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[owner]]
     others = elsewhere or [rank for rank in range(len(hosts)) if rank != owner] or [owner]
     return part, owner, others[key // len(parts) % len(others)]
 
 
-def owner_of(part: int, virtual_ranks: int, world_size: int) -> int:
+def find_owner(part: int, virtual_ranks: int, world_size: int) -> int:
     """Return the rank that computes this part."""
     return next(rank for rank in range(world_size) if part in parts_of_rank(virtual_ranks, rank, world_size))

@@ -15,7 +15,7 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float):
         frozen = [weight for weight in model.parameters() if not weight.requires_grad]  # is never copied
-        self.model = torch_compat.copy_of(model, frozen).requires_grad_(False)
+        self.model = torch_compat.copy_network(model, frozen).requires_grad_(False)
         self.decay = decay
 
     @torch.no_grad()

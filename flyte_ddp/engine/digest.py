@@ -41,7 +41,7 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
     """
     rooms = with_room(weights)
     firsts = first_names(rooms)
-    sums = [_sum_of(value).to(device) for name, value in weights.items() if firsts[name] == name]
+    sums = [_compute_own_sum(value).to(device) for name, value in weights.items() if firsts[name] == name]
     total = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
     if distributed.is_initialized():
         distributed.all_reduce(total)
@@ -50,7 +50,7 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
     return hashlib.sha256("".join([*lines, base_digest]).encode()).hexdigest()[:16]
 
 
-def _sum_of(value: Tensor | Shard) -> Tensor:
+def _compute_own_sum(value: Tensor | Shard) -> Tensor:
     """Return what this rank adds to the sum of all ranks for one tensor."""
     if isinstance(value, Shard):
         rows = value.rows
@@ -60,10 +60,10 @@ def _sum_of(value: Tensor | Shard) -> Tensor:
         rows = value
         first = 0
         is_counted = not distributed.is_initialized() or distributed.get_rank() == 0
-    return sum_of(rows, first) if is_counted else torch.zeros((), dtype=torch.int64, device=rows.device)
+    return compute_sum(rows, first) if is_counted else torch.zeros((), dtype=torch.int64, device=rows.device)
 
 
-def sum_of(numbers: Tensor, first: int = 0) -> Tensor:
+def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
     """Compute the digest's sum of a tensor's numbers, or of a part of them; the parts' sums add up to the tensor's.
 
     Args:
@@ -96,7 +96,7 @@ def sum_of(numbers: Tensor, first: int = 0) -> Tensor:
 def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Compute one digest's sum, () int64, of the tensors in this order."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    return sum((sum_of(one).to(device) * (2 * number + 1) for number, one in enumerate(tensors)), zero)
+    return sum((compute_sum(one).to(device) * (2 * number + 1) for number, one in enumerate(tensors)), zero)
 
 
 def differ_between_ranks(tensors: Iterable[Tensor], device: torch.device) -> bool:

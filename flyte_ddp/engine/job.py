@@ -94,24 +94,24 @@ def make_subject(
         recipe=code.name,
         settings=settings,
         code_version=with_installed(code.version),
-        dataset=description.name if description else data.name if data else _name_of(code),
+        dataset=description.name if description else data.name if data else _choose_name(code),
         data=data,
-        data_digest=description.digest if description else digest_of(data),
+        data_digest=description.digest if description else compute_data_digest(data),
         root=code.root,
         files=code.files,
         description=description,
         init=init,
-        init_digest=digest_of(init),
+        init_digest=compute_data_digest(init),
     )
 
 
-def _name_of(code: UserCode) -> str:
+def _choose_name(code: UserCode) -> str:
     """Return the name of a recipe, or of a function's package, since functions may all be called train."""
     module, _, name = code.name.partition(":")
     return name if name[:1].isupper() else module.rpartition(".")[0] or module
 
 
-def digest_of(data: Path | StoredData | None) -> str:
+def compute_data_digest(data: Path | StoredData | None) -> str:
     """Return the hash of the data; empty without data.
 
     Raises:

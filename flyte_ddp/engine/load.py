@@ -61,7 +61,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
                 f"{job.recipe} must be a subclass of flyte_ddp.Recipe, or to train a function def train(loop), got "
                 f"{kind!r}"
             )
-        arguments = job.settings, data_path_of(job.data)
+        arguments = job.settings, find_data_path(job.data)
         try:
             inspect.signature(kind).bind(*arguments)
         except TypeError as error:
@@ -75,7 +75,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     return recipe
 
 
-def data_path_of(data: Path | StoredData | None) -> Path | str | None:
+def find_data_path(data: Path | StoredData | None) -> Path | str | None:
     if not isinstance(data, StoredData):
         return data
     from flyte_ddp.data.remote_files import use_storage_options  # it imports fsspec, which other trainings do without
@@ -94,13 +94,13 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
     try:
         if isinstance(data, Blocks) and (recipe.lengths(split) is not None or recipe.length_window):
             raise InputError("samples in Blocks have one shape: leave out lengths and length_window")
-        samples = split_of(data, split, recipe.device, job.options, cache)
+        samples = make_split(data, split, recipe.device, job.options, cache)
     except InputError as error:
         raise InputError(f'{code_location(recipe, "data")}, split "{split}": {error.message}') from None
     return samples if isinstance(samples, BlockSplit) else with_lengths(samples, recipe, split)
 
 
-def split_of(
+def make_split(
     data: Any, split: str, device: torch.device, options: RunOptions, cache: BlockCache
 ) -> Streamed | Resident | BlockSplit:
     """Make a split's samples of what Recipe.data returns.
@@ -163,7 +163,7 @@ def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Sp
     return samples
 
 
-def validation_of(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
+def split_off_validation(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
     """Split off the samples to choose the best epoch by.
 
     Returns:

@@ -211,7 +211,7 @@ class Progress:
             first_epoch=self.epoch,
             first_step=self.step,
             startup_seconds=time.time() - job.launched,
-            layers=layers_of(model),
+            layers=list_layers(model),
             validation_samples=plan.validation_samples,
             remarks=[*plan.remarks, *moves],
             hosts=hosts,
@@ -489,7 +489,7 @@ class Progress:
         self.monitor.load_state_dict(saved["watch"])
 
 
-def layers_of(model: nn.Module) -> list[tuple[str, str, int]]:
+def list_layers(model: nn.Module) -> list[tuple[str, str, int]]:
     """Return name, type and number of parameters of each module that has parameters of its own."""
     layers = []
     for name, module in model.named_modules():

@@ -12,7 +12,7 @@ from flyte_ddp.engine.checkpoints.warm_start import continue_from, is_checkpoint
 from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.checks.probe import Probed, probe
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.load import load_recipe, load_split, validation_of
+from flyte_ddp.engine.load import load_recipe, load_split, split_off_validation
 from flyte_ddp.engine.measures import augment, finite_number
 from flyte_ddp.engine.monitor.best_tracker import BestTracker, is_lower_better
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
@@ -96,7 +96,7 @@ def set_up(
     check_recipe(recipe)
     train, test = (load_split(recipe, split, job, cache) for split in SPLITS)
     check_attributes(recipe)
-    kept, validation = validation_of(recipe, train, job, cache)
+    kept, validation = split_off_validation(recipe, train, job, cache)
     batches = TrainBatches(
         kept,
         settings.batch_size,
@@ -146,7 +146,7 @@ def set_up(
         compile_layers(recipe, [model, average.model] if average else [model])
     checkpoint_activations(recipe, model, probed.changing)
     if validation:
-        state.best_tracker = best_tracker_of(recipe, probed.headline, settings)
+        state.best_tracker = make_best_tracker(recipe, probed.headline, settings)
     reasons = list[str]()
     if settings.batch_size > batches.samples:
         reasons.append(
@@ -162,7 +162,7 @@ def set_up(
     return SetUp(state, batches, validated, tested, probed, precision, remarks, warnings)
 
 
-def best_tracker_of(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:
+def make_best_tracker(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:
     """Make the tracker that chooses the best epoch.
 
     Raises:

@@ -196,7 +196,7 @@ class TrainingState:
         for share in shares:
             if before:
                 before.put_back()
-            parts = self.parts_of(share)
+            parts = self.cut_up(share)
             for number, part in enumerate(parts, 1):
                 is_last = share is shares[-1] and number == len(parts)
                 # Of a single value, batch norm's variance is no number
@@ -214,7 +214,7 @@ class TrainingState:
         if after:
             after.put_back()
 
-    def parts_of(self, share: Batch) -> list[Batch]:
+    def cut_up(self, share: Batch) -> list[Batch]:
         """Return the parts that a share is computed in, having seeded what is drawn in all of them."""
         seed_part(share.seed, share.share.part)
         parts = self.parallel.parts(share, self.micro_batch)
@@ -266,7 +266,7 @@ class TrainingState:
         """
         epoch = self.progress.epoch
         bad = [False, False]
-        for part in (part for share in next(self.train.steps(epoch, step)) for part in self.parts_of(share)):
+        for part in (part for share in next(self.train.steps(epoch, step)) for part in self.cut_up(share)):
             with any_batch_size():
                 loss = self.parallel.module(part, (False, False), False)
                 gradients = self.parallel.own_gradients(loss)

@@ -66,15 +66,15 @@ class StepSums:
     def now(self, step: int, seconds: float) -> Sums:
         """Return the sums of the newest step; the host waits for the device."""
         self.readback.clear()
-        return _sums_of(step, self.values.tolist(), seconds)
+        return _make_sums(step, self.values.tolist(), seconds)
 
     def recent(self, step: int, seconds: float) -> Sums | None:
         """Return the sums of a recent step, the same on all ranks, without waiting; None if it was before now()."""
         self.readback.copy(step, self.values)
         copied = self.readback.read()
-        return _sums_of(*copied, seconds) if copied else None
+        return _make_sums(*copied, seconds) if copied else None
 
 
-def _sums_of(step: int, values: list[float], seconds: float) -> Sums:
+def _make_sums(step: int, values: list[float], seconds: float) -> Sums:
     *pairs, stop, saves, bad_steps = values
     return Sums(tuple(pairs), step, step - round(bad_steps), stop > 0, round(saves), seconds)

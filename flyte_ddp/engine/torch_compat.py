@@ -119,7 +119,7 @@ def settle_buckets(replicated: DistributedDataParallel) -> None:
     replicated.reducer._rebuild_buckets()
 
 
-def copy_of(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
+def copy_network(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
     """Return a deep copy of a network.
 
     deepcopy refuses what a layer has computed from its weights and keeps, as the layers of torch.nn.utils.weight_norm
@@ -136,7 +136,7 @@ def copy_of(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
 
 def copy_with_hooks(model: nn.Module) -> nn.Module:
     """Return a copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
-    copied = copy_of(model)
+    copied = copy_network(model)
     for new, old in zip(copied.parameters(), model.parameters(), strict=True):
         if old.requires_grad:
             for hook in (old._backward_hooks or {}).values():

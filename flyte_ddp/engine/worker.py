@@ -10,7 +10,7 @@ from torch import distributed
 
 from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.audit import audit_of
+from flyte_ddp.engine.audit import make_audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
@@ -89,14 +89,14 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         link.emit(StartUp("compiling"))
         compile_now(state, setup.train, setup.validation or setup.test, link)
     progress = state.progress
-    progress.start(environment, job, plan_of(setup, settings), state.model)
+    progress.start(environment, job, make_plan(setup, settings), state.model)
     progress.emit_all(setup.warnings)
     if device.type == "cuda":  # without what the trials have taken
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     places = progress.places
     state.drift = Drift(places, device, progress.warn) if len(places) > 1 else None
-    state.audit = audit_of(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
+    state.audit = make_audit(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
     emit: Callable[[Event], None] = link.emit
     if job.options.keep_best:
         state.best_models = BestModels(state, job, emit, partial(write_weights, setup, job))
@@ -117,7 +117,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     return progress.result(state.model, digest, tested.measures, chosen_epoch=chosen_epoch, kept=published)
 
 
-def plan_of(setup: SetUp, settings: TrainingSettings) -> Plan:
+def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
     """Return what this training is going to do."""
     recipe = setup.state.recipe
     return Plan(

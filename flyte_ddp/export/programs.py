@@ -208,7 +208,7 @@ class Name(str):
     __repr__ = str.__str__
 
 
-def source_of(model: nn.Module, call: Call) -> str:
+def format_call(model: nn.Module, call: Call) -> str:
     """Return the arguments of the call as source code, with the names of the inputs in place of tensors."""
     inputs, _ = describe_tensors(model, call, call)
     names = (Name(one.name) for one in inputs)

@@ -83,7 +83,7 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
         before=source_before(recipe),
         inputs=inputs,
         outputs=outputs,
-        call=programs.source_of(model, few),
+        call=programs.format_call(model, few),
     )
 
 

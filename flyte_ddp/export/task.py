@@ -24,7 +24,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import ClassifierExport, ExportJob, ExportOptions, FolderExport, check_formats
 from flyte_ddp.export.verified import export
 from flyte_ddp.flyte1 import platform
-from flyte_ddp.flyte1.data import downloaded, source_of
+from flyte_ddp.flyte1.data import downloaded, find_data
 from flyte_ddp.flyte1.index_images import attach
 from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata
 from flyte_ddp.flyte1.outputs import output_folder, output_page
@@ -160,7 +160,7 @@ def export_recipe(
         init: the init of the training.
     """
     check_formats(options)
-    subject = training.subject(settings, source_of(data), downloaded(init))
+    subject = training.subject(settings, find_data(data), downloaded(init))
     weights = Path(model_state.download())
     known = read_metadata(weights)
     return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)

@@ -11,7 +11,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.extend import TaskPlugins
 
 from flyte_ddp.code.code_version import with_installed
-from flyte_ddp.flyte1.flytekit_compat import metadata_of
+from flyte_ddp.flyte1.flytekit_compat import replaced_metadata
 
 
 class CodeVersion(CachePolicy):
@@ -42,7 +42,7 @@ class OnClustersOnly:
 class ClusterCachedTask(PythonFunctionTask):
     def local_execute(self, ctx: Any, **inputs: Any) -> Any:
         forgetful = replace(self.metadata, cache=False, cache_serialize=False, cache_ignore_input_vars=())
-        with metadata_of(self, forgetful):
+        with replaced_metadata(self, forgetful):
             return super().local_execute(ctx, **inputs)
 
 

@@ -50,7 +50,7 @@ def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path |
     return platform_storage.download_once(url, "" if is_folder else Path(url).name, download)
 
 
-def source_of(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
+def find_data(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
     """Return the path of a copy, unless the data stay in their storage."""
     return data if isinstance(data, StoredData) else downloaded(data)
 

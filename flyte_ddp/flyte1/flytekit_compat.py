@@ -105,7 +105,7 @@ def borrow_error_code(other: type[FlyteException]) -> Callable[[E], E]:
 
 
 @contextmanager
-def metadata_of(task: PythonFunctionTask, metadata: TaskMetadata) -> Iterator[None]:
+def replaced_metadata(task: PythonFunctionTask, metadata: TaskMetadata) -> Iterator[None]:
     """Give a task other metadata while the block runs. A task's decorator fixes them otherwise."""
     registered = task.metadata
     task._metadata = metadata

@@ -65,7 +65,7 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
     return known
 
 
-def settings_of(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperparameters:
+def merge_settings(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperparameters:
     """Return the settings of the weights' training, replaced by those in `asked` that differ from the defaults."""
     if known is None:
         return asked

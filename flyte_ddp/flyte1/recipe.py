@@ -22,10 +22,10 @@ from flyte_ddp.code.user_code import UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
-from flyte_ddp.flyte1.data import downloaded, source_of
+from flyte_ddp.flyte1.data import downloaded, find_data
 from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.flyte1.train import Data, FlytekitTraining, files_of, training_arguments
+from flyte_ddp.flyte1.train import Data, FlytekitTraining, make_common_outputs, training_arguments
 from flyte_ddp.settings import TrainingSettings
 
 Outputs = TypeVar("Outputs")
@@ -52,7 +52,7 @@ class RecipeOutputs(NamedTuple):
 
 
 def recipe_outputs(trained: Trained) -> RecipeOutputs:
-    return RecipeOutputs(trained.epoch_measures, *files_of(trained, trained.recipe_summary()))
+    return RecipeOutputs(trained.epoch_measures, *make_common_outputs(trained, trained.recipe_summary()))
 
 
 class NamedTraining(FlytekitTraining[Outputs]):
@@ -124,7 +124,7 @@ class RecipeTraining(NamedTraining[RecipeOutputs]):
             split: the split to predict.
             init: the init of the training.
         """
-        subject = self.subject(settings, source_of(data), downloaded(init))
+        subject = self.subject(settings, find_data(data), downloaded(init))
         return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))
 
     def make_outputs(self, trained: Trained) -> RecipeOutputs:

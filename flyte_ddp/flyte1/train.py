@@ -62,7 +62,7 @@ class FlytekitTraining(Training[Data, Outputs]):
         return picklable(super().run_as_rank(settings, options, data, init))
 
 
-def files_of(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
+def make_common_outputs(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
     """Return the outputs that all trainings have, in their order: model_state, summary, report, logs."""
     model = output_file(trained.model, PythonPickledFile)
     return model, summary, output_file(trained.report), output_folder(trained.logs, trained.logs_url)
@@ -92,7 +92,7 @@ class ImageTraining(OfImages[Data, TrainingOutputs], FlytekitTraining[TrainingOu
     """A training of an image classifier on a prepared dataset."""
 
     def make_outputs(self, trained: Trained) -> TrainingOutputs:
-        return TrainingOutputs(trained.epoch_accuracies, *files_of(trained, trained.image_summary()))
+        return TrainingOutputs(trained.epoch_accuracies, *make_common_outputs(trained, trained.image_summary()))
 
 
 image_training = ImageTraining()

@@ -17,7 +17,7 @@ from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import find_code, find_observers
 from flyte_ddp.flyte2.inputs import set_up_flyte
-from flyte_ddp.flyte2.train import Flyte2Training, files_of
+from flyte_ddp.flyte2.train import Flyte2Training, make_common_outputs
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,4 @@ class RecipeTraining(Flyte2Training[RecipeOutputs]):
         super().__init__(find_code(recipe, data_files), find_observers(observers))
 
     def make_outputs(self, trained: Trained) -> RecipeOutputs:
-        return RecipeOutputs(trained.epoch_measures, summary=trained.recipe_summary(), **files_of(trained))
+        return RecipeOutputs(trained.epoch_measures, summary=trained.recipe_summary(), **make_common_outputs(trained))

@@ -110,7 +110,7 @@ class Flyte2Training(Training[Data, Outputs]):
             return output_file(predicted(platform, subject, model, shard, shards, split))
 
 
-def files_of(trained: Trained) -> dict[str, Any]:
+def make_common_outputs(trained: Trained) -> dict[str, Any]:
     """Return the outputs that all trainings have."""
     return {
         "model_state": output_file(trained.model),
@@ -134,7 +134,9 @@ class ImageTraining(OfImages[Data, TrainingOutputs], Flyte2Training[TrainingOutp
     """A training of an image classifier on a prepared dataset."""
 
     def make_outputs(self, trained: Trained) -> TrainingOutputs:
-        return TrainingOutputs(trained.epoch_accuracies, summary=trained.image_summary(), **files_of(trained))
+        return TrainingOutputs(
+            trained.epoch_accuracies, summary=trained.image_summary(), **make_common_outputs(trained)
+        )
 
 
 image_training = ImageTraining()

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from flyte_ddp.engine.torch_compat import last_layers_first, settle_buckets
 
 
-def settle_buckets_of(strategy: Strategy) -> None:
+def settle_strategy_buckets(strategy: Strategy) -> None:
     """Have the strategy replicate the network as SettledBuckets does, so that a resume ends with the same bits."""
     if not isinstance(strategy, DDPStrategy):
         return

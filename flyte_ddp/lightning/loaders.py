@@ -16,11 +16,11 @@ from torch import Tensor, distributed
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from flyte_ddp.engine.checks.held_generators import generator_states
-from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.torch_compat import pytree, set_batch_order
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.lightning_compat import epochs_done, has_cycles, set_steps_done
-from flyte_ddp.lightning.order import Order, can_skip, check_sampler_state, samplers_of
+from flyte_ddp.lightning.order import Order, can_skip, check_sampler_state, list_samplers
 
 METHODS = ("train_dataloader", "val_dataloader", "test_dataloader")
 TRAIN = METHODS[0]
@@ -104,7 +104,7 @@ class Loaders:
         def processed(dataloader: object) -> object:
             loader: Any = process(dataloader)
             epoch, step = self._position()
-            for sampler in samplers_of(loader):
+            for sampler in list_samplers(loader):
                 if set_epoch := getattr(sampler, "set_epoch", None):
                     set_epoch(epoch)
             key = self._seed, METHODS.index(self._method), self._count
@@ -138,7 +138,7 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
 def problems_of_ranks(batch: Any, world_size: int) -> list[str]:
     """Return a sentence if ranks see the same samples in a step; a collective."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-    own = [int(sum_of(leaf)) for leaf in leaves if leaf.layout == torch.strided]
+    own = [int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided]
     sums: list[list[int]] = [[]] * world_size
     distributed.all_gather_object(sums, own)
     alike = [str(rank) for rank, of_rank in enumerate(sums) if of_rank and sums.count(of_rank) > 1]

@@ -11,7 +11,7 @@ from flyte_ddp.lightning.job import without_split
 FORKS = ("_step", "_epoch")  # what Lightning appends to the name of what is logged both by step and by epoch
 
 
-def measures_of(logged: Mapping[str, Any]) -> dict[str, float]:
+def read_measures(logged: Mapping[str, Any]) -> dict[str, float]:
     """Return values by name without the split in front: val_loss and val/loss are both loss, unless loss is logged."""
     values = {name: float(value) for name, value in logged.items() if getattr(value, "numel", lambda: 1)() == 1}
     measures = {}
@@ -42,7 +42,7 @@ class LoggedByValidation(DummyLogger):
     def trained(self) -> dict[str, float]:
         """Return what training steps have logged last."""
         logged = self.trainer.callback_metrics.items()
-        return measures_of({name: value for name, value in logged if name not in self._names})
+        return read_measures({name: value for name, value in logged if name not in self._names})
 
 
 def problems_of_names(

@@ -44,9 +44,9 @@ def build(job: LightningJob) -> Parts:
         InputError: one of them is of another type, or needs what is no setting.
     """
     with checked_imports(job.root, job.files):
-        kind = _class_of(job.recipe, LightningModule)
-        kind_of_data = _class_of(job.datamodule, LightningDataModule) if job.datamodule else None
-        find_callbacks = _function_of(job.callbacks) if job.callbacks else None
+        kind = _find_class(job.recipe, LightningModule)
+        kind_of_data = _find_class(job.datamodule, LightningDataModule) if job.datamodule else None
+        find_callbacks = _find_function(job.callbacks) if job.callbacks else None
         callables = {job.recipe: kind, job.datamodule: kind_of_data, job.callbacks: find_callbacks}
         called = {name: one for name, one in callables.items() if one}
         made = {name: _called(name, one, job) for name, one in called.items()}
@@ -57,7 +57,7 @@ def build(job: LightningJob) -> Parts:
     return parts
 
 
-def _function_of(name: str) -> Callable[..., Any]:
+def _find_function(name: str) -> Callable[..., Any]:
     function: Any = pkgutil.resolve_name(name)
     if isinstance(function, type) or not callable(function):
         raise InputError(f"{name} must be a function that returns a list of callbacks, got {function!r}: write def")
@@ -74,7 +74,7 @@ def _checked_callbacks(job: LightningJob, callbacks: Any) -> list[Callback]:
     return [one for one in callbacks if not isinstance(one, ProgressBar)]
 
 
-def _class_of(name: str, base: type) -> type:
+def _find_class(name: str, base: type) -> type:
     kind: Any = pkgutil.resolve_name(name)
     own_lock_of_tqdm()
     if not (isinstance(kind, type) and issubclass(kind, base)):

@@ -33,9 +33,9 @@ from flyte_ddp.lightning.forgotten import begin_epoch_again, check_callbacks, fo
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.lightning_compat import around_each_step
 from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
-from flyte_ddp.lightning.measures import LoggedByValidation, measures_of, problems_of_names
+from flyte_ddp.lightning.measures import LoggedByValidation, problems_of_names, read_measures
 from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
-from flyte_ddp.lightning.results import plan_of
+from flyte_ddp.lightning.results import make_plan
 from flyte_ddp.random_numbers import Use, derive_key
 
 DRIFTED = (
@@ -135,7 +135,7 @@ class RankObserver(Checkpoint):
         other_ranks = problem_of_ranks(progress.ran_on, self._environment.world.size)
         check_schedules(trainer, self.position[1], other_ranks)
         progress.epoch, progress.step = self.position
-        progress.start(self._environment, self._job, plan_of(self._job, trainer), trainer.lightning_module)
+        progress.start(self._environment, self._job, make_plan(self._job, trainer), trainer.lightning_module)
         problems = [*filter(None, [other_ranks]), *self._loaders.problems]
         progress.warn(trainer.current_epoch, 0, problems)
 
@@ -278,7 +278,7 @@ class RankObserver(Checkpoint):
         self.progress.go_on()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        progress, validation = self.progress, measures_of(self._validation.values)
+        progress, validation = self.progress, read_measures(self._validation.values)
         if not progress.is_logged:  # the module, or a callback such as Timer, has ended the epoch early
             progress.end_step(self, is_logged=True)
         epoch, steps = trainer.current_epoch, int(trainer.num_training_batches)

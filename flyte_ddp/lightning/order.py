@@ -47,8 +47,8 @@ class Order:
         self._batches: Iterable[Any] = batch_order(loader)[1]
         self._key, self._rank, self._epoch = key, rank, epoch
         self._has_workers = loader.num_workers > 0
-        self._generators = [(one, one.initial_seed() % 2**64) for one in generators_of(loader)]
-        self._samplers = samplers_of(loader)
+        self._generators = [(one, one.initial_seed() % 2**64) for one in list_generators(loader)]
+        self._samplers = list_samplers(loader)
         self._draws_late = any(not type(one).__module__.startswith(DRAW_FIRST) for one in self._samplers)
         self._iterated, self._pass = -1, 0  # the epoch of the last iteration, and how many it has had before
         self._first: tuple[int, int] | None = None
@@ -101,7 +101,7 @@ class Order:
         return batch
 
 
-def samplers_of(loader: object) -> list[Any]:
+def list_samplers(loader: object) -> list[Any]:
     """Return the loader's batch sampler and sampler, each if it has one."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
@@ -109,16 +109,16 @@ def samplers_of(loader: object) -> list[Any]:
     return [*samplers.values()]
 
 
-def generators_of(loader: object) -> list[torch.Generator]:
+def list_generators(loader: object) -> list[torch.Generator]:
     """Return the generators that a loader and its samplers were given."""
-    samplers = samplers_of(loader)
+    samplers = list_samplers(loader)
     found = [getattr(one, "generator", None) for one in (loader, *samplers, *map(shared_out_by, samplers))]
     return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
 
 
 def check_sampler_state(loader: object, where: str) -> None:
     """Raise InputError for a sampler that draws from a generator that no resume can bring back."""
-    for sampler in samplers_of(loader):
+    for sampler in list_samplers(loader):
         calls = [] if hasattr(sampler, "set_epoch") else own_generators(sampler)
         if calls:
             raise InputError(

@@ -28,13 +28,13 @@ from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import broken
 from flyte_ddp.lightning.job import LightningJob
-from flyte_ddp.lightning.lightning_compat import settle_buckets_of
+from flyte_ddp.lightning.lightning_compat import settle_strategy_buckets
 from flyte_ddp.lightning.loaders import Loaders
-from flyte_ddp.lightning.measures import LoggedByValidation, measures_of
+from flyte_ddp.lightning.measures import LoggedByValidation, read_measures
 from flyte_ddp.lightning.modules import Parts, build
 from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.lightning.remedies import with_remedy
-from flyte_ddp.lightning.results import samples_of
+from flyte_ddp.lightning.results import count_samples
 from flyte_ddp.lightning.seeds import StepSeeds
 from flyte_ddp.lightning.settings import LIMITS, PRECISIONS
 from flyte_ddp.whole_files import writing_to
@@ -63,14 +63,14 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
     warnings.filterwarnings("ignore", f"(?s){SAID_ELSEWHERE}")
     torch.set_num_threads(environment.threads)
     reopen_in_forks()  # the loaders' workers
-    os.environ.update(variables_of(environment))
+    os.environ.update(launcher_variables(environment))
     try:
         return _train(environment, device, link, job)
     except MisconfigurationException as error:
         raise InputError(f"Lightning cannot train {job.recipe}: {error}") from None
 
 
-def variables_of(environment: Environment) -> dict[str, str]:
+def launcher_variables(environment: Environment) -> dict[str, str]:
     """Return the variables in which Lightning looks for a rank that torchrun, or another launcher, has started."""
     node = environment.rank // environment.world.local_size
     position = {"RANK": environment.rank, "LOCAL_RANK": environment.local_rank, "GROUP_RANK": node}
@@ -92,9 +92,9 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     seeds = StepSeeds(job.settings.seed, environment.rank, observer)
     for owner in parts.owners:
         loaders.settle(owner, partial(seed, job), seeds.begin_order)
-    trainer = trainer_of(environment, device, job, files, validation, [*parts.callbacks, observer, seeds])
+    trainer = make_trainer(environment, device, job, files, validation, [*parts.callbacks, observer, seeds])
     loaders.settle_in(trainer)
-    settle_buckets_of(trainer.strategy)
+    settle_strategy_buckets(trainer.strategy)
     seed(job)
     path = files.find()
     try:
@@ -112,7 +112,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, "DDP_RUNS_DIR"):
             export_model(module.state_dict(), Path(job.model_path))
-    return observer.progress.result(module, digest, tested, samples_of(trainer.test_dataloaders))
+    return observer.progress.result(module, digest, tested, count_samples(trainer.test_dataloaders))
 
 
 def seed(job: LightningJob) -> None:
@@ -120,7 +120,7 @@ def seed(job: LightningJob) -> None:
     seed_everything(job.settings.seed, workers=True, verbose=False)
 
 
-def trainer_of(
+def make_trainer(
     environment: Environment,
     device: torch.device,
     job: LightningJob,
@@ -163,7 +163,7 @@ def test(trainer: Trainer, parts: Parts, link: Link, observer: RankObserver) -> 
     started, epochs = time.monotonic(), observer.progress.history
     tested: dict[str, float] = {}
     for logged in trainer.test(parts.module, datamodule=parts.data, verbose=False):
-        tested.update(measures_of(logged))
+        tested.update(read_measures(logged))
     for name in broken(tested)[0]:
         raise NonFiniteError.in_evaluation(tested[name], "test", len(epochs))
     observer.progress.emit_all(observer.progress.monitor.not_finite(broken(tested)[1], "test", len(epochs), 0))

@@ -14,10 +14,10 @@ from flyte_ddp.lightning.job import LightningJob
 SLOW_DATA = "look at what its host reads from, or raise num_workers of the DataLoader"
 
 
-def plan_of(job: LightningJob, trainer: Trainer) -> Plan:
+def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
     """Return what the training is going to do. The test split is opened once training has ended."""
     steps, loader = int(trainer.num_training_batches), trainer.train_dataloader
-    train_samples = samples_of(loader)
+    train_samples = count_samples(loader)
     of_batches = round(steps * trainer.world_size * (getattr(loader, "batch_size", None) or 0))
     return Plan(
         headline=job.headline,
@@ -27,7 +27,7 @@ def plan_of(job: LightningJob, trainer: Trainer) -> Plan:
         steps_per_epoch=steps,
         samples_per_epoch=of_batches or train_samples,
         train_samples=train_samples,
-        validation_samples=samples_of(trainer.val_dataloaders),
+        validation_samples=count_samples(trainer.val_dataloaders),
         may_end_early=any(isinstance(one, EarlyStopping) for one in trainer.callbacks),  # type: ignore[attr-defined]
         remarks=[f"under Lightning {__version__}, {type(trainer.strategy).__name__}"],
         slow_data=SLOW_DATA,
@@ -35,7 +35,7 @@ def plan_of(job: LightningJob, trainer: Trainer) -> Plan:
     )
 
 
-def samples_of(loaders: Any) -> int:
+def count_samples(loaders: Any) -> int:
     """Return the number of samples that loaders read, nested as Lightning takes them; 0 where it is unknown."""
     datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
     return sum(len(dataset) for dataset in datasets if isinstance(dataset, Sized))

@@ -19,7 +19,7 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in weights.items() if is_frozen[name]}
 
 
-def digest_of(weights: Mapping[str, Tensor]) -> str:
+def compute_base_digest(weights: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of names, types, shapes and values as hex; empty if there are no weights."""
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
@@ -46,7 +46,7 @@ class FrozenBase:
 
     def _digest_now(self) -> str:
         weights = self._model.state_dict()
-        return digest_of({name: weights[name] for name in self.names})
+        return compute_base_digest({name: weights[name] for name in self.names})
 
     def without(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state_dict of the network, or of its average, without the base."""

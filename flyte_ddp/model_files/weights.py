@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization_config
 
 from flyte_ddp.errors import InputError, not_installed
-from flyte_ddp.model_files.frozen_base import digest_of, frozen_weights
+from flyte_ddp.model_files.frozen_base import compute_base_digest, frozen_weights
 from flyte_ddp.model_files.model_metadata import is_safetensors, read_metadata
 from flyte_ddp.text import listed
 
@@ -127,7 +127,7 @@ def with_base(
     metadata = read_metadata(path) if base else None
     if not metadata or not metadata.base_digest:
         return weights
-    if digest_of(base) != metadata.base_digest:
+    if compute_base_digest(base) != metadata.base_digest:
         raise InputError(
             f"{called} leaves out {listed(sorted(base))}, which model() freezes and which are others now than in the "
             f"training of {path}: give the settings, data and init of that training"

@@ -113,7 +113,7 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
             if done or not verdict.is_better:
                 break
             version = version_name(digest)
-            facts = facts_of(subject, verdict, against)
+            facts = describe_promotion(subject, verdict, against)
             metadata = read_metadata(model)
             facts |= {"registered_model": options.registered_model, "metadata": metadata.digest if metadata else ""}
             place.add(version, model, {"sha256": digest, "run": run, **facts})
@@ -203,7 +203,7 @@ def settings_of_version(subject: Subject, place: Place, version: str, facts: dic
         raise ReportedError(f"version {version} in {place.root} has settings unknown to this code: {error}") from None
 
 
-def facts_of(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]:
+def describe_promotion(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]:
     """Return the content of version.json, without hash and run."""
     return {
         "time": now(),

@@ -22,7 +22,7 @@ from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import training_environment
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.flyte1 import platform
-from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata, settings_of
+from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata, merge_settings
 from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import small_resources, training_resources, training_sizes
@@ -97,7 +97,7 @@ def check_promotion(
     if model_state is None:
         check_ranks(platform, hp, options)
     dataset = choose_dataset(known, hp.dataset, "promote it in a task of your own, see flyte_ddp.promote.task")
-    return PromotionTarget(dataset, target, settings_of(known, hp))
+    return PromotionTarget(dataset, target, merge_settings(known, hp))
 
 
 @task(**promotion_arguments())

@@ -84,7 +84,9 @@ class MlflowRun(Tracker):
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         self._tags |= {name: value for name, value in values.items() if name not in numbers}
         self._lost += max(0, len(self._waiting) + len(numbers) - MOST_WAITING)
-        self._waiting.extend(self._entities.Metric(name_of(name), value, now, step) for name, value in numbers.items())
+        self._waiting.extend(
+            self._entities.Metric(to_mlflow_name(name), value, now, step) for name, value in numbers.items()
+        )
         if time.monotonic() >= self._due or (len(self._waiting) >= MOST_METRICS and not self._reason):
             self._send()
 
@@ -203,7 +205,7 @@ def to_text(value: Any) -> str:
     return shortened(encodable(str(value)), MOST_CHARACTERS)
 
 
-def name_of(measure: str) -> str:
+def to_mlflow_name(measure: str) -> str:
     """Return a measure's name as MLflow takes it, without characters and path parts that MLflow refuses."""
     parts = re.sub(r"[^\w. /-]", "_", measure).split("/")
     return "/".join(part for part in parts if part.strip("."))[:MOST_IN_NAME].rstrip("/")

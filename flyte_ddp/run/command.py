@@ -34,7 +34,7 @@ class Recipes(click.Group):
         if here not in sys.path:  # `python -m` has the current folder on the path
             sys.path.insert(0, here)
         find_code(cmd_name)
-        return make_command(cmd_name, settings_of(cmd_name, ctx.params["settings_class"]))
+        return make_command(cmd_name, find_settings_class(cmd_name, ctx.params["settings_class"]))
 
 
 @click.group(cls=Recipes, subcommand_metavar="RECIPE [OPTIONS]...")
@@ -47,7 +47,7 @@ def run(settings_class: str | None) -> None:
     """
 
 
-def settings_of(recipe: str, name: str | None) -> type[TrainingSettings]:
+def find_settings_class(recipe: str, name: str | None) -> type[TrainingSettings]:
     module = recipe.partition(":")[0]
     beside = f"{module.rpartition('.')[0]}.settings".lstrip(".")
     if name is None and len(find_parts(beside, sys.path)) <= beside.count("."):

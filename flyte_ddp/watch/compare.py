@@ -36,13 +36,13 @@ class Recorded:
         if isinstance(event, RunStarted):
             begin = event.first_epoch + event.first_step / event.steps_per_epoch
             before = {position: digest for position, digest in self.digests.items() if position <= begin}
-            self.facts = facts_of(event)
+            self.facts = collect_run_facts(event)
             self.digests = {**before, **{float(at): one for at, one in event.earlier}}
         elif isinstance(event, EpochFinished):
             self.digests[event.position] = event.digest
 
 
-def facts_of(event: RunStarted) -> dict[str, str]:
+def collect_run_facts(event: RunStarted) -> dict[str, str]:
     """Return by name the settings, what else determines the result, and all that the training has run on, in order."""
     rest = {name: value for name, value in event.identity.items() if name != "settings"}
     named = {"dataset": event.dataset, **rest, **event.identity.get("settings", {})}

@@ -74,7 +74,7 @@ def test_a_cache_hit_is_told_with_the_outputs_once(monkeypatch):
 def test_metadata_of_a_task_hold_while_the_block_runs():
     calls.clear()
     registered = counted.metadata
-    with flytekit_compat.metadata_of(counted, replace(registered, cache=False)):
+    with flytekit_compat.replaced_metadata(counted, replace(registered, cache=False)):
         for _ in range(2):
             counted(number=2)
     for _ in range(2):

@@ -71,7 +71,7 @@ def test_a_copy_of_a_network_has_what_a_layer_has_computed_from_its_weights():
     layer = nn.utils.weight_norm(nn.Linear(2, 3))
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(layer)
-    copied: Any = torch_compat.copy_of(layer, [layer.bias])
+    copied: Any = torch_compat.copy_network(layer, [layer.bias])
     assert copied.bias is layer.bias
     assert torch.equal(copied.weight, layer.weight)
     with torch.no_grad():

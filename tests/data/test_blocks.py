@@ -8,7 +8,7 @@ import pytest
 
 from flyte_ddp.data import remote_files
 from flyte_ddp.data.blocks.block_folder import BlockFolder, write_blocks
-from flyte_ddp.data.blocks.blocks import Blocks, open_rows, rows_of, to_tree
+from flyte_ddp.data.blocks.blocks import Blocks, open_rows, to_rows, to_tree
 from flyte_ddp.errors import DataError, DownloadError, InputError
 
 TREE: dict[str, Any] = {
@@ -43,7 +43,7 @@ def cut(tree, start, stop):
 
 @pytest.mark.parametrize("tree", [TREE, TREE["image"], (TREE["image"], TREE["pair"][0])])
 def test_rows_are_a_tree_again(tree):
-    assert_same(to_tree(rows_of(tree, "it")), tree)
+    assert_same(to_tree(to_rows(tree, "it")), tree)
 
 
 @pytest.mark.parametrize("pieces", [[0, 7], [0, 1, 2, 6, 7], [0, 5, 5, 7]])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from flyte_ddp.data.description import digest_of
+from flyte_ddp.data.description import compute_digest
 from flyte_ddp.data.prepared.prepared import (
     FILES,
     open_split,
@@ -80,7 +80,7 @@ def test_a_channel_of_one_value_or_nearly_so_can_be_normalised(tmp_path, spare):
 def test_an_older_dataset_with_a_deviation_of_0_is_damaged(folder):
     description = read_description(folder)
     content = {**dataclasses.asdict(description), "std": (0.2, 0.0, 0.2)}
-    (folder / "dataset.json").write_text(json.dumps({**content, "digest": digest_of(content)}))
+    (folder / "dataset.json").write_text(json.dumps({**content, "digest": compute_digest(content)}))
     with pytest.raises(DataError, match=r"with a standard deviation of 0, .*: delete the folder"):
         read_description(folder)
 

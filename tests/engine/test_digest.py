@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.engine.digest import KEYS, sum_of, weights_digest
+from flyte_ddp.engine.digest import KEYS, compute_sum, weights_digest
 from flyte_ddp.model_files.model_metadata import read_metadata
 
 MODULUS = 1 << 64
@@ -16,10 +16,10 @@ WIDE = (torch.float32, torch.int64, torch.float64, torch.complex64, torch.comple
 
 def test_parts_add_up_wherever_they_are_cut():
     for numbers in (torch.randn(3 * KEYS + 100), torch.randn(2 * KEYS + 1).bfloat16(), torch.arange(5) > 2):
-        whole, count = int(sum_of(numbers)), len(numbers)
+        whole, count = int(compute_sum(numbers)), len(numbers)
         for cuts in ((1,), (KEYS,), (KEYS - 1, KEYS + 1), (3, 2 * KEYS), range(0, count, 1 + count // 7)):
             edges = [0, *(cut for cut in cuts if 0 < cut < count), count]
-            parts = [int(sum_of(numbers[first:last], first)) for first, last in pairwise(edges)]
+            parts = [int(compute_sum(numbers[first:last], first)) for first, last in pairwise(edges)]
             assert (sum(parts) - whole) % MODULUS == 0
 
 

@@ -9,7 +9,7 @@ from torch import distributed, nn
 from flyte_ddp.engine.average import Average
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted
-from flyte_ddp.model_files.frozen_base import digest_of, frozen_weights
+from flyte_ddp.model_files.frozen_base import compute_base_digest, frozen_weights
 from flyte_ddp.model_files.model_metadata import needs_metadata
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
@@ -56,7 +56,7 @@ def test_what_model_freezes_is_in_no_file_and_loading_puts_both_together(tmp_pat
     rest = whole.state_dict().keys() - base.keys()
     saved = weights(tmp_path / "final-checkpoint")["state"]
     assert weights(result.model_path).keys() == saved["model"].keys() == rest
-    assert saved["base"] == needs_metadata(result.model_path, "").base_digest == digest_of(base)
+    assert saved["base"] == needs_metadata(result.model_path, "").base_digest == compute_base_digest(base)
     if recipe is Averaged:
         assert (
             saved["average"].keys() == saved["choice"]["weights"].keys() == weights(tmp_path / "last.pt").keys() == rest

@@ -11,7 +11,7 @@ import torch
 from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, RunOptions, TrainingSettings
 from flyte_ddp.code.user_code import find_code, joined
 from flyte_ddp.errors import InputError
-from flyte_ddp.lightning.measures import measures_of, problems_of_names
+from flyte_ddp.lightning.measures import problems_of_names, read_measures
 from flyte_ddp.lightning.task import check_lightning
 from tests.commands import ROOT
 from tests.lightning.project import write_project
@@ -129,10 +129,10 @@ def test_the_version_follows_the_code_of_the_module_of_its_data_and_of_what_trai
 
 def test_measures_have_the_same_name_in_all_splits():
     logged = {"val_loss": torch.tensor(0.5), "val/accuracy": 0.25, "valley": 1, "lr_step": 2.0, "lr": 3.0}
-    assert measures_of(logged) == {"loss": 0.5, "accuracy": 0.25, "valley": 1.0, "lr": 3.0}
+    assert read_measures(logged) == {"loss": 0.5, "accuracy": 0.25, "valley": 1.0, "lr": 3.0}
     forked = {"train_loss_step": 3, "train_loss_epoch": 2, "train_loss": 2, "first_step": 4}
-    assert measures_of(forked) == {"loss": 2.0, "first_step": 4.0}
-    assert measures_of({"test_loss": 1, "loss": 2, "test_map": torch.ones(2)}) == {"test_loss": 1.0, "loss": 2.0}
+    assert read_measures(forked) == {"loss": 2.0, "first_step": 4.0}
+    assert read_measures({"test_loss": 1, "loss": 2, "test_map": torch.ones(2)}) == {"test_loss": 1.0, "loss": 2.0}
 
 
 @pytest.mark.parametrize(

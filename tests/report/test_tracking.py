@@ -22,7 +22,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.report import wandb_run
-from flyte_ddp.report.mlflow_run import name_of
+from flyte_ddp.report.mlflow_run import to_mlflow_name
 from flyte_ddp.report.record import RunFinished
 from flyte_ddp.report.tensorboard import TensorBoard
 from flyte_ddp.report.tracking import Tracking, choose_tracking, open_tracker
@@ -217,10 +217,10 @@ def test_a_tracker_that_is_not_installed_is_refused(recorded, tracker, monkeypat
 
 
 def test_names_are_made_fit_for_mlflow():
-    assert name_of("train/f1 (macro) @0.5") == "train/f1 _macro_ _0.5"
-    assert name_of("test/../a//b/./c/") == "test/a/b/c"
-    assert name_of("test/größe") == "test/größe"
-    assert len(name_of("test/" + 300 * "a")) == 250
+    assert to_mlflow_name("train/f1 (macro) @0.5") == "train/f1 _macro_ _0.5"
+    assert to_mlflow_name("test/../a//b/./c/") == "test/a/b/c"
+    assert to_mlflow_name("test/größe") == "test/größe"
+    assert len(to_mlflow_name("test/" + 300 * "a")) == 250
 
 
 def test_tensorboard_files_say_what_was_trained(recorded, track):

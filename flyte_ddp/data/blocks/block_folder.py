@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.data.blocks.blocks import Blocks, check_count, count_rows, rows_of
+from flyte_ddp.data.blocks.blocks import Blocks, check_count, count_rows, to_rows
 from flyte_ddp.data.remote_files import INDEX, Stored
 from flyte_ddp.errors import DataError, InputError
 
@@ -134,7 +134,7 @@ def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
     waiting: list[np.ndarray] = []
     count = 0
     for number, tree in enumerate(trees):
-        found = rows_of(tree, f"tree {number}")
+        found = to_rows(tree, f"tree {number}")
         waiting.append(found.astype(found.dtype.newbyteorder("="), copy=False))  # numpy joins arrays of native order
         if waiting[0].dtype != waiting[-1].dtype or waiting[0].shape[1:] != waiting[-1].shape[1:]:
             raise InputError(

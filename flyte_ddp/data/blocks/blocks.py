@@ -68,7 +68,7 @@ class Blocks:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             raise DataError(f"{self.name(number)} could not be read: {reason}") from None
-        rows = rows_of(tree, self.name(number))
+        rows = to_rows(tree, self.name(number))
         if len(rows) != self.lengths[number]:
             raise DataError(f"{self.name(number)} has {len(rows)} samples, where {self.lengths[number]} were announced")
         save_rows(path, rows)
@@ -79,7 +79,7 @@ def check_count(name: str, value: Any) -> None:
         raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def rows_of(tree: Any, name: str) -> np.ndarray:
+def to_rows(tree: Any, name: str) -> np.ndarray:
     """Return the rows of a tree of arrays: (n,) structured, or (n, ...) for a single array. Raises DataError.
 
     Args:
@@ -105,10 +105,10 @@ def count_rows(tree: Any, name: str) -> int:
 
 
 def to_tree(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
-    """Return the tree of arrays (n, ...) that rows_of made the rows from. The tree's lists are tuples.
+    """Return the tree of arrays (n, ...) that to_rows made the rows from. The tree's lists are tuples.
 
     Args:
-        rows: what rows_of returned.
+        rows: what to_rows returned.
         order: the indices of the rows to take. Each array gets memory of its own.
     """
     names = rows.dtype.names

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.data.blocks.block_folder import Indexed, entry, write_index
-from flyte_ddp.data.blocks.blocks import rows_of
+from flyte_ddp.data.blocks.blocks import to_rows
 from flyte_ddp.data.image_files import decode, reason
 from flyte_ddp.data.remote_files import PiecesFile, Stored
 from flyte_ddp.errors import DataError, InputError
@@ -52,14 +52,14 @@ class TarImages(Indexed):
     def fetch(self, number: int, path: Path) -> None:
         name = self.name(number)
         length = int(self.lengths[number])
-        kind = rows_of((np.zeros((1, *self.shape), np.uint8), np.zeros(1, np.int64)), name).dtype
+        kind = to_rows((np.zeros((1, *self.shape), np.uint8), np.zeros(1, np.int64)), name).dtype
         pieces = self.pieces(number)
         samples = 0
         with open(path, "xb") as file:
             header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (length,)}
             np.lib.format.write_array_header_1_0(file, header)
-            for key, files in samples_of(pieces, name):
-                file.write(rows_of(self._decoded(f"{name}: {key}", files), name).tobytes())
+            for key, files in read_samples(pieces, name):
+                file.write(to_rows(self._decoded(f"{name}: {key}", files), name).tobytes())
                 samples += 1
         for _ in pieces:  # reading on to the end of the tar file checks its digest
             pass
@@ -84,7 +84,7 @@ def index_tars(url: str | Path) -> None:
         if PurePosixPath(name).suffix == ".tar":
             digest = hashlib.sha256()
             pieces = stored.pieces(name, size, digest)
-            count = sum(1 for _ in samples_of(pieces, stored.name(name)))
+            count = sum(1 for _ in read_samples(pieces, stored.name(name)))
             for _ in pieces:  # the digest needs the rest of the tar file, too
                 pass
             if not count:
@@ -93,7 +93,7 @@ def index_tars(url: str | Path) -> None:
     write_index(stored, blocks)
 
 
-def samples_of(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield each sample's key, and the contents of its files by extension.
 
     Raises:

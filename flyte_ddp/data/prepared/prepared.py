@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.data.description import FORMAT, DatasetDescription, FolderDescription, digest_of
+from flyte_ddp.data.description import FORMAT, DatasetDescription, FolderDescription, compute_digest
 from flyte_ddp.data.image_files import IMAGES, ImageFiles
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.whole_files import content_digest
@@ -39,7 +39,7 @@ def read_description(directory: PathLike) -> DatasetDescription:
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:
         raise _damaged(path, f"of format {json.dumps(version)[:20]} where this version reads format {FORMAT}")
-    if content.pop("digest", None) != digest_of(content):
+    if content.pop("digest", None) != compute_digest(content):
         raise _damaged(path, "changed since it was written")
     try:
         kind = FolderDescription if "content_sha256" in content else DatasetDescription

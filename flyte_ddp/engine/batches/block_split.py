@@ -64,7 +64,7 @@ class BlockSplit:
         self._kept: set[int] = set()  # the blocks whose files fetch() has left for its next call
         self._keep({0})
         self.row = np.asarray(open_rows(self.path(0), int(self.block_lengths[0]), self.name_of(0)))[:0].copy()
-        self.sizes = self.block_lengths * kind_of(self.row).itemsize + HEADER_BYTES
+        self.sizes = self.block_lengths * get_row_type(self.row).itemsize + HEADER_BYTES
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -225,7 +225,7 @@ class BlockRows:
         sorted_blocks = blocks[order]
         places = (samples - (split.ends - split.block_lengths)[blocks])[order]
         starts = [0, *(np.flatnonzero(np.diff(sorted_blocks)) + 1).tolist()]
-        buffer = np.empty((len(samples), kind_of(row).itemsize), np.uint8)
+        buffer = np.empty((len(samples), get_row_type(row).itemsize), np.uint8)
         for start, stop in zip(starts, [*starts[1:], len(samples)], strict=True):
             opened = self._open(int(sorted_blocks[start]))
             opened.take(places[start:stop], axis=0, out=buffer[start:stop], mode="clip")  # "raise" would copy
@@ -239,14 +239,14 @@ class BlockRows:
     def _open(self, block: int) -> np.ndarray:
         if block not in self._opened:
             name = self.split.name_of(block)
-            kind = kind_of(self.split.row)
+            kind = get_row_type(self.split.row)
             rows = open_rows(self.split.path(block), int(self.split.block_lengths[block]), name)
-            if kind_of(rows) != kind:
-                raise DataError(f"{name} has samples of {kind_of(rows)}, where others have {kind}")
+            if get_row_type(rows) != kind:
+                raise DataError(f"{name} has samples of {get_row_type(rows)}, where others have {kind}")
             self._opened[block] = np.asarray(rows).reshape(-1).view(np.uint8).reshape(len(rows), -1)
         return self._opened[block]
 
 
-def kind_of(rows: np.ndarray) -> np.dtype:
+def get_row_type(rows: np.ndarray) -> np.dtype:
     """Return the type of a row."""
     return np.dtype((rows.dtype, rows.shape[1:])) if rows.shape[1:] else rows.dtype

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import described
 from flyte_ddp.engine.job import RankStorage
-from flyte_ddp.engine.sharding.sharded_state import Shard, cut, rows_of
+from flyte_ddp.engine.sharding.sharded_state import Shard, cut, cut_rows
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.process_group import gloo_group
@@ -169,7 +169,7 @@ class ShardWriter:
         each = count
         dtype = (tensor.rows if isinstance(tensor, Shard) else tensor).dtype
         if isinstance(tensor, Shard):
-            _, each = rows_of(count, 0, self._cut.parts)
+            _, each = cut_rows(count, 0, self._cut.parts)
         return {"dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape), "each": max(1, each)}
 
     def _own(self, tensor: Tensor | Shard) -> Tensor | None:

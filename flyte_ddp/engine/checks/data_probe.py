@@ -21,7 +21,7 @@ from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.held_generators import SEED, generator_states
 from flyte_ddp.engine.checks.trials import is_same
-from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
@@ -73,7 +73,7 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
         fault, remedies[name] = _find_fault(split, chosen[:SAMPLES])
         faults[name] = {fault}
         (tree,) = split.fetch([chosen])
-        digests[name] = len(split), [sum_of(leaf).item() for leaf in pytree.tree_leaves(tree)]
+        digests[name] = len(split), [compute_sum(leaf).item() for leaf in pytree.tree_leaves(tree)]
     first_digests, first_remedies = of_first_rank((digests, remedies))
     for name in splits:
         if digests[name] != first_digests[name]:

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from flyte_ddp.engine.checks.trials import fault_named, is_same
-from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.measures import code_location, finite_number
 from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.engine.sharding.sharding import is_sharded, on_shards
@@ -78,7 +78,7 @@ def beside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Tensor, int, float))]
         numbers = [leaf for leaf in leaves if not isinstance(leaf, bool)]
         if numbers:
-            found[name] = [sum_of(one.detach()).item() if isinstance(one, Tensor) else one for one in numbers]
+            found[name] = [compute_sum(one.detach()).item() if isinstance(one, Tensor) else one for one in numbers]
     return found
 
 

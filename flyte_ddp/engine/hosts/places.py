@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed, nn
 
-from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.hosts.links import GPU_LINK, link_speeds
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -71,7 +71,7 @@ def places_of_ranks(environment: Environment, device: torch.device, job: Job, mo
         host=environment.host,
         device=f"{kind}, {number}" if number else kind,
         hardware=kind,
-        facts={**facts_of(device), "code": job.code_version},
+        facts={**collect_facts(device), "code": job.code_version},
         figures={name: figure for name, figure in figures.items() if figure},
         product=product,
         link=between,
@@ -96,7 +96,7 @@ def serial(device: torch.device) -> str:
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) if device.type == "cuda" else ""
 
 
-def facts_of(device: torch.device) -> dict[str, str]:
+def collect_facts(device: torch.device) -> dict[str, str]:
     """Return the facts that should be the same on all hosts of a training."""
     facts = {"Python": platform.python_version(), "torch": str(torch.__version__), "cores": str(available_cores())}
     if device.type == "cuda":
@@ -134,7 +134,7 @@ def tried(device: torch.device) -> tuple[float, int]:
         product = factor @ factor
     torch.cuda.synchronize(device)
     milliseconds = min(before.elapsed_time(after) for before, after in itertools.pairwise(marks))
-    return float(2 * MATRIX**3 / milliseconds / 1e9), int(sum_of(product).item())
+    return float(2 * MATRIX**3 / milliseconds / 1e9), int(compute_sum(product).item())
 
 
 def weights_bytes(model: nn.Module) -> int:

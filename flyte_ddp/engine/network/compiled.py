@@ -89,7 +89,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
             for layer in _layers(state.recipe, network):
                 hooks.callback(layer.register_forward_hook(lambda *_: link.heartbeat(STARTING)).remove)
         for batch in _of_all_sizes(train, next(train.epoch(0))):
-            first, *others = state.parts_of(batch)
+            first, *others = state.cut_up(batch)
             for part in (first, *others[-1:]):  # which may be smaller
                 with any_batch_size(), only_deterministic() if settings.virtual_ranks else nullcontext():
                     state.parallel.module.train()(part, (False, False), True).backward()

@@ -27,7 +27,7 @@ from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
 from flyte_ddp.engine.checks.data_probe import unequal_data
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.load import data_path_of, split_of
+from flyte_ddp.engine.load import find_data_path, make_split
 from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
@@ -55,7 +55,7 @@ class Loop:
     """
 
     def __init__(self, environment: Environment, state: LoopState, link: Link, job: Job, cache: BlockCache):
-        self.settings, self.data_path, self.init_path = job.settings, data_path_of(job.data), job.init
+        self.settings, self.data_path, self.init_path = job.settings, find_data_path(job.data), job.init
         self.rank, self.world_size, self.device = environment.rank, environment.world.size, state.device
         self._environment, self._link, self._job, self._cache = environment, link, job, cache
         self._state, self._splits = state, 0
@@ -285,7 +285,7 @@ class Loop:
 
     def _split(self, data: Any, name: str) -> Any:
         self._splits += 1  # a name of its own in the cache, or one split would be given another's blocks
-        split = split_of(data, f"{name}-{self._splits}", self.device, self._job.options, self._cache)
+        split = make_split(data, f"{name}-{self._splits}", self.device, self._job.options, self._cache)
         for reason in unequal_data(self._job.recipe, {name: split}):
             raise InputError(reason)
         if isinstance(split, BlockSplit):

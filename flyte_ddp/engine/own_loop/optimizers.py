@@ -39,7 +39,7 @@ class Optimizers:
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Note the gradients that the optimizer has stepped by, until they change."""
         self._stepped.append(optimizer)
-        for weight in weights_of([optimizer]):
+        for weight in list_weights([optimizer]):
             if weight.grad is not None:
                 self._stepped_by[weight.grad] = version(weight.grad)
 
@@ -49,7 +49,7 @@ class Optimizers:
         idle_alone: leave out those of optimizers that have stepped in this step: they came after it, and most loops set
         them to zero, as that of a GAN, in which one network's loss reaches the other's weights.
         """
-        left_out = {id(weight) for weight in weights_of(self._stepped if idle_alone else [])}
+        left_out = {id(weight) for weight in list_weights(self._stepped if idle_alone else [])}
         gradients = {number: weight.grad for number, weight in enumerate(self.weights()) if id(weight) not in left_out}
         return {
             number: gradient.detach()
@@ -65,7 +65,7 @@ class Optimizers:
 
     def weights(self) -> list[Tensor]:
         """All that they change, which may be a loss's own, too."""
-        return weights_of(self._now())
+        return list_weights(self._now())
 
     def _now(self) -> list[Optimizer]:
         parts = [*self._parts.values()]
@@ -105,7 +105,7 @@ class PendingGradients:
         return not self.has_given_up
 
 
-def weights_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+def list_weights(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return each of their weights once."""
     weights = [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
     return [*{id(weight): weight for weight in weights}.values()]

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp.engine.checks.optimizer_probe import beside_state
-from flyte_ddp.engine.digest import sum_of
-from flyte_ddp.engine.own_loop.optimizers import weights_of
+from flyte_ddp.engine.digest import compute_sum
+from flyte_ddp.engine.own_loop.optimizers import list_weights
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.text import listed
@@ -81,7 +81,7 @@ class Unsaved:
         networks = [part for part in self._parts.values() if isinstance(part, nn.Module)]
         found = {id(weight) for network in networks for weight in network.parameters()}
         others = [part for part in self._parts.values() if not isinstance(part, (nn.Module, Optimizer))]
-        missing = [weight for weight in weights_of([optimizer]) if id(weight) not in found]
+        missing = [weight for weight in list_weights([optimizer]) if id(weight) not in found]
         saved = [leaf for part in others for leaf in _tensors(part.state_dict())] if missing else []
         for weight in missing:
             if not any(leaf.shape == weight.shape and torch.equal(leaf.to(weight), weight) for leaf in saved):
@@ -108,7 +108,7 @@ def _held(part: Any) -> list[Any]:
 def _values(tree: Any, only_tensors: bool = False) -> Iterator[Any]:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            yield sum_of(leaf.detach()).item()
+            yield compute_sum(leaf.detach()).item()
         elif isinstance(leaf, (int, float)) and not only_tensors:
             yield leaf
 

@@ -34,7 +34,7 @@ class Cut:
 
     def rows(self, count: int) -> tuple[int, int]:
         """Return the first and the last row, exclusive, of this rank's part of so many rows."""
-        return rows_of(count, self.part, self.parts)
+        return cut_rows(count, self.part, self.parts)
 
 
 def cut() -> Cut:
@@ -59,7 +59,7 @@ class Shard:
         rank = distributed.get_rank()
         parts = cut().parts
         for owner in range(parts):
-            first, last = rows_of(self.shape[0], owner, parts)
+            first, last = cut_rows(self.shape[0], owner, parts)
             if rank == owner and first < last and room is None:
                 distributed.send(_as_bytes(self.rows.to(device)), 0)
             elif room is not None and first < last:
@@ -73,7 +73,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)  # backends cannot send all types
 
 
-def rows_of(count: int, part: int, parts: int) -> tuple[int, int]:
+def cut_rows(count: int, part: int, parts: int) -> tuple[int, int]:
     """Return the first and the last row, exclusive, of a part of so many rows, as fully_shard cuts them."""
     most = -(-count // parts)
     return min(part * most, count), min((part + 1) * most, count)

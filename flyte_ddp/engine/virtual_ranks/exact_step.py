@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine import rank_0s, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.digest import sum_of
+from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.step import SingleStep, Step, Totals, constants, list_gradients
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.whole_numbers import make_buckets
@@ -200,7 +200,7 @@ class ExactStep(SingleStep):
         add() changes the gradients, so it comes later.
         """
         if self._part == self._watched >= 0:
-            self.seen[number] = sum_of(self._buckets[number].gradients) * (2 * number + 1)
+            self.seen[number] = compute_sum(self._buckets[number].gradients) * (2 * number + 1)
 
     @contextmanager
     def watching(self, part: int) -> Iterator[None]:
@@ -211,7 +211,7 @@ class ExactStep(SingleStep):
         self._watched = -1
 
     @torch_compat.only_deterministic()
-    def digest_of(self, part: int, backward: Callable[[], None]) -> Tensor:
+    def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
         """Return the digest of the gradients of this part, which backward computes: () int64.
 
         The gradients are in no sum. It must be called before added_up.

@@ -5,10 +5,10 @@ import torch
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.job import job_in, make_subject
-from flyte_ddp.engine.sharding.sharded_state import rows_of
+from flyte_ddp.engine.sharding.sharded_state import cut_rows
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
-from flyte_ddp.model_files.frozen_base import digest_of
+from flyte_ddp.model_files.frozen_base import compute_base_digest
 from flyte_ddp.settings import RunOptions
 from tests.engine.first_model_recipes import Network
 from tests.engine.probe_recipes import Settings
@@ -50,7 +50,7 @@ def rows(whole, rank):
     """The rank's rows of parameters, and buffers as they are."""
     found = {}
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
-        own = slice(*rows_of(len(tensor), rank, 2)) if isinstance(tensor, torch.nn.Parameter) else ...
+        own = slice(*cut_rows(len(tensor), rank, 2)) if isinstance(tensor, torch.nn.Parameter) else ...
         found[name] = tensor[own].tolist()
     return found
 
@@ -63,7 +63,7 @@ def test_ranks_have_rows_of_what_rank_0_has_built(placed, name):
     for rank, found in enumerate(placed[name]):
         assert found["model"] == found["average"] == rows(whole, rank)
         assert found["tied"]
-        assert found["base"] == ({*BASE}, digest_of({name: whole.state_dict()[name] for name in BASE}))
+        assert found["base"] == ({*BASE}, compute_base_digest({name: whole.state_dict()[name] for name in BASE}))
         assert found["trained"] == {"0.weight", "0.bias", "2.weight", "2.bias", "3.bias"}
 
 
