@@ -51,7 +51,11 @@ class Store(Observer):
         self._models = StoredModels(platform, self.folder, path)
 
     def fetch_given(self, url: str) -> None:
-        """Download the checkpoint that the user names, if this training has none of its own yet."""
+        """Download the checkpoint that the user names, if this training has none of its own yet; "" is none.
+
+        Raises:
+            InputError: The folder has no checkpoint.
+        """
         if not url or self.path.exists():
             return
         if not patiently(f"cannot tell whether {url} has a checkpoint", lambda: self._fetch(url.rstrip("/"))):

@@ -56,7 +56,7 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:
-    """Return where an option belongs; empty if no parameter has such a field."""
+    """Return a hint for an unknown option that is a field of a JSON parameter's settings, with an example; else ""."""
     name = option.lstrip("-").replace("-", "_")
     for parameter in parameters:
         kind = kind_of(parameter.type)

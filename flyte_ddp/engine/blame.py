@@ -30,11 +30,12 @@ class Verdict:
 
 
 def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] = ()) -> Verdict:
-    """Return why the digests differ.
+    """Return whether code, a processor or a difference between ranks makes the digests differ.
 
-    The first question is whether a rank agrees with itself. Code that draws or counts has other bits most of the times,
-    or on several ranks. A processor that errs now and then has the others' bits most of the times. The second question
-    is whether ranks agree.
+    - PROCESSOR: a rank to blame also multiplies wrongly; or a single rank is unsteady (not always the same digest), but
+      mostly has the others' digest.
+    - CODE: any other case with unsteady ranks.
+    - RANKS: every rank always has the same digest, but not all the same one.
 
     Args:
         digests: several of each rank, of which some differ.

@@ -51,7 +51,10 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
 
 
 def _compute_own_sum(value: Tensor | Shard) -> Tensor:
-    """Return what this rank adds to the sum of all ranks for one tensor."""
+    """Return this rank's summand, () int64, in the sum over ranks that is one tensor's part of the digest.
+
+    It is 0 on ranks with a copy: for a whole tensor on all ranks but the first, for a Shard on those that do not write.
+    """
     if isinstance(value, Shard):
         rows = value.rows
         first = cut().rows(value.shape[0])[0] * math.prod(value.shape[1:])

@@ -75,7 +75,9 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
 
 
 def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
-    """Write the rows (N, ...) of all ranks, batch by batch, by rank 0, so that no rank ever has them all; a collective.
+    """Write the predictions of all ranks to an .npy file, a row for each test sample in order; a collective.
+
+    Rank 0 writes them batch by batch, so that no rank ever has them all.
 
     Raises:
         OSError: The file cannot be written; on rank 0 alone, once it has received the rows of the others.

@@ -20,7 +20,13 @@ from flyte_ddp.report.console import say_last, show_output
 
 
 def set_up_pyflyte() -> None:
-    """Set up pyflyte. A second call does no harm. Raises ReportedError under Flyte 2's shim."""
+    """Let pyflyte explain wrong settings, options, paths and cache hits, print messages, and ship the whole package.
+
+    A second call does no harm.
+
+    Raises:
+        ReportedError: The module flytekit is Flyte 2's shim, flyte_migrate.
+    """
     refuse_shim()
     show_output()
     explain_unreadable_settings()

@@ -45,10 +45,12 @@ def training_sizes(gpus: int) -> dict[str, Any]:
 
 
 def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
-    """Return arguments of with_overrides for a training task that a @dynamic in this pod compiles with this many GPUs.
+    """Return arguments of with_overrides that give a training task this many GPUs, in a @dynamic in this pod.
+
+    It also sets the GPUs' variable in the task's own environment, which with_overrides cannot.
 
     Raises:
-        InputError: no pod can have so many GPUs.
+        InputError: No pod can have so many GPUs.
     """
     if not 0 <= gpus <= MOST_GPUS:
         raise InputError(f"gpus must be at least 0 and at most {MOST_GPUS}, got {gpus}")

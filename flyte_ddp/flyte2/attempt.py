@@ -9,9 +9,9 @@ from flyte_ddp.flyte2 import platform
 
 @contextmanager
 def one_attempt() -> Iterator[None]:
-    """Raise the platform's error on a cluster, and a final one in a local run.
+    """Turn the block's errors into the platform's, and in a local run into a FinalError, which is not retried.
 
-    The SDK would repeat a local run after a pause, which nobody has asked for.
+    The SDK would otherwise repeat a local run after a pause, which nobody has asked for.
     """
     try:
         with platform_errors(platform):

@@ -19,9 +19,13 @@ def get_python_type(option: click.ParamType) -> Any:
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
-    """Make `flyte run` read inputs of a kind, including subclasses, with a function of ours, which returns a dict.
+    """Patch `flyte run` so that `read` parses the JSON of inputs of this kind and its subclasses.
 
     The SDK's own reader takes the last of several values for a key, and then drops the keys that it does not know.
+
+    Args:
+        kind: a class with from_dict, which gets what read returns.
+        read: parses the text to a dict.
     """
     # A second call must not wrap the function again
     original = getattr(JsonParamType.convert, "original", JsonParamType.convert)

@@ -31,9 +31,10 @@ def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
 
 @torch.inference_mode()
 def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
-    """Write a row for each image of the shard to job.output.
+    """Write a row for each image of the shard to job.output. Predict in float32, like the evaluations of training.
 
-    It predicts in float32, like the evaluations of training.
+    Raises:
+        InputError: A score is not finite, or the images or the weights cannot be used.
     """
     torch.set_num_threads(environment.threads)
     settle_arithmetic()

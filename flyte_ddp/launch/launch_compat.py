@@ -33,9 +33,9 @@ def standing(local_rank: int) -> tuple[int, bool, str]:
 
 
 def _collective(torch: Any) -> str:
-    """Return the collective that this rank is in.
+    """Return the name and tensors of the collective that this rank waits in; empty if none is recorded.
 
-    Under NCCL it is the first that has not ended. The ends of gloo's are not recorded, and its ranks wait in the last.
+    NCCL lists collectives until they end, so it is the first of them. gloo lists ended ones, too, so it is the last.
     """
     recorders = torch._C._distributed_c10d
     is_nccl = torch.distributed.get_backend() == "nccl"
@@ -58,9 +58,10 @@ def read_stack(thread: int | None) -> str:
 
 @contextmanager
 def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
-    """Let torch's elastic agent start its ranks again only if is_worth_it(ChildFailedError of them all), in the block.
+    """Within the block, let torch's elastic agent restart failed ranks only if is_worth_it(their ChildFailedError).
 
-    The agent has no setting for that, and the caller of elastic_launch does not get to see the agent (torch 2.15).
+    It replaces torch's agent class, because the agent has no setting for that, and elastic_launch does not give its
+    caller the agent (torch 2.15).
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api

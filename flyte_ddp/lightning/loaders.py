@@ -95,9 +95,10 @@ class Loaders:
             )
 
     def settle_in(self, trainer: Trainer) -> None:
-        """Have the trainer's loaders read, after a resume, what they read in an undisturbed training.
+        """Patch the trainer so that its loaders read, after a resume, what they read in an undisturbed training.
 
-        Lightning tells samplers the epoch only once workers have begun to read, so they are told before.
+        That is done to each loader when Lightning processes it. Its samplers are told the epoch, because Lightning
+        tells them once workers have begun to read, which is too late. Steps that are done are skipped.
         """
         process = trainer.strategy.process_dataloader
 

@@ -105,7 +105,13 @@ def _check_taken(called: Sequence[Callable[..., Any]], job: LightningJob) -> Non
 
 
 def _called(name: str, kind: Callable[..., Any], job: LightningJob) -> Any:
-    """Call the named class or function: each parameter gets the setting of its name."""
+    """Call a class or function with what its parameters are named after.
+
+    That is a field of the settings, or settings, data_path, loader_workers or pin_memory. `name` is for messages.
+
+    Raises:
+        InputError: A parameter has neither such a value nor a default.
+    """
     arguments = {
         "settings": job.settings,
         "data_path": job.data,

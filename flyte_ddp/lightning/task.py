@@ -120,7 +120,7 @@ class LightningTraining(OfLightning[RecipeOutputs]):
 
 
 def check_lightning(settings: Any, options: Any) -> None:
-    """Raise InputError for what this machine, or Lightning, cannot do."""
+    """Raise InputError if settings or options have the wrong class, lightning is missing, or float16 has no GPU."""
     for value, kind in ((settings, LightningSettings), (options, LightningOptions)):
         if not isinstance(value, kind):
             raise InputError(f"{type(value).__name__} must derive from flyte_ddp.{kind.__name__}")

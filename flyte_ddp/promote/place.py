@@ -228,7 +228,7 @@ class Place:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes from changing the pointer of a folder while the block runs."""
+        """Lock the pointer against other processes while the block runs. In object storage nothing is locked."""
         if self._in_storage:
             yield
             return

@@ -80,9 +80,12 @@ def document(title: str, fragment: str, live: bool = False) -> str:
 
 
 def _render(template: str, **values: Any) -> str:
-    """Fill in a template.
+    """Fill in a Jinja template.
 
-    Values are escaped unless the template calls them safe, and so are characters that UTF-8 lacks.
+    Values are escaped for HTML unless the template calls them safe. Characters that UTF-8 lacks are escaped, too.
+
+    Raises:
+        jinja2.UndefinedError: The template names a value that is not given.
     """
     from jinja2 import Environment, StrictUndefined
 

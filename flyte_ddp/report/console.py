@@ -78,7 +78,10 @@ def warn(text: str) -> None:
 
 
 def say_last(text: str) -> None:
-    """Print the text after the long line of outputs with which `pyflyte run` ends, or before the next message."""
+    """Print the text when the click command ends, after the long line of outputs of `pyflyte run`.
+
+    It is printed earlier if another message comes before that, and at once if no command runs.
+    """
     command = click.get_current_context(silent=True)
     if command is None:
         say(text)

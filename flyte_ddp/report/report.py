@@ -142,7 +142,10 @@ def _measure_curves(record: Record, name: str) -> Curves:
 
 
 def speed_curves(record: Record) -> list[Curves]:
-    """Return the curves of throughput, and of the norm of each weight's gradient."""
+    """Return the curves of throughput, and of gradient norms: of all weights, and of the first 12 named …weight.
+
+    Where no name ends so, the first 12 of any name are drawn.
+    """
     at, steps = record.position, record.steps
     names = list(steps[-1].gradient_norms) if steps else []
     names = ([name for name in names if name.endswith("weight")] or names)[:MOST_LAYERS]

@@ -131,7 +131,10 @@ def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> 
 
 
 def choose_tracking(wish: str) -> str:
-    """Return what "auto" stands for: W&B if it has a key, else "off", with a line that says so."""
+    """Return the wish, or for "auto": "online" with a key for W&B, else "off", which is printed.
+
+    With a key, WANDB_MODE may make it "offline", or "off" if it is "disabled".
+    """
     if wish != "auto":
         return wish
     if has_key():

@@ -211,7 +211,15 @@ def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResu
 
 
 def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
-    """Return each trial with its latest result, given those of the rungs so far; seconds are the sum over its rungs."""
+    """Return all trials in their original order, not ranked, each with its latest result.
+
+    Seconds are the sum over a trial's rungs. A result without a finite measure is a failure.
+
+    Args:
+        sweep: how results are compared.
+        trials: all of them.
+        rungs: the results of the rungs so far, in the order of each rung's entrants; None is a lost result.
+    """
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(plan_rungs(sweep, trials), rungs, strict=False):
         for number, result in zip(_entrants(sweep, rung, latest), results, strict=True):

@@ -127,9 +127,14 @@ def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any]:
-    """Return torchvision's training and test split, from archives of the files below a folder.
+    """Return torchvision's [training, test] data sets of this class, read from the archives.
 
-    The archives are unpacked to a new folder each time, because torchvision trusts unpacked files.
+    They are unpacked to a new temporary folder, because torchvision trusts files that are already unpacked.
+
+    Args:
+        class_name: in torchvision.datasets.
+        below: the folder in its root where the class looks for the unpacked files.
+        archives: the files to unpack.
     """
     from torchvision import datasets
     from torchvision.datasets.utils import extract_archive

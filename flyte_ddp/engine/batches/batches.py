@@ -229,7 +229,7 @@ class _Batches:
         return own if own.start < own.stop else slice(own.start - 1, own.start)
 
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the samples that the rank computes, step by step.
+        """Yield, for each step, the indices of the samples that this rank computes.
 
         Many steps are looked up at once, which costs less.
         """

@@ -157,9 +157,12 @@ class _Group:
 
 
 def _lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of attributes that a new optimizer lacks after loading the state_dict of this one.
+    """Return the names of attributes that are missing or differ in a new optimizer that has loaded the state_dict.
 
-    This optimizer has made a step.
+    Args:
+        recipe: builds the new optimizer.
+        model: the network.
+        optimizer: one that has made a step.
     """
     kept = beside_state(optimizer)
     if not kept:  # torch's own optimizers keep nothing there, so their state need not be copied

@@ -377,7 +377,11 @@ def _shape(value: Any) -> str:
 
 
 def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixed: bool) -> None:
-    """Refuse predictions whose rows have another shape in the shortest padded batch than in the longest."""
+    """Raise InputError if predictions have rows of another shape in some padded batch of the split.
+
+    Of all batches, it tries the one that is padded to the shortest length, and the one that is padded to the longest.
+    Without lengths or predictions it does nothing.
+    """
     recipe = evaluation.recipe
     lengths = get_lengths(split)
     size = evaluation.recipe.settings.test_batch_size
@@ -393,10 +397,10 @@ def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixe
 
 
 def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
-    """Refuse predictions of a sample that depend on the others of its batch: they would depend on test_batch_size.
+    """Raise InputError if a sample's predictions depend on the other samples of its batch, and so on its size.
 
-    Nothing is refused where evaluation draws random numbers, which are others for other samples, nor where parts have
-    rows of another shape, as those that are padded to the longest of their part.
+    The batch is predicted whole and in two parts. Nothing is compared if evaluation draws random numbers, or if the
+    parts have rows of another shape, as when each is padded to its own longest sample.
     """
     predictions = tested.stages["predictions"]
     size = evaluation.size

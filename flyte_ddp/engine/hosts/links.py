@@ -51,11 +51,11 @@ def across(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
-    """Return the GB/s of the slowest link from each host to the next.
+    """Return the slowest speed measured between each pair of neighbouring hosts, in GB/s, by (from, to).
 
     Args:
         hosts: the host of each rank.
-        speeds: GB/s from each rank to the next of its ring.
+        speeds: GB/s from each rank to the next of its ring; the n-th ranks of all hosts are a ring.
     """
     found: dict[tuple[str, str], float] = {}
     for ring in across(hosts):

@@ -54,7 +54,13 @@ class BestTracker:
         return 0 < self.patience <= self.waited
 
     def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
-        """Record the measures of the validation split, and copy the weights if they are the best so far."""
+        """Keep a copy of the weights if this evaluation is the best so far, and count how long none has improved.
+
+        Args:
+            number: the number of the evaluation, from 0.
+            measures: of the validation split; one that is missing or not finite is never the best.
+            weights: the weights that were evaluated.
+        """
         value = measures.get(self.measure, math.nan)
         signed = -value if self.is_lower_better else value
         score = signed if math.isfinite(value) else -math.inf

@@ -25,14 +25,16 @@ First = tuple[nn.Module, set[str], list[str]]
 
 
 def first_model(recipe: Recipe, job: Job) -> First:
-    """Build the network, on the CPU, with its initial weights unless training continues from a checkpoint.
+    """Build the network on the CPU, with the values of model() and of the weights that init names; a collective.
 
-    A collective.
-
-    To be sharded, the network is without values on all ranks but the first, unless its model() needs them.
+    A checkpoint's values are not loaded here. With sharding, ranks other than 0 build it without values, if model() can
+    do without.
 
     Returns:
-        The network, the names of the weights that model() provides and freezes, and remarks.
+        The network, the names of the frozen weights that keep model()'s values, and remarks.
+
+    Raises:
+        InputError: The network, or the settings of init, cannot be used.
     """
     rank = distributed.get_rank()
     size = distributed.get_world_size()

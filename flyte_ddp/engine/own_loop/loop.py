@@ -194,15 +194,18 @@ class Loop:
         state.choose()
 
     def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """Compute the gradients of loss_of(batch), and return that loss, detached; in place of loss.backward().
+        """Compute the gradients of loss_of(batch) and return that loss, detached, in place of loss.backward().
 
-        With settings.virtual_ranks, a batch has parts, for each of which loss_of is called with what a batch is
-        otherwise, maybe more than once; loss and gradients are those of the parts' mean, the same bits on any number of
-        ranks. A collective.
+        With settings.virtual_ranks it is a collective. loss_of is called for each part of the batch, maybe several
+        times, with what a batch is without virtual ranks. Loss and gradients are those of the parts' mean, the same
+        bits on any number of ranks.
 
         Args:
             batch: what loop.batches has given.
             loss_of: returns the mean loss of what it is given, a tensor of no dimension.
+
+        Raises:
+            InputError: With virtual ranks, loop.wrap has not been called, or ranks do different things.
         """
         state = self._state
         state.backward_calls += 1

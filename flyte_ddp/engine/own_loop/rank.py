@@ -35,10 +35,11 @@ ALREADY = "the ranks are a process group before the loop is called, and until it
 def run(
     function: Callable[[Loop], None], environment: Environment, device: torch.device, link: Link, job: Job
 ) -> TrainingResult:
-    """Call the user's function as this rank of the process group.
+    """Call the user's function as this rank of the process group, and return what it has trained.
 
     Raises:
-        InputError: A setting or option would have no effect.
+        InputError: A setting or option would have no effect or is wrong, the function doesn't take one argument, or it
+            creates or destroys the process group.
     """
     for kind, given in ((TrainingSettings, job.settings), (RunOptions, job.options)):
         for name in UNUSED[kind]:

@@ -406,7 +406,13 @@ class LoopState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state; raises InputError if it does not fit. Tensors of saved are copied."""
+        """Restore the state, and copy its tensors. Within an epoch, keep it, too, for put_back.
+
+        Gradients are restored by put_back then, and here otherwise.
+
+        Raises:
+            InputError: It does not fit the parts of this loop.
+        """
         with _fitting():
             if saved["parts"].keys() != self.parts.keys():
                 raise ValueError(f"it has {', '.join(saved['parts'])}")
@@ -426,9 +432,10 @@ class LoopState:
             self.exact.grid = None if grid is None else grid.clone()
 
     def put_back(self) -> None:
-        """Restore what the user's code has changed before the steps of an epoch in which the training is resumed.
+        """Restore networks, optimizers, schedules, gradients and measures, after a resume within an epoch.
 
-        It runs there again. Parts of other kinds, which may be iterators, are left alone.
+        The user's code before the epoch's steps has run a second time, and may have changed them. Other parts may be
+        iterators, and are left alone. Does nothing if there was no such resume.
         """
         saved, self._resumed = self._resumed, None
         if saved is None:

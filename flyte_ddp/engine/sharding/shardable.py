@@ -40,7 +40,7 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 
 
 def check_weights(recipe: Recipe, model: nn.Module) -> None:
-    """Raise InputError for weights that cannot be cut into rows, or that two units share."""
+    """Raise InputError for a weight without dimensions, one with a gradient hook, or one that two FSDP units share."""
     where = code_location(recipe, "model")
     units = matching_layers(recipe, "fsdp_units", model)
     firsts: dict[int, tuple[str, str | None]] = {}

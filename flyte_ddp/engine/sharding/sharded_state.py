@@ -93,12 +93,12 @@ def with_room(content: Any) -> Any:
 
 
 def fill(path: Path | None, content: Any, device: torch.device) -> None:
-    """Fill a file, in which rank 0 has saved the content with room for its Shards, row by row.
+    """Write the rows of all ranks' Shards into the file in which rank 0 saved the content with room for them.
 
     No tensor is ever whole in memory. If there are any Shards, all ranks must call it.
 
     Args:
-        path: None on the other ranks; also on rank 0 if it could not write the file, which is its own problem then.
+        path: on rank 0 the file, or None if it could not write one: then nothing is filled. None on other ranks.
         content: what was saved.
         device: the device that sends and receives.
     """

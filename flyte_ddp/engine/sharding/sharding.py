@@ -155,9 +155,14 @@ def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
-    """Put back the weights and buffers of a sharded network, which cannot be copied, after the block has tried it.
+    """Let the block try a sharded network, which cannot be copied; then restore its weights and buffers.
 
-    Torch's errors about weights outside of their unit, a unit's inputs, and missing values are explained.
+    Gradients are set to zero. Nothing is restored if the block raises. A network that isn't sharded is left alone.
+
+    Raises:
+        InputError: The block raised one of torch's errors on sharding that can be explained, such as a weight
+            outside of
+            its unit.
     """
     if not is_sharded(model):
         yield

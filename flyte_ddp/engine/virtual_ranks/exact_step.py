@@ -100,13 +100,14 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def added_up(self, backward: Callable[[], None], call: int = 0) -> Totals:
-        """Add up the gradients that backward computes, or make all of them NaN if one is not finite.
+        """Add up the gradients of all ranks exactly, or make all of them NaN if one is not finite; a collective.
 
-        The host waits for the device. If the sum doesn't keep its bound, backward is called again.
+        backward is called twice if the units of the sum are not known yet, as in the first step, or don't fit. The host
+        waits for the device.
 
         Args:
             backward: runs forward and backward passes of the rank's parts, from gradients of 0.
-            call: counts the calls of a step; the losses of a GAN need units of their own.
+            call: the number of this call within the step, from 0, as each loss of a GAN needs units of its own.
         """
         call = min(call, CALLS - 1)
         is_known = call < len(self._exponents)
