@@ -32,7 +32,7 @@ class LoadingOutputs(NamedTuple):
     report: FlyteFile
 
 
-@task(enable_deck=True, deck_fields=(), **training_resources(most_gpus=1))
+@task(enable_deck=True, deck_fields=(), **{**training_resources(most_gpus=1), "shared_memory": True})
 def time_loading(
     folder: FlyteDirectory | None, workers: list[int], batch_size: int, side: int, most_images: int, repeats: int
 ) -> LoadingOutputs:

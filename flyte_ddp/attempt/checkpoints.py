@@ -142,6 +142,7 @@ class PlatformStore(Store):
         super().__init__(path, platform, platform.checkpoint_url())
         self._new = threading.Event()
         self._closing = False
+        self._stored: os.stat_result | None = None  # the status of the checkpoint that is in the storage
         self._taken: set[str] = set()  # the folders of shards that the manifest in the storage may name
         say(f"Checkpoints: {self.folder}")
         # Only in this thread's context does the platform know its storage
@@ -207,7 +208,7 @@ class PlatformStore(Store):
             self._new.clear()
             closing = self._closing
             try:
-                if self.path.exists():
+                if self.path.exists() and not (self._stored and self._is_still(self._stored)):
                     self.put_newest()
             except Exception as error:  # each storage has its own errors; the next upload may succeed
                 warn(f"a checkpoint was not uploaded: {type(error).__name__}: {error}")
@@ -233,6 +234,7 @@ class PlatformStore(Store):
                     link_or_copy(model, folder / model.name)
             if self._is_still(status):  # the event of a newer checkpoint would follow
                 self._models.put(folder, partial(self.put_checkpoint, pinned, manifest))
+                self._stored = status
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

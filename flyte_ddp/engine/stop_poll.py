@@ -49,9 +49,10 @@ class StopPoll:
 
     def _exchange(self, stop: bool) -> None:
         now = time.perf_counter()
-        own = float(stop), (now - self._since) / self._batches
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # filled without a copy that the host awaits
+        sums[0] = float(stop)
+        sums[1] = (now - self._since) / self._batches
         self._batches, self._since = 0, now
-        sums = torch.tensor(own, dtype=torch.float64, device=self._device)
         distributed.all_reduce(sums)
         self._readback.copy(0, sums)
         read = self._readback.read()

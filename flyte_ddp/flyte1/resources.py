@@ -20,6 +20,7 @@ from flyte_ddp.attempt.registration import MOST_GPUS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment, training_environment
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.caching import CodeVersion
+from flyte_ddp.launch.grace import USUAL_SECONDS
 
 IMAGE = "{{.image.trainer}}"  # flyte.config, or --image trainer=NAME, names the image
 
@@ -128,13 +129,16 @@ def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
     A pod template in code that sets a grace keeps its own. A template in the cluster stays as it is.
     """
     asked, template = registration(), arguments.get("pod_template")
+    in_cluster = arguments.get("pod_template_name")
     own = template.pod_spec.termination_grace_period_seconds if template else None
-    if own is None and not asked.pod_template:
+    if own is None and not in_cluster:
         if template:
             template = copy.deepcopy(template)
             template.pod_spec.termination_grace_period_seconds = asked.pod_grace
         else:
             template = GracefulPod(asked.pod_grace)
+    if own is None and in_cluster and not asked.pod_template:  # the task's own, whose grace is not known here
+        own = asked.grace_seconds or USUAL_SECONDS
     environment = {**requested.grace_environment(own), **arguments["environment"]}
     return {**arguments, "pod_template": template, "environment": environment}
 

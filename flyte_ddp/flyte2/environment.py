@@ -21,7 +21,7 @@ from flyte_ddp.attempt.requested import Size, pod_environment, registered_enviro
 from flyte_ddp.code.code_version import is_installed, with_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte
-from flyte_ddp.launch.grace import USUAL_SECONDS
+from flyte_ddp.launch.grace import POD_VARIABLE, USUAL_SECONDS
 
 # Accelerators whose names here differ from flytekit's, which the registration has
 ACCELERATORS: dict[str, Any] = {"L40S": "L40s", "A100_80GB": "A100_80G", "L4_VWS": "L4"}
@@ -218,7 +218,14 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
 def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
     """Return the arguments of a task that trains: cache, retries, live report, time limit, and the user's own."""
     if "pod_template" in own:
-        own["pod_template"] = _labelled(_with_grace(own["pod_template"])[0])
+        template, grace = _with_grace(own["pod_template"])
+        expected = _with_grace(registration().pod_template)[1]
+        if grace != expected:
+            raise InputError(
+                f"a task's own pod_template must have the grace of its environment, {expected[POD_VARIABLE]} s, got "
+                f"{grace[POD_VARIABLE]} s: give the template to environment(pod_template=...) instead"
+            )
+        own["pod_template"] = _labelled(template)
     return {
         "cache": cached(code, ignored, ["torch"]),
         "retries": flyte.RetryStrategy(registration().retries, PAUSES),

@@ -21,7 +21,7 @@ from typing import Any
 import flyte_ddp
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
-from flyte_ddp.launch.failures import PreemptedError, from_exit_code, name_the_cause
+from flyte_ddp.launch.failures import LOSSES, PreemptedError, RankError, from_exit_code, name_the_cause
 from flyte_ddp.launch.grace import Saved, grace_seconds, seconds_of_ranks, seconds_of_upload
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, report_hang
 from flyte_ddp.launch.launch_compat import leave_behind
@@ -207,8 +207,13 @@ def _supervise(
         failures = [rank.value for rank in ranks if rank.outcome == "failed"]
         if failures:
             give_up_at = give_up_at or now + GRACE_SECONDS
-            if now >= give_up_at or not all(failure.is_effect for failure in failures) or len(failures) == len(ranks):
-                raise name_the_cause(failures)
+            has_ended = all(rank.outcome in ("done", "failed") for rank in ranks)
+            if now >= give_up_at or has_ended or not all(failure.is_effect for failure in failures):
+                error = name_the_cause(failures)
+                is_loss = isinstance(error, RankError) and error.failure.kind in LOSSES
+                if is_loss and signals and signal.SIGINT not in signals:  # the node goes down
+                    raise PreemptedError(f"{signal.Signals(signals[0]).name}: {error}", now + seconds_of_upload(grace))
+                raise error
         if signals and noticed == math.inf:
             noticed = now
             for rank in ranks:

@@ -183,7 +183,9 @@ class RankObserver(Checkpoint):
         progress.clock.steps += 1
         progress.epoch, progress.step = trainer.current_epoch, batch_idx + 1
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        pairs = torch.tensor([0.0, 0.0, samples, 0.0], dtype=torch.float64, device=self.device)
+        # Filled in place: a copy to a GPU would make the host wait
+        pairs = torch.zeros(4, dtype=torch.float64, device=self.device)
+        pairs[2] = samples
         if loss is not None:
             # Lightning divides the loss by accumulate_grad_batches; a module's own optimization may give one by sample
             pairs[0] = loss.detach().double().mean() * trainer.accumulate_grad_batches * samples

@@ -31,7 +31,8 @@ def tiles(record: Record) -> list[tuple[str, str]]:
         shown = [("-", f"{split} {in_words(record.headline)}, after the first epoch")]
     else:
         is_tested = tested is not None and bool(tested.measures)  # a loop of one's own may choose, and not test
-        measures = tested.measures if tested and is_tested else record.epochs[-1].evaluated
+        chosen = [epoch for epoch in record.epochs if tested and epoch.position == tested.position]
+        measures = tested.measures if tested and is_tested else (chosen or record.epochs)[-1].evaluated
         shown = []
         for name in dict.fromkeys((record.headline, "loss")):
             label = f"{'test' if is_tested else split} {in_words(name)}"

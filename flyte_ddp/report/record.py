@@ -247,6 +247,8 @@ class Record(events.Observer):
     @property
     def split(self) -> str:
         """Return the name of the split that each epoch is evaluated on."""
+        if self.epochs:
+            return self.epochs[-1].split
         return "validation" if self.started and self.started.validation_samples else "test"
 
     @property

@@ -334,3 +334,18 @@ def test_an_upload_that_outlasts_the_grace_is_said_not_to_have_ended(tmp_path):
         stopped_store(Uploading(tmp_path, go_on.wait), until=time.monotonic())
     assert not (tmp_path / "0" / "checkpoints" / "checkpoint").exists()
     go_on.set()
+
+
+def test_a_checkpoint_that_is_stored_is_not_uploaded_again_as_the_store_closes(tmp_path):
+    uploads: list[None] = []
+    stored = threading.Event()
+
+    def do():
+        uploads.append(None)
+        stored.set()
+
+    with checkpoint_store(Uploading(tmp_path, do), "key", True) as store:
+        write_whole(store.path, b"the state")
+        store(CheckpointWritten(0, 4, str(store.path), 0.0, 0.0))
+        assert stored.wait(30)
+    assert len(uploads) == 1

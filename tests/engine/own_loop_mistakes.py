@@ -355,3 +355,22 @@ def ends_the_ranks(loop: Loop):
 
 def takes_nothing():
     pass
+
+
+def tests_after_it_has_left_the_epochs(loop: Loop):
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs(headline="loss", best="lowest"):
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+        evaluate(loop, model, tests)
+        break
+    evaluate(loop, model, tests)
+
+
+def evaluates_before_the_last_steps(loop: Loop):
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs(headline="loss", best="lowest"):
+        for number, (inputs, labels) in enumerate(batches):
+            if number == 5:
+                evaluate(loop, model, tests)
+            step(loop, model, optimizer, inputs, labels)

@@ -119,6 +119,8 @@ def test_a_training_may_have_its_own_pod_beside_what_is_registered(registered, n
     assert usual.interruptible
     assert usual.pod_template.pod_spec.termination_grace_period_seconds == 120
     assert image_training.arguments(pod_template=grace)["pod_template"].labels == mine.pod_template.labels
+    with pytest.raises(InputError, match=r"must have the grace of its environment, 120 s, got 30 s: give the template"):
+        image_training.arguments(pod_template=grace.with_termination_grace_period(30))
 
 
 @pytest.mark.slow

@@ -19,14 +19,15 @@ class Call(Enum):
     EPOCH_END = "ends the epoch"
 
 
-def agree(call: Call, epoch: int, step: int) -> bool:
+def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
     """Return whether all ranks do the same; a collective.
 
     It is False where some have left an evaluation earlier than others, and these others hear of it. Without this check
-    gloo would abort the process. Under NCCL the host would have to wait for the device, so nothing is asked: ranks that
-    differ hang, and the message of the hang has their stacks.
+    gloo would abort the process. Under NCCL nothing is asked in a step, where the host would have to wait for the
+    device: ranks that differ hang, and the message of the hang has their stacks.
 
     Args:
+        device: of this rank.
         call: what this rank does.
         epoch: from 0.
         step: how many steps of the epoch are done.
@@ -34,11 +35,12 @@ def agree(call: Call, epoch: int, step: int) -> bool:
     Raises:
         InputError: Ranks do different things; on all of them.
     """
-    if distributed.get_world_size() == 1 or distributed.get_backend() != "gloo":
+    is_in_step = call in (Call.BACKWARD, Call.STEP_END)
+    if distributed.get_world_size() == 1 or (is_in_step and distributed.get_backend() != "gloo"):
         return True
     number = [*Call].index(call)
     while True:
-        extremes = torch.tensor([number, -number])
+        extremes = torch.tensor([number, -number], device=device)
         distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
         if extremes[0] == -extremes[1]:
             return True

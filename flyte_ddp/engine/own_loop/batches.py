@@ -50,7 +50,7 @@ class TrainSteps:
 
     def __iter__(self) -> Iterator[Any]:
         state, key = self._state, partial(derive_key, Use.OWN_STEP, self._settings.seed)
-        if state.progress.started is None or state.progress.epoch == self._settings.epochs:
+        if state.progress.started is None or state.is_over or state.progress.epoch == self._settings.epochs:
             raise InputError(f"iterate over loop.batches within `for epoch in loop.epochs():`; {UNTRAINED}")
         is_other = state.trains_on not in (None, self) and (state.progress.step or state.logged)
         if is_other or (state.is_stepping and not state.logged):

@@ -34,6 +34,8 @@ class LastStep:
 
         def kept(path: tuple[Any, ...], leaf: Any) -> Any:
             keys = tuple(getattr(key, "key", None) for key in path)
+            if keys[0] == "choice":  # the best weights never change in place
+                return leaf
             if not isinstance(leaf, Tensor):
                 return copy.deepcopy(leaf)
             if keys in buffers or keys[0] == "progress":
@@ -43,8 +45,9 @@ class LastStep:
 
         self._content: dict[str, Any] | None = None
         with suppress(Exception):  # of parts of any kind: without this the evaluation goes on to its end
-            self._content = pytree.tree_map_with_path(kept, content)
+            copied = pytree.tree_map_with_path(kept, content)
             self._digest = self._digest_now()
+            self._content = copied
 
     def is_whole(self) -> bool:
         """Return whether it is still what a checkpoint would have had."""

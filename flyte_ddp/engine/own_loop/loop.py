@@ -258,6 +258,11 @@ class Loop:
         values, over that of their weights.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
+        if state.best_tracker and state.evaluated_at == self.step and not state.is_over:
+            raise InputError(
+                "loop.evaluated must be called once in each epoch with loop.epochs(best=...), on the validation split: "
+                "let settings.patience end the training, and evaluate a test split once loop.epochs has come to its end"
+            )
         state.agree(Call.EVALUATED)
         if self.settings.virtual_ranks and state.measured and state.is_cut:
             raise InputError(
@@ -280,8 +285,8 @@ class Loop:
             state.evaluated[name] = value / weight
         if not math.isfinite(state.evaluated.get("loss", 0.0)):
             split = "validation" if state.best_tracker and not state.is_over else "test"
-            raise NonFiniteError.in_evaluation(state.evaluated["loss"], split, self.epoch + 1)
-        found = state.evaluated
+            raise NonFiniteError.in_evaluation(state.evaluated["loss"], split, self.epoch + (not state.is_over))
+        found, state.evaluated_at = state.evaluated, self.step
         if state.is_over:
             state.tested, state.evaluated = found, {}
         return dict(found)

@@ -65,6 +65,7 @@ class LoopState:
         trains_on: what the steps of the current epoch come from; None before the first of this attempt.
         logged: the measures of the current step; empty before and after it.
         evaluated: the measures of the current epoch's evaluation.
+        evaluated_at: the step after which they were measured; -1 before.
         part: of the batch that loop.evaluation has given; None outside of it.
         is_cut: whether the last evaluation was left before its end.
         measured: by name (parts, 2) float64, the sums and weights that loop.measured was given for each part.
@@ -97,6 +98,7 @@ class LoopState:
         self.step_seed = self.backward_calls = 0
         self.logged = dict[str, Tensor]()
         self.evaluated: dict[str, float] = {}
+        self.evaluated_at = -1
         self.part: int | None = None
         self.measured: dict[str, Tensor] = {}
         self.is_cut = False
@@ -151,11 +153,11 @@ class LoopState:
 
     def agree(self, call: Call) -> None:
         """Raise InputError if another rank does something else here; a collective."""
-        agree(call, self.progress.epoch, self.progress.step)
+        agree(call, self.progress.epoch, self.progress.step, self.device)
 
     def all_evaluate(self) -> bool:
         """Return whether no rank has left the evaluation that this one is in; a collective."""
-        return agree(Call.BATCH, self.progress.epoch, self.progress.step)
+        return agree(Call.BATCH, self.progress.epoch, self.progress.step, self.device)
 
     def begin_step(self) -> None:
         self.is_stepping = True
@@ -266,8 +268,12 @@ class LoopState:
         if differ_between_ranks([*weights, *self.optimizers.weights()], self.device):
             self.progress.warn_once(DRIFTED)
 
-    def end_epoch(self) -> None:
-        """Enter the epoch's evaluation, and write a checkpoint; a collective."""
+    def end_epoch(self, is_left: bool = False) -> None:
+        """Enter the epoch's evaluation, and write a checkpoint; a collective.
+
+        Args:
+            is_left: whether the user's code has left the loop over the epochs, and trains no more.
+        """
         progress = self.progress
         assert progress.started
         if self.logged:  # the loop was left in the middle of an epoch
@@ -282,6 +288,11 @@ class LoopState:
                 )
             missing = f"call loop.evaluated({headline}=...)"
             raise InputError(f"{missing} at the end of each epoch, on every rank, as it adds up what all have measured")
+        if self.best_tracker and self.evaluated_at != progress.step:
+            raise InputError(
+                "loop.evaluated must be called after an epoch's last step with loop.epochs(best=...), got step "
+                f"{self.evaluated_at} of {progress.step}: the weights have changed since then, so evaluate them again"
+            )
         self.agree(Call.EPOCH_END)
         finished = EpochFinished(
             epoch=progress.epoch,
@@ -302,12 +313,12 @@ class LoopState:
         if self.best_models:
             self.best_models.after_evaluation()
         progress.begin_next(1.0)  # also where an epoch was left early
-        self.evaluated = {}
+        self.evaluated, self.evaluated_at = {}, -1
         self.trains_on = self._resumed = None
         is_over = self.is_trained
         progress.owes_checkpoint = not is_over and self.must_wait()
         self._can_leave, self._last_step = not progress.owes_checkpoint, None
-        stop = not is_over and StopPoll(self.device).at_end(self._link.stop_requested)
+        stop = not is_over and not is_left and StopPoll(self.device).at_end(self._link.stop_requested)
         if not progress.owes_checkpoint:
             progress.save(self, is_over or stop)
             if stop:
@@ -327,8 +338,10 @@ class LoopState:
         if tracker and tracker.weights is not None:
             self.parts["model"].load_state_dict(tracker.weights)
         elif tracker:
-            progress = self.progress
-            progress.emit_all(progress.monitor.never_chosen(tracker.measure, progress.history[-1].position))
+            self.progress.warn_once(
+                f"the weights are those of the last epoch, not of the best: {tracker.measure} has never been a finite "
+                "number: look for samples whose value divides by 0, or choose another headline"
+            )
 
     def evaluated_weights(self) -> dict[str, Tensor]:
         """Return the weights that are evaluated."""
@@ -352,12 +365,13 @@ class LoopState:
         if not progress.started:
             raise InputError(f"{self._job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
         if self.evaluated:  # the loop over the epochs was left
-            self.end_epoch()
+            self.end_epoch(is_left=True)
         elif progress.step or self.logged:
             if self.logged:
                 self.end_step(is_left=True)
             progress.check_steps(self)
-            progress.warn_once(UNMEASURED)
+            if not (self.best_tracker and self.best_tracker.best >= 0):
+                progress.warn_once(UNMEASURED)
         if progress.owes_checkpoint:
             progress.save(self, is_last=True)
         progress.close()
