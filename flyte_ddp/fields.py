@@ -173,9 +173,10 @@ def described(kind: type[Settings]) -> dict[str, str]:
 
 
 def _check_declared(kind: type[Settings]) -> None:
-    """Raise InputError for declarations that dataclasses silently ignore.
+    """Check that a settings class declares its fields in a way that dataclasses notices.
 
-    These are the fields of a class without the decorator, and new defaults without a type.
+    Raises:
+        InputError: A class with fields lacks the dataclass decorator, or a new default has no type.
     """
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for one in kind.__mro__[: kind.__mro__.index(Settings)]:

@@ -273,8 +273,8 @@ class Recipe:
     def all_gather(self, local: Tensor) -> Tensor:
         """Gather rows of the whole global batch, with gradients, for losses that compare samples with one another.
 
-        All ranks must call it. self.share.first is the position of the rank's first sample in the result. With virtual
-        ranks it must be called once, in measure().
+        All ranks must call it. The rank's first sample is row self.share.first of the result. With virtual ranks the
+        method must be called once in every step, in measure().
 
         Args:
             local: (n, ...), a row for each of this rank's samples.
@@ -283,8 +283,8 @@ class Recipe:
             (N, ...), the rows of all ranks.
 
         Raises:
-            InputError: local does not have a row for each sample, or, with virtual ranks, earlier steps made no such
-                call.
+            InputError: local does not have a row for each sample, or, with virtual ranks, the first step did not call
+                the method.
         """
         share = self.share
         if not local.ndim or len(local) != share.count:

@@ -51,10 +51,14 @@ class Store(Observer):
         self._models = StoredModels(platform, self.folder, path)
 
     def fetch_given(self, url: str) -> None:
-        """Download the checkpoint that the user names, if this training has none of its own yet; "" is none.
+        """Download the checkpoint that the user names, unless this training already has one.
+
+        Args:
+            url: the folder of the checkpoint; empty is none.
 
         Raises:
             InputError: The folder has no checkpoint.
+            RecoverableError: The storage still fails after the last try.
         """
         if not url or self.path.exists():
             return
@@ -83,7 +87,14 @@ class Store(Observer):
         return ""
 
     def _get_checkpoint(self, url: str) -> None:
-        """Download a checkpoint with the files beside it. Raises FileNotFoundError if there is none."""
+        """Download a folder's checkpoint and the files beside it, and put the checkpoint at its path.
+
+        Args:
+            url: the folder.
+
+        Raises:
+            FileNotFoundError: The folder has no checkpoint.
+        """
         beside = temporary_beside(self.path)
         models = StoredModels(self._platform, url, self.path)
         try:
@@ -150,17 +161,17 @@ class PlatformStore(Store):
         self._thread.start()
 
     def restore(self, resume: bool) -> None:
-        """Download the newest checkpoint.
+        """Download the newest checkpoint, if there is one.
 
-        If only this attempt's processes were restarted, that is the attempt's own. Otherwise, with resume, it is the
-        previous attempt's, which is saved as this attempt's own at once. Until that is done, a file tells the next
-        attempt where the checkpoint is.
+        The attempt's own checkpoint comes first; it exists if only the processes were restarted. Without one, and with
+        resume, the previous attempt's checkpoint is downloaded and saved as this attempt's own. Until then, a file
+        tells the next attempt where the checkpoint is.
 
         Args:
             resume: whether the previous attempt's checkpoint may be used.
 
         Raises:
-            RecoverableError: storage does not deliver the checkpoint.
+            RecoverableError: The storage does not deliver the checkpoint.
         """
         previous = self._platform.previous_checkpoint_url()
         if resume:
@@ -248,9 +259,13 @@ class PlatformStore(Store):
             link_or_copy(shards_beside(self.path) / manifest["folder"] / name, folder / name)
 
     def put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
-        """Upload a checkpoint. Of a sharded one, upload the files beside it, then the manifest.
+        """Upload a checkpoint. For a sharded one, upload the files beside it first, and the manifest last.
 
-        Nothing is removed from the storage, so folders of shards have few names, which are used again.
+        Nothing is removed from the storage. The folders of shards use a few numbers as names, again and again.
+
+        Args:
+            pinned: the checkpoint, or the manifest of a sharded one. The files of its shards lie beside it.
+            manifest: the content of the manifest; None for a checkpoint that is not sharded.
         """
         url = f"{self.folder}/{self.path.name}"
         if manifest is None:
@@ -288,16 +303,23 @@ NewStore = Callable[[Path, Platform], PlatformStore]
 def checkpoint_store(
     platform: Platform, key: str, resume: bool, resume_from: str = "", stored: NewStore = PlatformStore
 ) -> Iterator[Store]:
-    """Open the store of this training's checkpoint, with the checkpoint to resume from already at its path.
+    """Open the store of this training's checkpoint, with the checkpoint to resume from at its path.
 
-    That is, with resume, an earlier attempt's checkpoint, and otherwise the one in the folder resume_from.
+    With resume, that is an earlier attempt's checkpoint. If there is none, it is the one in the folder resume_from. In
+    a local run, the folder of the checkpoint is removed after a successful training. On a platform, the end of the
+    block waits for the upload of the newest checkpoint; after a preemption, at most for the grace.
 
     Args:
         platform: the platform.
-        key: the digest of what determines the training's result.
+        key: the digest of everything that determines the training's result.
         resume: whether to resume from an earlier attempt.
         resume_from: the folder of a checkpoint that the user names; empty is none.
         stored: creates the store outside of local runs.
+
+    Raises:
+        InputError: The folder resume_from has no checkpoint.
+        RecoverableError: The storage does not deliver the checkpoint.
+        PreemptedError: The training was preempted. The message says if the upload did not finish in the grace.
     """
     if platform.is_local():
         with _local_folder(key) as folder:

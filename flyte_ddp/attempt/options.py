@@ -35,10 +35,14 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Give the help of commands a line for each setting in place of a JSON schema. A second call does no harm.
+    """Patch click so that the help of an option shows one line per setting instead of a JSON schema.
+
+    The patch replaces click.Option.__init__. It changes only options whose type is a Settings class. A second call
+    replaces the first patch.
 
     Args:
-        kind_of: returns the Python type that an option is converted to, or anything else if there is none.
+        kind_of: returns the Python type that an option is converted to. Any other value leaves the option
+            unchanged.
     """
     original = getattr(click.Option.__init__, "original", click.Option.__init__)
 

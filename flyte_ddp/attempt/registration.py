@@ -224,7 +224,14 @@ class Registration(Settings):
 
 
 def registration() -> Registration:
-    """Read the environment. Raises InputError naming a variable that is wrong or unknown."""
+    """Read the registered settings from the DDP_ environment variables.
+
+    Returns:
+        The settings. A variable that is not set keeps its default.
+
+    Raises:
+        InputError: A variable has an invalid value, or nothing reads it. The message names the variable.
+    """
     check_variables()
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Registration):

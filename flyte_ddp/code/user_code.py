@@ -57,19 +57,23 @@ class UserCode:
 
 
 def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = ENGINE) -> UserCode:
-    """Find the code of a recipe, or of an observer, from its source. Nothing is imported, not even a parent package.
+    """Find the source of a recipe or an observer, and compute its version, without importing anything.
 
-    Modules are searched for on sys.path. Import statements are found anywhere, and so is import_module("a.b") with a
-    literal name; checked_imports reports other imports. The version does not change when comments, docstrings or
-    formatting of the user's code are edited, nor between Python 3.10 and 3.13.
+    Modules are searched for on sys.path. Import statements count anywhere in a file, and so does import_module("a.b")
+    with a literal name. checked_imports reports other imports. The version does not change with comments, docstrings or
+    formatting of the user's code, nor between Python 3.10 and 3.13.
 
     Args:
         name: "package.module:Name".
-        data_files: files that the code reads, relative to the folder of the recipe's module.
-        ranks: modules of this library that use the code.
+        data_files: files that the code reads, relative to the folder of the module.
+        ranks: modules of this library that the ranks run. The version covers their code, too.
+
+    Returns:
+        The code's name, root folder, files and version.
 
     Raises:
-        InputError: the code cannot be found, or has a syntax error.
+        InputError: The name is malformed, the code or a data file is not found, a data file lies outside the root
+            folder, or a file has a syntax error.
     """
     if not isinstance(name, str):
         raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: what ranks import is found by its name")

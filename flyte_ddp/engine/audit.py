@@ -72,13 +72,24 @@ class Audit:
         self._is_first = True
 
     def added_up(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int, call: int = 0) -> Totals:
-        """Return what ExactStep.added_up does, in a step that may be audited; a collective.
+        """Add up the gradients of a step over all ranks, and audit the step if it is due; a collective.
 
-        The errors come on all ranks, with the weights as before the step.
+        The audit is due in the first step and in each step whose number is a multiple of `every`. When the audit finds
+        a fault, all ranks raise the same error, and the weights are those before the step.
+
+        Args:
+            backward: runs forward and backward passes of the given batches.
+            shares: this rank's shares of the global batch.
+            epoch: the number of the epoch, from 0.
+            step: the number of the step in the epoch, from 0.
+            call: the number of this call within the step, from 0. A GAN has one for each loss.
+
+        Returns:
+            The same as ExactStep.added_up.
 
         Raises:
-            InputError: Code computes other bits each time.
-            WrongBitsError: Ranks compute other bits than others.
+            InputError: The code computes other bits each time, or audit_every is set on processors of several kinds.
+            WrongBitsError: Some ranks compute other bits than the others.
         """
         is_first = self._is_first
         self._is_first = False
@@ -106,13 +117,17 @@ class Audit:
         return totals
 
     def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
-        """Have all ranks compute the part some more times, and a product of matrices; a collective.
+        """Find the reason why digests of a part differ, by repeating its computation on all ranks; a collective.
 
-        The gradients of a step are lost.
+        Each rank also multiplies two matrices, to find a processor that multiplies wrongly. The gradients of the
+        current step are lost.
 
         Args:
-            compute: computes the digest of the part.
-            found: the digests of the part by rank, so far.
+            compute: computes the digest of the part's gradients.
+            found: the digests of the part so far, by rank.
+
+        Returns:
+            The verdict: the cause and the ranks to blame.
         """
         ranks = range(len(self._places))
         again = [self._digests(compute, ranks) for _ in range(REPEATS)]
@@ -133,7 +148,14 @@ class Audit:
         return difference(GRADIENTS, verdict.odd, verdict.others, self._places)
 
     def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
-        """Raise an error, or warn, where ranks differ in the first step, maybe by processors of several kinds."""
+        """Raise an error for ranks that differ in the first step, or warn if audits are off.
+
+        Different processors may compute different bits.
+
+        Raises:
+            WrongBitsError: Audits are on, and the ranks have the same hardware.
+            InputError: Audits are on, and the hardware differs.
+        """
         kinds = {self._places[rank].hardware for rank in (*verdict.odd, *verdict.others)}
         if self.every and len(kinds) == 1:
             raise self._error(verdict, epoch, step)
@@ -146,9 +168,9 @@ class Audit:
         self._warn(epoch, step, [reason])
 
     def _sent(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
-        """Return the part of the global batch, on all ranks, with the strides that it has on the owner.
+        """Broadcast one part of the global batch from its owner, with the strides that it has there.
 
-        Torch chooses kernels by strides, too.
+        Torch chooses kernels by strides, so all ranks need the same ones.
         """
         outlines: list[Any] = [None]
         own = next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None)
@@ -179,7 +201,7 @@ class Audit:
         return sent.to("cpu") if device == "cpu" else sent
 
     def _digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
-        """Return what these ranks compute, by rank; a collective of all ranks."""
+        """Compute the digest of the part on these ranks, and return the digests by rank; a collective of all ranks."""
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         digests = of_ranks(compute() if self._rank in ranks else zero)
         return {rank: digests[rank] for rank in sorted(ranks)}

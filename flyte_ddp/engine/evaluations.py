@@ -38,11 +38,14 @@ class Evaluated(NamedTuple):
     stop: bool
 
     def check_loss(self, split: str, position: float) -> None:
-        """Raise NonFiniteError, on all ranks, if the loss is not finite.
+        """Raise NonFiniteError if a sample's loss is not finite; all ranks raise it.
 
         Args:
-            split: test or validation.
-            position: how many epochs had been trained, with fractions.
+            split: the name of the split, test or validation.
+            position: the number of epochs that had been trained, with fractions.
+
+        Raises:
+            NonFiniteError: A sample's loss is not finite.
         """
         if "loss" in self.broken:
             raise NonFiniteError.in_evaluation(self.measures["loss"], split, position)

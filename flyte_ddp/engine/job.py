@@ -54,9 +54,10 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The facts that determine the result, and must be equal for one run to resume from the checkpoint of another.
+        """The facts that determine the result of the training.
 
-        Settings are apart from the rest, as a recipe's settings may have any name.
+        They must be equal for a run to resume from the checkpoint of another run. The settings have a dict of their
+        own, because a recipe's settings may have any name.
         """
         return {
             "settings": asdict(self.settings),
@@ -83,10 +84,18 @@ def make_subject(
     init: Path | None = None,
     description: DatasetDescription | None = None,
 ) -> Subject:
-    """Describe the training of a recipe; the same training gets the same identity, in whatever way it is asked for.
+    """Describe the training of a recipe. Equal trainings get equal identities.
+
+    Args:
+        code: the code of the recipe.
+        settings: the settings of the training.
+        data: a folder or file, or the place in storage; None without data.
+        init: the weights or checkpoint to start from; None for a fresh start.
+        description: the description of a prepared dataset. It replaces the name and digest of the data.
 
     Raises:
-        InputError: init is a folder without whole weights, or init or the data may not be read.
+        InputError: init is a folder without complete weights, or init or the data cannot be read for lack of
+            permission.
     """
     if init and init.is_dir():
         check_pretrained(init)
@@ -112,10 +121,10 @@ def _choose_name(code: UserCode) -> str:
 
 
 def compute_data_digest(data: Path | StoredData | None) -> str:
-    """Return the hash of the data; empty without data.
+    """Return the hash of the data; an empty text without data.
 
     Raises:
-        InputError: The data may not be read.
+        InputError: The data cannot be read for lack of permission.
     """
     with reading():
         return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""

@@ -185,7 +185,16 @@ class Progress:
     # --- the start ---
 
     def start(self, environment: Environment, job: Job, plan: Plan, model: nn.Module) -> None:
-        """Tell that the first step is next, and warn of hosts that are unlike the others; a collective."""
+        """Emit RunStarted, warn of hosts that differ from the others, and start the clock; a collective.
+
+        The method also records each rank's place and the machines that the training has run on.
+
+        Args:
+            environment: this rank's environment.
+            job: the training.
+            plan: the numbers that RunStarted shows.
+            model: the network. Its layers are listed in RunStarted.
+        """
         world = environment.world
         self.places = places_of_ranks(environment, self._device, job, model)
         hosts = [place.host for place in self.places]
@@ -225,7 +234,7 @@ class Progress:
         self.go_on()
 
     def go_on(self) -> None:
-        """Take the time of the steps that come from now on."""
+        """Restart the clock of the steps so that it continues from the seconds measured so far."""
         self._since = time.perf_counter() - self.seconds
 
     def seconds_since_steps(self) -> float:
@@ -235,25 +244,26 @@ class Progress:
     # --- steps ---
 
     def measure(self, names: Sequence[str]) -> None:
-        """Begin to add up measures with these names."""
+        """Set the names of the measures, and begin their sums at 0."""
         self.names = list(names)
         self.sums = StepSums(len(names), self._device)
         self._begin()
 
     def _begin(self) -> None:
-        """Begin what is added up from one evaluation to the next."""
+        """Reset the sums that run from one evaluation to the next."""
         self.sums.values.zero_()
         self._is_bad.zero_()
         none = Sums((0.0,) * 2 * len(self.names), self.step, self.step, stop=False, saves=0, seconds=0.0)
         self.last = self._told = none
 
     def add_up(self, pairs: Tensor) -> None:
-        """Add a step's measures, and what this rank asks for, to the sums of all ranks; a collective.
+        """Add a step's measures and this rank's requests over all ranks, and add them to the sums; a collective.
 
-        A step of a recipe adds to the sums itself, as its measures travel with the gradients.
+        The requests are a stop and a checkpoint. A recipe's own step does not call this method, because it sends its
+        measures together with the gradients.
 
         Args:
-            pairs: this rank's value and weight of each measure, alternating, (2 * measures,) float64.
+            pairs: (2 * measures,) float64, this rank's value and weight of each measure, alternating.
         """
         assert self.checkpoints
         requests = float(self._link.stop_requested), float(self.checkpoints.due())
@@ -265,17 +275,20 @@ class Progress:
         self.sums.add(Totals(measured, asked, measured[:0]), self._is_bad)
 
     def end_step(self, training: Training, is_logged: bool) -> Asked:
-        """Log the latest steps, if that is due, and return what ranks ask for; a collective.
+        """Log the latest steps if they are due, and return the requests of all ranks; a collective.
 
-        The host waits for the device where something is due, and reads these sums then, which may include later steps
-        than the one in which a rank asked for something.
+        If the latest sums hold a request or a non-finite number, or a log or checkpoint is due, the host waits for the
+        device and reads the sums. These sums may include later steps than the one in which a rank made its request.
 
         Args:
-            training: its sums have the step.
-            is_logged: whether the latest steps are to be logged; all ranks alike.
+            training: the training whose sums have the step.
+            is_logged: whether the latest steps are to be logged. All ranks pass the same value.
+
+        Returns:
+            The requests, or NOTHING if nothing is due.
 
         Raises:
-            NonFiniteError: A number was not finite; on all ranks.
+            NonFiniteError: A number of a step was not finite. All ranks raise it.
         """
         self._link.heartbeat()
         self.seconds = time.perf_counter() - self._since
@@ -293,13 +306,15 @@ class Progress:
     def obey(self, training: Training, asked: Asked, is_evaluated: bool = False) -> None:
         """Save a checkpoint, and stop, if ranks have asked for it; a collective.
 
+        If the training cannot write a checkpoint yet, the request waits for a later step.
+
         Args:
-            training: the checkpoint is of it.
-            asked: what end_step() has returned.
-            is_evaluated: whether an evaluation comes next, which a checkpoint follows anyway.
+            training: the training to save.
+            asked: the requests that end_step() returned.
+            is_evaluated: whether an evaluation comes next. A checkpoint follows that one anyway.
 
         Raises:
-            StopRequested: There is a checkpoint.
+            StopRequested: A rank was asked to stop, and the checkpoint is saved.
         """
         self.owes_checkpoint |= asked.stop or (asked.save and not is_evaluated)
         if not self.owes_checkpoint or training.must_wait():
@@ -315,7 +330,14 @@ class Progress:
         return self._told.step == self.step
 
     def check_steps(self, training: Training) -> None:
-        """Look at the steps since the last log; the host waits for the device. Raises NonFiniteError on all ranks."""
+        """Check that the steps since the last log had finite numbers; the host waits for the device.
+
+        Args:
+            training: the training whose steps are checked.
+
+        Raises:
+            NonFiniteError: A number of a step was not finite. All ranks raise it.
+        """
         bad_step = self._look().bad_step
         if bad_step is not None:
             raise training.step_error(bad_step)
@@ -349,7 +371,7 @@ class Progress:
         self.sums.readback.keep_pace(self._time_ranks())
 
     def _time_ranks(self) -> float:
-        """Warn of ranks that are slow, and return the seconds of a step; a collective."""
+        """Warn of slow ranks, and return the seconds that a step takes on the slowest rank; a collective."""
         steps, times = self.clock.steps, self.clock.read_all()
         slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
         self.monitor.warnings += slow
@@ -380,7 +402,11 @@ class Progress:
         self.emit_all(warnings)
 
     def begin_next(self, fraction: float) -> None:
-        """Begin what comes after an evaluation at this fraction of the epoch."""
+        """Prepare the steps after an evaluation. After a whole epoch, go on to the next one.
+
+        Args:
+            fraction: the part of the epoch that was done at the evaluation. 1 ends the epoch.
+        """
         if fraction == 1:
             self.epoch, self.step = self.epoch + 1, 0
         self.seconds = 0.0

@@ -70,18 +70,22 @@ def set_up(
     precision: str = "",
     link: Link = SILENT,
 ) -> SetUp:
-    """Load the recipe and its data, try them, and make what a training needs; a collective.
+    """Load the recipe and its data, try them, and build everything that a training needs; a collective.
 
     Args:
         environment: this rank's place among all ranks.
-        device: where the rank computes.
+        device: the device on which this rank computes.
         job: the training.
-        cache: the blocks that the host's ranks share.
-        precision: that of the checkpoint that is resumed; by default that of the settings, the same on all ranks.
-        link: gets the events.
+        cache: the cache of blocks that the host's ranks share.
+        precision: the precision of the checkpoint to resume from. If empty, the settings decide, and all ranks
+            agree.
+        link: receives the events.
+
+    Returns:
+        The state, the batches, the splits to evaluate and the remarks.
 
     Raises:
-        InputError: The recipe is invalid.
+        InputError: The recipe, its settings or its data are invalid.
     """
     settings = job.settings
     rank = environment.rank

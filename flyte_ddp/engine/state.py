@@ -145,9 +145,15 @@ class TrainingState:
         return float(self.schedule.get_last_lr()[0])
 
     def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
-        """Update the weights once by this rank's shares of a global batch; a collective.
+        """Update the weights once from this rank's shares of a global batch; a collective.
 
-        stop, save: what this rank asks of all of them, see Sums.
+        If the loss or a gradient is not finite, no rank changes the weights, in this step and in all later ones. The
+        host waits for the device only if the optimizer cannot skip a step by itself.
+
+        Args:
+            shares: this rank's shares of the global batch.
+            stop: whether this rank asks all ranks to stop.
+            save: whether this rank asks for a checkpoint.
         """
         self._base_versions = self._base_versions or self._versions_of_base()
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step

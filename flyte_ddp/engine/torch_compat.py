@@ -42,18 +42,21 @@ def any_batch_size() -> Iterator[None]:
 
 
 def name_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, with the operation's defaults; a TorchDispatchMode gets no defaults, and no names."""
+    """Return the arguments of an operation by name, including defaults.
+
+    A TorchDispatchMode receives positional arguments without names, and no defaults.
+    """
     declared = operation._schema.arguments
     defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
     return {**defaults, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
 
 
 def count_in_total(counter: Any) -> Any:
-    """Make a FlopCounterMode count in total, without telling layers apart, and return it.
+    """Make a FlopCounterMode count all operations together, without telling layers apart, and return it.
 
-    To tell layers apart, it hangs hooks on what goes into layers, which make torch.autograd.grad() fail for an input
-    that is a leaf, as the positions of atoms are in a network of forces. FlopCounterMode has no public way to do
-    without.
+    To tell layers apart, FlopCounterMode puts hooks on the inputs of layers. The hooks make torch.autograd.grad() fail
+    for an input that is a leaf, such as the positions of atoms in a network of forces. FlopCounterMode has no public
+    option for this.
     """
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
@@ -88,7 +91,14 @@ def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
-    """Name the parameters without a gradient in the step before; DistributedDataParallel gives only their numbers."""
+    """Turn DistributedDataParallel's error about unused parameters into one that names them.
+
+    Args:
+        replicated: the network.
+
+    Raises:
+        InputError: Parameters had no gradient in the step before.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -104,7 +114,10 @@ def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
 
 @contextmanager
 def last_layers_first(module: nn.Module) -> Iterator[None]:
-    """Reverse the order of a network's layers while the block runs, which makes a DistributedDataParallel of it."""
+    """Reverse the order of a network's layers while the block runs.
+
+    The block wraps the network in DistributedDataParallel, which then fills its buckets with the last layers first.
+    """
     layers = list(module.named_modules())
     module.named_modules = lambda *_, **__: reversed(layers)  # type: ignore[method-assign]
     try:
@@ -122,8 +135,8 @@ def settle_buckets(replicated: DistributedDataParallel) -> None:
 def copy_network(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
     """Return a deep copy of a network.
 
-    deepcopy refuses what a layer has computed from its weights and keeps, as the layers of torch.nn.utils.weight_norm
-    do. The copy has the values of such tensors.
+    Some layers keep tensors that were computed from their weights, such as those of torch.nn.utils.weight_norm.
+    deepcopy refuses these tensors, so the copy gets detached copies of their values.
 
     Args:
         model: the network.
@@ -160,13 +173,18 @@ def has_forward_pre_hooks(layer: nn.Module) -> bool:
 
 
 def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
-    """Make an optimizer skip its steps once flag is 1, and else divide the gradients, in place, before it uses them.
+    """Make a fused optimizer skip its steps while flag is 1, and otherwise divide the gradients in place.
 
-    Fused optimizers can do so without making the host wait. torch.amp.GradScaler does it in this way; it is public, but
-    scales the loss and waits for the device.
+    A fused optimizer checks the flag on the device, so the host does not wait. torch.amp.GradScaler uses the same
+    mechanism, but it also scales the loss and waits for the device.
+
+    Args:
+        optimizer: the optimizer.
+        flag: a tensor that is 1 if steps are to be skipped, and else 0.
+        divisor: a tensor that the gradients are divided by.
 
     Returns:
-        False if this optimizer cannot do so.
+        False, without any change, if the optimizer cannot do so.
     """
     can = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not (can and all(group.get("fused") for group in optimizer.param_groups)):
@@ -201,9 +219,13 @@ def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
 
 @contextmanager
 def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
-    """Let fully_shard's units gather weights in the weights' own types while the block runs, whatever their policy.
+    """Let fully_shard's units gather weights in their stored dtype while the block runs.
 
-    MixedPrecisionPolicy is public, but nothing that changes it later.
+    The mixed-precision policy of the units is ignored within the block and restored after it. Torch has no public way
+    to change the policy later.
+
+    Args:
+        units: layers that were given to fully_shard.
     """
     groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
     params = {param: param.mp_policy for group in groups for param in group.fsdp_params}
@@ -227,18 +249,24 @@ def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
 
 
 def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
-    """Have backward() of the loss make this call once all gradients of this rank are computed.
+    """Call a function once backward() of the loss has computed all gradients of this rank.
 
-    What is queued comes in turn, so DistributedDataParallel, which queues its wait for the other ranks at the last
-    gradient, has not begun to wait. Hooks of the gradients themselves cannot tell which one is the last.
+    The call is queued before DistributedDataParallel queues its wait for the other ranks, which it does at the last
+    gradient. Hooks on the gradients cannot tell which gradient is the last.
+
+    Args:
+        loss: the loss whose backward() is watched.
+        call: the function to call.
     """
     loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 
 
 def prefer_deterministic() -> None:
-    """Have operations be deterministic where they can be, and warn where not; empty tensors stay as they come.
+    """Make operations deterministic where possible, and warn otherwise.
 
-    torch.use_deterministic_algorithms(True, warn_only=True) is public, but imports the compiler, which takes longer
+    Tensors from torch.empty are not filled.
+
+    torch.use_deterministic_algorithms(True, warn_only=True) is public, but it imports the compiler, which takes longer
     than torch itself.
     """
     torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -247,12 +275,12 @@ def prefer_deterministic() -> None:
 
 @contextmanager
 def only_deterministic() -> Iterator[None]:
-    """Refuse operations that have other bits each time, within the block, or the function that this decorates.
+    """Refuse operations without a deterministic version while the block runs. It also works as a decorator.
 
-    This has no effect where a recipe has turned deterministic algorithms off.
+    Nothing is refused if the recipe has turned deterministic algorithms off.
 
     Raises:
-        InputError: An operation has no deterministic version; the message names it.
+        InputError: An operation has no deterministic version. The message names the operation.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -308,15 +336,22 @@ def device_generator(device: torch.device) -> torch.Generator:
 
 
 def batch_order(loader: DataLoader[Any]) -> tuple[str, Any]:
-    """Return the attribute that says what the loader reads for each batch, and its value."""
+    """Return the name and the value of the loader's sampler attribute.
+
+    The attribute is batch_sampler, or sampler if the loader has no batch_sampler.
+    """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return name, getattr(loader, name)
 
 
 def set_batch_order(loader: DataLoader[Any], order: Iterable[Any]) -> None:
-    """Have the loader's iterations read by another order; its attributes stay the user's.
+    """Make the loader read its batches in another order, without changing its attributes.
 
-    DataLoader refuses new samplers once it is made, and another DataLoader would lose what a subclass has.
+    DataLoader refuses a new sampler after it is made, and a new DataLoader would lose what a subclass has.
+
+    Args:
+        loader: the loader.
+        order: replaces the loader's batch_sampler, or its sampler if it has no batch_sampler.
     """
     name, _ = batch_order(loader)
 

@@ -32,9 +32,16 @@ class Call(NamedTuple):
 
 
 def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
-    """Return the recipe's first call of its network for a batch.
+    """Run the recipe's forward on a batch, and return its first call of the network.
 
-    Raises InputError if the recipe does not call the network.
+    Args:
+        recipe: the recipe.
+        model: the network.
+        tree: the batch.
+        samples: the number of samples in the batch.
+
+    Raises:
+        InputError: The recipe's forward does not call the network.
     """
     calls: list[Call] = []
 
@@ -55,7 +62,15 @@ def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Ca
 
 
 def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgram:
-    """Return torch.export's program of the network. Dimensions that differ between the two calls are dynamic."""
+    """Return torch.export's program of the network, traced from the call with more samples.
+
+    Dimensions that differ between the two calls are dynamic.
+
+    Args:
+        model: the network.
+        few: a call with few samples.
+        more: a call with more samples.
+    """
     batch = torch.export.Dim("batch")
 
     def dynamic(one: Any, other: Any) -> Any:
@@ -121,11 +136,11 @@ def save_program(name: str, path: Path, model: nn.Module, program: torch.export.
 
 
 def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
-    """Return the network in a file, to be called in the same way as the recipe's own.
+    """Open a file in the given format, and return a network that can be called like the recipe's own.
 
     Args:
-        name: the file's format.
-        path: the file.
+        name: the format of the file.
+        path: the file, or the folder for the format pretrained.
         model: an untrained network of the recipe.
     """
     if name == "safetensors":
@@ -140,7 +155,10 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 
 
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
-    """Load a folder by the library that wrote it. Adapters are put into the base that the recipe's network has."""
+    """Load a folder with the library that wrote it: peft for adapters, otherwise transformers.
+
+    Adapters are put into the base network of the recipe's network.
+    """
     if (path / "adapter_config.json").exists():
         from peft import PeftModel
 
@@ -178,7 +196,16 @@ class OnnxNetwork(nn.Module):
 
 
 def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Return the specs of inputs and outputs, in order. Inputs are named as in the network's forward."""
+    """Return the specs of the network's input tensors and output tensors, in order.
+
+    An input has the name of the parameter of the network's forward. A dimension that differs between the two calls is
+    "batch" if it is the number of samples, and "any" otherwise.
+
+    Args:
+        model: the network.
+        few: a call with few samples.
+        more: a call with more samples.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
     names += [f"input_{index}" for index in range(len(names), len(few.args))]

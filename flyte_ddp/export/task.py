@@ -91,7 +91,15 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
-    """Return `images` unchanged. Refuses invalid inputs before the images are read."""
+    """Check the inputs of an export before the images are read.
+
+    Returns:
+        The argument `images`, unchanged.
+
+    Raises:
+        InputError: A format's library is missing, a recipe's training wrote the weights, or the images have another
+            size or number of channels than those that the weights were trained on.
+    """
     check_formats(options)
     known = classifier_metadata(model_state)
     if known and tuple(known.facts["image_shape"]) != images.shape:

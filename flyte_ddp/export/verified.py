@@ -27,13 +27,25 @@ class Exported(NamedTuple):
 
 
 def export(asked: ExportJob) -> Exported:
-    """Write a model to a new folder, and verify each file.
+    """Write a model in each asked format to a new folder, verify every file, and add a model card.
 
-    The weights are measured first, in float32 on the CPU. If the training's measures are known, they must agree, which
-    detects weights, settings or data of another training. Then each file is opened in a process of its own and must
-    agree with the weights. In float32 the losses of two runtimes differ by about 1e-6. The default tolerance of 1e-4
-    allows for that and for one borderline sample in 10,000, but a wrong weight or a missing operation exceeds it. For
-    the training's measures the tolerance is 1e-3: on a GPU, torch computes convolutions in TF32, with 10 bits.
+    The weights are first measured in float32 on the CPU. If the training's measures are known, the new ones must agree
+    with them. This detects weights, settings or data of another training. Each file is then opened in its own process,
+    and its measures must agree with those of the weights.
+
+    In float32 the losses of two runtimes differ by about 1e-6. The default tolerance of 1e-4 allows for that and for
+    one borderline sample in 10,000, but a wrong weight or a missing operation exceeds it. The training's measures have
+    a tolerance of 1e-3, because torch computes convolutions on a GPU in TF32, with 10 bits.
+
+    Args:
+        asked: the model, the folder, the options, and the training's measures.
+
+    Returns:
+        What was written, the measures of each format, and the model card.
+
+    Raises:
+        InputError: The loss is not finite, or the weights give other measures than the training reported.
+        ReportedError: A file cannot be used, or gives other measures than the weights.
     """
     folder = Path(asked.folder)
     tolerance = asked.options.reported_tolerance

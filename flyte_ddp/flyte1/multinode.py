@@ -43,7 +43,11 @@ class MultinodeTask(PytorchElasticFunctionTask):
 
 
 def error_of_node(error: Exception) -> Exception:
-    """Return what this node reports: its ranks' first failure, or the loss of the rendezvous; else the error itself."""
+    """Return the error that this node reports to Flyte for a failed training.
+
+    If ranks of the node failed, the error is that of the first rank. If the rendezvous of the nodes was lost, the error
+    says so and can be retried. Any other error is returned unchanged.
+    """
     if isinstance(error.__context__, ChildFailedError):
         failure = failure_of_node(error.__context__)
     elif isinstance(error, (RendezvousError, DistError)):

@@ -70,18 +70,19 @@ def training_resources(
     annotations: Mapping[str, str] = MappingProxyType({}),
     **own: Any,
 ) -> dict[str, Any]:
-    """Return arguments of @task for training.
+    """Return the arguments of @task for a training task, from the registered settings and these changes.
 
     Args:
-        code: what determines the result, if the result is cached.
-        most_gpus: the number of GPUs that the task can use; None is any.
-        requests: quantities in place of the registered ones. A quantity that only requests or only limits have is both.
-        limits: like requests.
-        environment: variables in addition to the registered ones, which they replace under the same name.
-        secret_requests: secrets in addition to the registered ones, likewise.
-        labels: labels in addition to the registered ones, likewise.
-        annotations: annotations in addition to the registered ones, likewise.
-        own: other arguments of @task, in place of these.
+        code: the version of the code that determines the result, if the result is cached.
+        most_gpus: the number of GPUs that the task can use at most. None means any number.
+        requests: quantities that replace the registered ones. A quantity that is given only in requests, or only in
+            limits, counts for both.
+        limits: quantities that replace the registered limits, like requests.
+        environment: variables to add. A variable replaces the registered one of the same name.
+        secret_requests: secrets to add. A secret replaces the registered one of the same variable.
+        labels: labels to add. A label replaces the registered one of the same name.
+        annotations: annotations to add. An annotation replaces the registered one of the same name.
+        own: other arguments of @task. They replace the computed ones.
     """
     asked = registration()
     secrets = requested.training_secrets(own=[secret.env_var for secret in secret_requests])

@@ -51,7 +51,10 @@ def forget_lost_results() -> None:
 
 
 def _local_paths(outputs: Outputs) -> Iterator[str]:
-    """Yield the paths of files and folders, which may be fields of a dataclass."""
+    """Yield the paths of the files and folders on this machine that the outputs have.
+
+    A file or folder may be an output, an item of a list, or a field of a dataclass.
+    """
     for named in outputs.literals:
         for one in named.value.collection.literals or [named.value]:
             if one.scalar.binary.tag == "msgpack":  # pickled outputs have another tag

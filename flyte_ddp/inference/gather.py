@@ -90,7 +90,23 @@ def gather_shards(
 def load_images(
     totals: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
 ) -> list[np.ndarray]:
-    """Return the least certain images (C, H, W) uint8, as the network saw them."""
+    """Return the images whose predictions are least certain, as the network saw them.
+
+    Without a folder, the images come from the prepared dataset.
+
+    Args:
+        totals: the tally, which names the least certain images.
+        data: the prepared dataset. If there is a folder, only its image shape is used.
+        folder: the folder of image files; None if the images are those of a split.
+        listing: the listing of the folder's files.
+        options: the options; they name the split.
+
+    Returns:
+        Images (C, H, W) uint8, least certain first.
+
+    Raises:
+        ReportedError: An image file in the folder has changed since it was listed.
+    """
     numbers = [number for number, _ in totals.least_certain]
     if folder is None:
         images, _ = prepared.open_split(data, options.split)

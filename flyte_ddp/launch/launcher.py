@@ -73,26 +73,30 @@ def launch(
     preload: Sequence[str] = PRELOAD,
     root: str = "",
 ) -> list[Any]:
-    """Run target(environment, link, argument) as every rank of a world on this host, and return their values by rank.
+    """Run target(environment, link, argument) as every rank of a world on this host.
 
-    All processes have ended when it returns or raises, also those that ranks have started, unless these are in a
-    session of their own.
+    When it returns or raises, all processes have ended, also those that ranks started, unless these are in a session of
+    their own.
 
     Args:
-        target: "module:function"; the ranks import it, the parent doesn't.
-        world: how many ranks there are, and on which devices.
-        argument: what each rank is given; it is pickled.
-        timeouts: after which a rank that says nothing counts as hung; a number of seconds is for all that it does.
-        on_event: called for each event of a rank, in this thread.
+        target: "module:function". The ranks import it; the parent doesn't.
+        world: the number of ranks and their devices.
+        argument: the object that each rank gets; it is pickled.
+        timeouts: limits after which a silent rank counts as hung. A number of seconds is the limit for all phases.
+        on_event: called in this thread for each event of a rank.
         preload: modules that are imported once for all ranks, if this is the first launch.
         root: a folder that comes first on the ranks' sys.path, such as UserCode.root.
 
+    Returns:
+        The value that each rank returned, by rank.
+
     Raises:
-        RankError: A rank has failed, or a RecoverableRankError; it names the first one.
-        InputError: That is what a rank has raised.
-        PreemptedError: There was a SIGTERM or SIGHUP. Ranks end at once before the first step, else within the grace,
-            see grace.py.
-        KeyboardInterrupt: There was a Ctrl-C.
+        RankError: A rank has failed. The error is RecoverableRankError if another attempt may succeed. It names the
+            first rank that failed.
+        InputError: A rank raised an InputError.
+        PreemptedError: A SIGTERM or SIGHUP arrived. Before the first step the ranks end at once, and afterwards
+            within the grace (see grace.py).
+        KeyboardInterrupt: The user pressed Ctrl-C.
     """
     grace = grace_seconds()
     warm_up(preload)
@@ -141,7 +145,14 @@ class _Rank:
         return self.phase == WRITING and not self.outcome
 
     def receive(self, on_event: Callable[[Event], None]) -> None:
-        """Read what the rank has sent; a process that has ended without an outcome has failed."""
+        """Read the rank's messages: pass events on, and note its phase and its outcome.
+
+        Reading stops after a short time, as the rank may send without end. If the process has ended without an outcome,
+        the outcome is "failed", with a reason from the exit code.
+
+        Args:
+            on_event: called for each event.
+        """
         ended = not self.process.is_alive()  # asked first: whatever it sent before it ended can now be read
         until = time.monotonic() + POLL_SECONDS  # it may send faster than observers handle it, without end
         while not self.outcome and self.line.poll() and (ended or time.monotonic() < until):

@@ -144,7 +144,12 @@ class Place:
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copy a version's weights to a file, and return its facts.
 
-        Raises ReportedError if the weights have changed.
+        Args:
+            version: the name of the version.
+            into: the file to write.
+
+        Raises:
+            ReportedError: version.json is missing or unreadable, or model.pt is missing or has changed.
         """
         facts = self.facts(version)
         path = f"{self.root}/versions/{version}/model.pt"
@@ -158,7 +163,15 @@ class Place:
         return facts
 
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
-        """Write a complete version, without promoting it."""
+        """Copy a model into the place as a new version, without promoting it.
+
+        The file version.json is written last, so an incomplete version is never listed.
+
+        Args:
+            version: the name of the version.
+            model: the file with the weights.
+            facts: the content of version.json.
+        """
         self.begin()
         path = f"versions/{version}/model.pt"
         with self._own_errors():
@@ -170,10 +183,18 @@ class Place:
         self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> bool:
-        """Promote a version atomically. Returns False, without a change, if the pointer is no longer `seen`.
+        """Promote a version atomically, if the pointer is still the one that the caller has read.
 
-        In a folder this is exact. In object storage, if two promotions write after both have read, the last write wins,
-        and the other promotion is missing from the history; its version stays.
+        In a folder this is exact. In object storage two promotions may both write after both have read. The last write
+        then wins, and the other promotion is missing from the history, but its version stays.
+
+        Args:
+            seen: the pointer that the caller has read.
+            version: the version to promote.
+            how: the kind of change, for the history.
+
+        Returns:
+            False, without a change, if the pointer has changed since it was read.
         """
         with self._locked():
             if self.read() != seen:
@@ -182,7 +203,18 @@ class Place:
             return True
 
     def roll_back(self, version: str) -> Pointer:
-        """Promote an earlier version again, and replace a current.json that is damaged or missing."""
+        """Promote an earlier version again, and replace a current.json that is damaged or missing.
+
+        Args:
+            version: the version to promote. Its weights are verified first.
+
+        Returns:
+            The new pointer.
+
+        Raises:
+            InputError: The place has no versions, or none of this name.
+            ReportedError: The version is damaged.
+        """
         versions = self.versions()
         if not versions:
             raise InputError(f"place {self.root} must have a version to roll back to, but has none: promote one first")

@@ -173,7 +173,23 @@ def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
 def measure_both(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> list[tuple[str, Measured]]:
-    """Measure the candidate and, if any, the version `against`, whose weights are copied to the file `copy`."""
+    """Measure the candidate, and the version `against` if there is one, in a single process.
+
+    Args:
+        subject: the training of the candidate.
+        model: the candidate's weights.
+        place: the place with the promoted versions.
+        against: the name of the version to compare with; empty is none.
+        copy: the new file that the version's weights are copied to.
+        options: the timeout of the process.
+
+    Returns:
+        The name and the measures of each model: "Candidate", then the version.
+
+    Raises:
+        InputError: The version has another recipe or other data than the candidate.
+        ReportedError: The version is damaged, or this code does not know its settings.
+    """
     jobs = {"Candidate": make_job(subject, model_path=model)}
     if against:
         settings = settings_of_version(subject, place, against, place.fetch(against, copy))

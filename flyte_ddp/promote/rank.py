@@ -18,15 +18,18 @@ from flyte_ddp.recipe import Recipe
 
 
 def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
-    """Measure the jobs' models, in order.
+    """Measure the jobs' models on the test split, in order.
 
-    The first one is the candidate, whose recipe provides samples and measures for all. So a change since the last
-    promotion affects all alike.
+    The first job is the candidate. Its recipe loads the samples and computes the measures of every model, so a change
+    of the recipe since the last promotion affects all models alike.
 
     Args:
         environment: the rank's environment.
         link: the link to the parent.
-        argument: the jobs, and the promoted model in words, for an error.
+        argument: the jobs, and a description of the promoted model for error messages.
+
+    Returns:
+        The measures of each job's model.
     """
     (candidate, *others), current = argument
     torch.set_num_threads(environment.threads)

@@ -38,7 +38,13 @@ class Classifier(Recipe):
         return measures
 
     def _check(self, outputs: Any, labels: Any) -> None:
-        """Raise InputError for outputs or labels that torch would refuse without naming data or network."""
+        """Check outputs and labels that torch would refuse without a hint at the cause.
+
+        The range of the labels is checked only in trials.
+
+        Raises:
+            InputError: The outputs are not (n, classes), or the labels are not (n,) int64 or uint8, or out of range.
+        """
         owner = type(self).__name__
         count = len(labels)
         self._check_logits(outputs)

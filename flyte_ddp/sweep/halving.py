@@ -112,7 +112,18 @@ def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
 
 
 def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
-    """Raise InputError if trials cannot be compared after a rung, or if none would be cut."""
+    """Check that successive halving can compare the trials, and cut some of them.
+
+    Nothing is checked with a reduction_factor of 1.
+
+    Args:
+        sweep: the sweep.
+        trials: the settings of all trials.
+
+    Raises:
+        InputError: The trials are of Lightning, differ in epochs, or set stop_after; or the factor is too high to
+            cut any trial.
+    """
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
     if factor == 1:

@@ -77,7 +77,16 @@ class TarImages(Indexed):
 
 
 def index_tars(url: str | Path) -> None:
-    """Write the index.json of a folder of tar files, with the samples and SHA-256 of each. Each file is read once."""
+    """Write the index.json of a folder of tar files, with each file's number of samples, size and SHA-256.
+
+    Each file is read once.
+
+    Args:
+        url: the folder, on disk or in storage.
+
+    Raises:
+        InputError: A tar file has no samples, or the folder has no tar file.
+    """
     stored = Stored(url)
     blocks = []
     for name, size in stored.sizes().items():

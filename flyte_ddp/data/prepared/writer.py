@@ -66,7 +66,18 @@ def write_prepared(
 def write_dataset(
     directory: Path, arrays: Mapping[str, np.ndarray], description: DatasetDescription
 ) -> DatasetDescription:
-    """Write the arrays under their names, and return the description with their SHA-256."""
+    """Write a dataset's arrays to a folder in one step, and return the description with their SHA-256.
+
+    The folder replaces an earlier dataset, unless that has the same content already.
+
+    Args:
+        directory: the folder.
+        arrays: the arrays by file name.
+        description: the description without SHA-256.
+
+    Raises:
+        InputError: The folder cannot be written to.
+    """
     with writing_to(directory.parent, "DDP_DATA_DIR"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(directory)

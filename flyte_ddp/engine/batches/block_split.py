@@ -74,7 +74,16 @@ class BlockSplit:
         return np.searchsorted(self.ends, samples, side="right")
 
     def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
-        """Return the blocks left to train on, and the held-out ones, as splits.hold_out does."""
+        """Return the blocks left to train on, and the held-out blocks, as two splits.
+
+        The choice is the same for every training and machine.
+
+        Args:
+            fraction: the part of the blocks to hold out.
+
+        Raises:
+            InputError: The fraction would leave no block on one side.
+        """
         blocks = len(self.chosen)
         count = round(fraction * blocks)
         if not 0 < count < blocks:
@@ -88,7 +97,14 @@ class BlockSplit:
         return kept, held
 
     def spread(self, count: int) -> Tensor:
-        """Return samples from all over the split, as splits.spread does."""
+        """Return samples from all over the split. They come from at least four blocks, if there are as many.
+
+        Args:
+            count: the number of samples.
+
+        Returns:
+            (count,) int64, the indices of the samples.
+        """
         blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
         starts = self.ends - self.block_lengths
@@ -109,13 +125,16 @@ class BlockSplit:
     def in_order(
         self, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
     ) -> "BlocksInOrder":
-        """Return the batches.Order of an epoch.
+        """Return the order in which an epoch reads its samples.
 
         Args:
             keys: the key of each pass.
-            batch_size: samples of a batch.
+            batch_size: the number of samples of a batch.
             samples: the number of samples of the epoch.
-            computed: computed(step) returns the positions of what this rank computes, for any step.
+            computed: computed(step) returns the slice of positions that this rank computes in that step.
+
+        Raises:
+            InputError: There is more than one pass.
         """
         if len(keys) > 1:
             raise InputError(f"passes_per_epoch must be 1 with Blocks, got {len(keys)}: raise epochs instead")
@@ -214,9 +233,18 @@ class BlockRows:
         self._opened: dict[int, np.ndarray] = {}  # (n, bytes of a row) uint8, from which rows are taken fastest
 
     def read_batch(self, samples: np.ndarray) -> Any:
-        """Return a tree of arrays (n, ...).
+        """Read samples from the files of their blocks.
 
-        The blocks must be in the cache. Raises DataError if blocks have different rows.
+        The blocks must be in the cache.
+
+        Args:
+            samples: (n,) int64, the indices of the samples.
+
+        Returns:
+            A tree of arrays (n, ...), in the order of `samples`.
+
+        Raises:
+            DataError: A block has rows of another dtype or shape than the first block.
         """
         split = self.split
         row = self.split.row

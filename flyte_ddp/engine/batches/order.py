@@ -31,7 +31,19 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
 
 
 def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Permute the numbers of as many bits as size has. Their halves change one another in turn."""
+    """Permute numbers of a fixed number of bits with a Feistel network.
+
+    The number of bits is the one that size needs, but at least 2. In each round one half of the bits is changed by a
+    mix of the other half and the key. The result may be size or more.
+
+    Args:
+        numbers: (n,) uint64.
+        sizes: (1,) or (n,) uint64, the sizes.
+        keys: (1,) or (n,) uint64, the keys.
+
+    Returns:
+        (n,) uint64, different numbers for different inputs with the same size and key.
+    """
     bits = np.maximum(2, np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]).astype(np.uint64)
     low_bits = bits // np.uint64(2)
     one = np.uint64(1)
@@ -46,7 +58,10 @@ def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nd
 
 
 def _mixed(numbers: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
-    """Return SplitMix64's finalizer, whose highest bits are the best, for each number, key and round."""
+    """Return well mixed bits for each number, key and round, by SplitMix64's finalizer.
+
+    The highest bits are the best ones.
+    """
     mixed = numbers + (keys + np.uint64(number * 0x9E3779B97F4A7C15 % (1 << 64)))
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

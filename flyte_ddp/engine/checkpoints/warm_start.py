@@ -204,7 +204,19 @@ def _layers(name: str) -> list[str]:
 
 
 def _optimizer(fresh: dict[str, Any], saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
-    """Return the saved state of each parameter, with the hyperparameters and learning rates of this training."""
+    """Merge a checkpoint's optimizer state into this training's parameter groups.
+
+    Args:
+        fresh: the state dict of this training's optimizer. Its hyperparameters stay.
+        saved: the state dict in the checkpoint. Its state of each parameter stays.
+        rates: the learning rate of each parameter group.
+
+    Returns:
+        A state dict for this training's optimizer.
+
+    Raises:
+        InputError: The optimizers have different parameter groups.
+    """
 
     def shape(state: dict[str, Any]) -> list[tuple[list[str], int]]:
         return [(sorted(group), len(group["params"])) for group in state["param_groups"]]

@@ -92,9 +92,18 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
 
 
 def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
-    """Refuse a read_batch that returns a sample otherwise beside others: a rank reads all of its parts at once.
+    """Check that read_batch returns a sample unchanged, whichever other samples are read with it.
 
-    With lengths(split), samples are padded to the longest of the global batch, whatever read_batch has padded.
+    With virtual ranks a rank reads the samples of several parts in one call, so such a dependence would change results.
+    The check is skipped for a recipe with lengths(split), because samples are then padded to the longest one of the
+    global batch.
+
+    Args:
+        recipe: the recipe, for the message.
+        split: the split whose Dataset is checked.
+
+    Raises:
+        InputError: A sample is read differently together with others than alone.
     """
     dataset = getattr(split, "dataset", None)
     if not hasattr(dataset, "read_batch") or get_lengths(split):
@@ -111,7 +120,7 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
 
 
 def of_first_rank(value: Any) -> Any:
-    """Broadcast rank 0's value, and return it. It costs a rank the same among any number of them."""
+    """Broadcast rank 0's value, and return it. All ranks must call it."""
     values = [value]
     distributed.broadcast_object_list(values)
     return values[0]
@@ -125,9 +134,14 @@ def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
 
 
 def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
-    """Return why this rank reads other samples each time, and the remedy if that depends on the Dataset.
+    """Return why this rank reads other samples each time, and a remedy if it depends on the Dataset.
 
-    chosen: (n,) int64, the samples that are read, in increasing order.
+    Args:
+        split: the split.
+        chosen: (n,) int64, the indices of the samples to read, in increasing order.
+
+    Returns:
+        The fault, or None if there is none; and the remedy, or an empty text.
     """
     if not isinstance(split, Streamed):
         return None, ""
@@ -155,7 +169,12 @@ def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
 
 
 def _remedy(dataset: Any, call: str) -> str:
-    """Say what to write instead. call: what seeds the generator that the dataset draws from; empty if none is found."""
+    """Return the advice for a Dataset that gives other samples each time.
+
+    Args:
+        dataset: the Dataset.
+        call: the code that seeds the Dataset's own generator; empty if none is found.
+    """
     if hasattr(dataset, "read_batch"):
         return (
             "read_batch must not draw, since ranks read other samples together: draw in a __getitem__ instead, or "
@@ -198,10 +217,11 @@ def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
 
 
 def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.ndarray) -> np.ndarray:
-    """Return the samples' digests, read while another loader worker reads, too.
+    """Return the digests of samples that are read while another loader worker reads, too.
 
-    After each call of a function in C, such as seek or read, a worker waits for the other one to make one. So a shared
-    offset shows each time, instead of once in a thousand samples.
+    After each call of a function in C, such as seek or read, a worker waits until the other worker has made one. A file
+    offset that both share therefore shows each time, instead of once in a thousand samples. If a worker's reading
+    fails, its digests are zero.
     """
     worker = get_worker_info()
     assert worker
@@ -228,14 +248,14 @@ def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.nd
 
 
 def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Read samples twice.
+    """Read samples twice, and compare the samples and the states of the random number generators.
 
-    The states of the random number generators are compared, too: flipping half of the images may leave these few as
-    they are. A Dataset that sets a seed for each sample ends up in the same state both times.
+    The states are compared because a flip of half of the images may leave these few as they are. A Dataset that sets a
+    seed for each sample ends up in the same state both times.
 
     Returns:
-        Whether the samples differ; in UTF-8, what seeds the Dataset's own generator, if one is found; and what
-            `_sample_digests` returns after that.
+        Whether the two readings differ, (1,) bool; the code that seeds the Dataset's own generator, in UTF-8, empty
+            if none is found; and what `_sample_digests` returns for the samples.
     """
     readings, held = [], []
     for _ in range(2):

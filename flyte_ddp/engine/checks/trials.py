@@ -200,7 +200,12 @@ class Trials:
 
 @contextmanager
 def _noting_units(model: nn.Module, called: list[str]) -> Iterator[None]:
-    """Append the names of the sharded layers that are called within the block."""
+    """Record the names of the sharded layers that are called while the block runs.
+
+    Args:
+        model: the network.
+        called: the list that the names are appended to.
+    """
     with ExitStack() as hooks:
         for name, unit in model.named_modules():
             if is_sharded(unit):
@@ -210,7 +215,13 @@ def _noting_units(model: nn.Module, called: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
-    """Name a type of the batch that layers don't take: NumPy computes float64, pictures are uint8."""
+    """Turn torch's error about a dtype within the block into one that names the tensor to convert.
+
+    NumPy computes float64, and pictures are uint8, but the weights are float32. Other errors are passed on unchanged.
+
+    Raises:
+        InputError: A tensor of the batch has a dtype that torch's error names.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -226,7 +237,17 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
 
 @contextmanager
 def fault_named(what: str, remedy: str) -> Iterator[None]:
-    """Say of an error in the block what fails, and what to do about it."""
+    """Turn an error within the block into an InputError that says what fails and what to do.
+
+    Running out of memory is passed on unchanged.
+
+    Args:
+        what: the thing that fails.
+        remedy: the advice.
+
+    Raises:
+        InputError: The block raised any other error.
+    """
     try:
         yield
     except torch.OutOfMemoryError:

@@ -55,9 +55,15 @@ class Place(NamedTuple):
 
 
 def places_of_ranks(environment: Environment, device: torch.device, job: Job, model: nn.Module) -> list[Place]:
-    """Return each rank's place, by rank. All ranks must call it.
+    """Measure the host and GPU of each rank, and return them by rank; a collective.
 
-    On a GPU it takes some tenths of a second, and memory for a moment.
+    The list is the same on all ranks. On a GPU the test products take some tenths of a second, and memory for a moment.
+
+    Args:
+        environment: this rank's environment.
+        device: the device that is measured.
+        job: the training. Its checkpoint and model must fit on the disk.
+        model: the network. The size of its weights tells how much disk space is needed.
     """
     hosts = [environment.host] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)

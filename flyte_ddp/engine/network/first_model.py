@@ -154,15 +154,20 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
 
 
 def _check_layers(recipe: Recipe, model: nn.Module) -> None:
-    """Check that torch can train all layers, and resume them, as they are.
+    """Check that torch can train every layer, and that a checkpoint can resume it.
 
-    torch loses the gradients of what torch.jit has made; the memory of a CUDA graph is the next pass's, too; and on a
-    GPU, recurrent layers draw their dropout by a state of cuDNN's that no checkpoint has, whichever generator is seeded
-    (as by reading torch's source; it was not tried on a GPU). Parts of a batch cannot wait for the statistics of
-    others.
+    - torch loses the gradients of trainable layers made by torch.jit.
+    - nn.SyncBatchNorm with virtual ranks would need the statistics of other parts of the batch.
+    - Recurrent layers on a GPU draw their dropout from a state of cuDNN that no checkpoint has. This was read in
+      torch's source, and not tried on a GPU.
+    - A CUDA graph overwrites the outputs of its previous pass.
+
+    Args:
+        recipe: the recipe.
+        model: the network.
 
     Raises:
-        InputError: A layer is of such a kind.
+        InputError: The network has such a layer. The message names it.
     """
     virtual_ranks = recipe.settings.virtual_ranks
     for name, layer in model.named_modules():

@@ -47,10 +47,14 @@ def _forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
-    """Halve the number of samples that are computed at a time until a step fits on all ranks; a collective.
+    """Halve the micro-batch until a step fits into memory on all ranks; a collective.
 
-    This is for a recipe with micro_batch = -1. It begins with the number that a checkpoint has, or else with a rank's
-    whole share.
+    This is for a recipe with micro_batch = -1. The search begins with a checkpoint's number, or with a rank's whole
+    share. The result is stored in the state.
+
+    Args:
+        state: the training.
+        train: the training batches. The first one is tried.
 
     Returns:
         A remark on the number.

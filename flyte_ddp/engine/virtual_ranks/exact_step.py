@@ -84,7 +84,7 @@ class ExactStep(SingleStep):
         return trained
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Point the weights' gradients to where they are added up, and set them to zero."""
+        """Point each weight's gradient to its place in the buckets, and set the buckets to zero."""
         for weights, bucket in zip(self._weights, self._buckets, strict=True):
             for weight, view in zip(weights, bucket.views, strict=True):
                 weight.grad = view
@@ -151,10 +151,11 @@ class ExactStep(SingleStep):
             self.zero_grad()
 
     def _arrived(self, number: int, place: int, weight: Tensor) -> None:
-        """Note that a gradient is complete, and send the buckets that are complete by it.
+        """Note that a gradient is complete, and send all buckets that this completes.
 
         Raises:
-            InputError: The gradient has come before, or after its bucket was sent, so the sum would lack a part of it.
+            InputError: The gradient came twice in a backward pass, or after its bucket was sent. The sum would lack a
+                part.
         """
         arrived = self._in_part[number]
         if place in arrived or (self._is_sending and number < self._next):
@@ -176,7 +177,10 @@ class ExactStep(SingleStep):
         return len(self._in_part[number]) == len(self._weights[number])
 
     def _send(self, end: int) -> None:
-        """Add and send the buckets before this one, in the same order on all ranks."""
+        """Add and send all unsent buckets whose number is below `end`. All ranks send them in the same order.
+
+        The last bucket also carries the requests and the measures.
+        """
         for number in range(self._next, end):
             self._add(number)
             bucket = self._buckets[number]
