@@ -1,6 +1,6 @@
 """Lists the devices of a machine, and times a step of training on each of those that are chosen.
 
-pyflyte run measure/devices.py devices_wf --devices '["cpu", "cuda:0"]'
+PYTHONPATH=. pyflyte run examples/measure/devices.py devices_wf --devices '["cpu", "cuda:0"]'
 """
 
 from typing import NamedTuple

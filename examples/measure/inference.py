@@ -1,6 +1,6 @@
 """Times a network's inference over batch sizes.
 
-pyflyte run measure/inference.py inference_wf --network resnet9_small --batch_sizes '[1, 32, 512]'
+PYTHONPATH=. pyflyte run examples/measure/inference.py inference_wf --network resnet9_small --batch_sizes '[1, 32, 512]'
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Times the loading of images against the number of DataLoader's workers, and shows a batch.
 
-pyflyte run measure/loading.py loading_wf --folder path/to/images --workers '[0, 1, 2, 4]'
+PYTHONPATH=. pyflyte run examples/measure/loading.py loading_wf --folder path/to/images --workers '[0, 1, 2, 4]'
 """
 
 import tempfile
