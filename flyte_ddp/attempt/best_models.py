@@ -47,7 +47,10 @@ class StoredModels:
         self._listed: dict[str, str] | None = {}  # the content of the storage's list; None if it is unknown
 
     def get(self) -> None:
-        """Download the models that may belong to the stored checkpoint, if there are any."""
+        """Download the models that the storage has for its checkpoint, and put them beside the local checkpoint.
+
+        A model that is missing in the storage is left out, because the ranks can do without it.
+        """
         list_path = self._path.with_name(LIST)
         local = models_beside(self._path)
         try:
@@ -65,9 +68,14 @@ class StoredModels:
                 get_file(self._platform, f"{self._url}/{file}", local / name)
 
     def put(self, folder: Path, put_checkpoint: Callable[[], None]) -> None:
-        """Upload the models in the folder, then the checkpoint.
+        """Upload the models that the storage lacks, and then the checkpoint.
 
-        The folder must have all models that the checkpoint needs.
+        The list of models names the old and the new ones while the checkpoint is uploaded, and only the new ones
+        afterwards. So the list has every model that the stored checkpoint needs, whenever the process is killed.
+
+        Args:
+            folder: a folder with all models that the checkpoint needs, NAME.pt.
+            put_checkpoint: uploads the checkpoint.
         """
         before = self._stored
         free = (file for file in map(str, itertools.count()) if file not in before.values())
@@ -89,7 +97,17 @@ class StoredModels:
 
 
 def _read_list(path: Path) -> dict[str, str]:
-    """Read a list, without entries that no such list has: the file may be damaged, or somebody else's."""
+    """Read the storage's list of models, and drop entries that this library would not have written.
+
+    The file may be damaged, or somebody else's.
+
+    Args:
+        path: the downloaded list, a JSON file.
+
+    Returns:
+        The files in the storage ("0", "1", …) by the models' names beside the checkpoint (NAME.pt). It is empty if
+        the file is no JSON object.
+    """
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

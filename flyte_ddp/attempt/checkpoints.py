@@ -199,14 +199,19 @@ class PlatformStore(Store):
         self._new.set()
 
     def close(self) -> None:
-        """Wait for the newest checkpoint to be uploaded."""
+        """Wait without a limit until the newest checkpoint is uploaded, and end the uploading thread."""
         self.close_by(math.inf)
 
     def close_by(self, until: float) -> bool:
-        """Wait for the newest checkpoint to be uploaded, at most until this time, as of time.monotonic().
+        """Upload the newest checkpoint if it is not in the storage yet, and end the uploading thread.
+
+        An upload that fails is only a warning.
+
+        Args:
+            until: when to stop waiting, on the clock of time.monotonic(); math.inf waits without a limit.
 
         Returns:
-            Whether it is no longer being uploaded.
+            Whether the thread has ended. If it has not, the upload is still running.
         """
         self._closing = True
         self._new.set()
@@ -352,7 +357,17 @@ def checkpoint_store(
 
 @contextmanager
 def _local_folder(key: str) -> Iterator[Path]:
-    """Hold the folder for this training's checkpoint, or a private one if another process runs the same training."""
+    """Create and hold the folder of this training's local checkpoint while the block runs.
+
+    If another process holds that folder, the block gets a private folder, which is removed at the end. Abandoned
+    checkpoints of other trainings are removed first.
+
+    Args:
+        key: the digest of what determines the training's result.
+
+    Raises:
+        InputError: The folder for runs cannot be written to.
+    """
     folder = runs_dir() / "checkpoints" / key
     with ExitStack() as stack:
         with writing_to(runs_dir(), "DDP_RUNS_DIR"):
@@ -368,7 +383,14 @@ def _local_folder(key: str) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove checkpoints that nobody continues from: private ones of killed processes, and very old ones."""
+    """Remove local checkpoints that nobody will continue from.
+
+    A private folder is removed an hour after its last change, and any other after 30 days. Folders that another process
+    holds stay.
+
+    Args:
+        folder: the folder that has the folders of all checkpoints.
+    """
     for one in folder.iterdir():
         is_private = PRIVATE in one.name
         with suppress(OSError, HeldError):

@@ -74,7 +74,10 @@ class Trained:
         )
 
     def image_summary(self) -> TrainingSummary:
-        """Return the figures of an image classifier."""
+        """Return the figures of an image classifier: those of any training, the test loss and the accuracies.
+
+        A class without test images has no accuracy by class.
+        """
         tested = self.results[0].tested
         predictions = self.predictions
         assert predictions is not None  # a classifier always has predictions

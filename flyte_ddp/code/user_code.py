@@ -151,8 +151,11 @@ def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
 def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
     """Return the absolute paths of the imported modules' files, by module name.
 
+    Modules without a file are left out. So are modules of a type of their own, because reading their file might import
+    them.
+
     Args:
-        others: names of modules to leave out, which may be thousands.
+        others: names of modules to leave out.
     """
     # Modules of other types may be lazy: reading their __file__ would import them
     modules = {n: m for n, m in list(sys.modules.items()) if n not in others and type(m) is ModuleType}

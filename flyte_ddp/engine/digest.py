@@ -51,9 +51,16 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
 
 
 def _compute_own_sum(value: Tensor | Shard) -> Tensor:
-    """Return this rank's summand, () int64, in the sum over ranks that is one tensor's part of the digest.
+    """Compute what this rank adds to one tensor's sum in the digest.
 
-    It is 0 on ranks with a copy: for a whole tensor on all ranks but the first, for a Shard on those that do not write.
+    The sum over all ranks counts each number once. So only rank 0 counts a whole tensor, and only a rank that writes
+    its Shard to checkpoints counts it. The other ranks return 0.
+
+    Args:
+        value: a whole tensor, or this rank's Shard.
+
+    Returns:
+        () int64, modulo 2^64.
     """
     if isinstance(value, Shard):
         rows = value.rows
@@ -97,15 +104,29 @@ def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
 
 @torch.no_grad()
 def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Compute one digest's sum, () int64, of the tensors in this order."""
+    """Return one sum that stands for the bits of all tensors, and that depends on their order.
+
+    It is no collective.
+
+    Args:
+        tensors: the tensors, in order.
+        device: where the sum is returned.
+
+    Returns:
+        () int64, modulo 2^64.
+    """
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return sum((compute_sum(one).to(device) * (2 * number + 1) for number, one in enumerate(tensors)), zero)
 
 
 def differ_between_ranks(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Return whether a rank has other tensors than the rest; a collective of two numbers.
+    """Return whether the tensors of any rank differ from those of another; a collective.
 
-    A tensor that is given twice counts once.
+    The ranks exchange two numbers, made from a digest of the tensors. All ranks get the same answer.
+
+    Args:
+        tensors: the tensors to compare, in the same order on all ranks. A tensor that is given twice counts once.
+        device: where the collective's numbers are.
     """
     own = sum_of_all({id(one): one for one in tensors}.values(), device)
     extremes = torch.stack([own, ~own])  # the least of all is the other way up

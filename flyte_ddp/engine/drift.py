@@ -36,12 +36,18 @@ class Drift:
         self._is_told = False
 
     def compare(self, tensors: Iterable[Tensor], what: str, epoch: int, step: int) -> None:
-        """Look for ranks whose tensors differ; a collective.
+        """Compare the tensors of all ranks, and raise an error or warn if they differ; a collective.
 
-        Where processors of several kinds may round otherwise, this warns, once.
+        Ranks with processors of several kinds may round differently, so they only get a warning, and only once.
+
+        Args:
+            tensors: the tensors to compare, in the same order on all ranks.
+            what: the tensors in words, for the message.
+            epoch: the number of the epoch, from 0.
+            step: how many steps of the epoch are done.
 
         Raises:
-            WrongBitsError: Ranks with one kind of processor differ; on all ranks.
+            WrongBitsError: Tensors differ although all ranks have one kind of processor. All ranks raise it.
         """
         digests = of_ranks(sum_of_all(tensors, self._device))
         if len({*digests}) == 1 or self._is_told:

@@ -72,10 +72,17 @@ def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:
-    """Return the batch as the recipe augments it.
+    """Augment a batch as the recipe does.
+
+    Args:
+        recipe: the recipe; if it does not define augment(), the batch is returned as it is.
+        tree: the batch.
+        seed: the seed of the random numbers that augment() draws.
+        share: the part of the global batch that this is.
+        epoch: the number of the epoch, from 0.
 
     Raises:
-        InputError: The recipe changes the number of samples.
+        InputError: augment() returns anything but tensors, or changes the number of samples.
     """
     if getattr(recipe.augment, "__func__", None) is Recipe.augment:  # as it is: nothing is drawn
         return tree
@@ -144,7 +151,13 @@ def compute_pairs(
 
 
 def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
-    """Raise InputError for predictions that cannot be saved beside those of other batches."""
+    """Raise InputError if the rows of two batches' predictions differ in shape: they could not be saved in one array.
+
+    Args:
+        recipe: the recipe, for the message.
+        predictions: (n, ...), the predictions of one batch.
+        others: (m, ...), the predictions of another batch.
+    """
     one, other = tuple(predictions.shape[1:]), tuple(others.shape[1:])
     if one != other:
         raise InputError(
@@ -154,7 +167,13 @@ def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
 
 
 def mismatched(outputs: Any) -> Any:
-    """Return the outputs, each moved on to the next sample of the batch; an output that has no rows stays as it is."""
+    """Return the outputs, each given to the next sample of the batch, as if they were guesses.
+
+    Tensors without dimensions, and leaves that are no tensors, stay as they are.
+
+    Args:
+        outputs: what the recipe's forward returned.
+    """
     return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)
 
 
@@ -164,7 +183,17 @@ def sum_measures(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:
-    """Compute the measures to report; a measure is NaN if its weights add up to 0.
+    """Compute the measures to report from their sums, and let the recipe's derive() change or add measures.
+
+    A measure whose weights add up to 0 is NaN. The objective is left out.
+
+    Args:
+        recipe: the recipe.
+        names: the names of the k measures.
+        pairs: (2 k,) numbers, the sum of values and the sum of weights of each measure, alternating.
+
+    Returns:
+        The measures by name.
 
     Raises:
         InputError: derive() returns anything but names and numbers, or leaves the loss out.

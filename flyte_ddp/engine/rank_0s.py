@@ -10,12 +10,13 @@ from flyte_ddp.engine.torch_compat import broadcast_together
 
 
 def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
-    """Return the tensor of the first of the receivers, on the device.
+    """Broadcast the tensor of the group's first rank, and return it on the device; a collective of the group.
 
     Args:
-        value: the tensor to send; the other receivers have one like it, or a meta tensor.
-        device: where the tensor is sent from, and received.
-        receivers: a process group; by default all ranks.
+        value: on the first rank, the tensor to send. On the others, a tensor of the same shape and dtype, which may
+            be on torch's meta device.
+        device: the device that sends and receives.
+        receivers: the process group; by default all ranks.
     """
     sent = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
     distributed.broadcast(sent.view(-1).view(torch.uint8), group=receivers, group_src=0)
@@ -24,7 +25,13 @@ def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Ten
 
 @torch.no_grad()
 def take(tensors: Iterable[Tensor]) -> None:
-    """Give the tensors rank 0's values, many of them in one message."""
+    """Overwrite the tensors with rank 0's values; a collective.
+
+    Tensors need not be contiguous. Many of them travel in one message.
+
+    Args:
+        tensors: tensors of the same shapes and dtypes on all ranks.
+    """
     if distributed.get_world_size() == 1:
         return
     sent = [(tensor, tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]

@@ -52,11 +52,13 @@ def name_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def count_in_total(counter: Any) -> Any:
-    """Make a FlopCounterMode count all operations together, without telling layers apart, and return it.
+    """Make a FlopCounterMode count all operations together instead of by layer, and return it.
 
-    To tell layers apart, FlopCounterMode puts hooks on the inputs of layers. The hooks make torch.autograd.grad() fail
-    for an input that is a leaf, such as the positions of atoms in a network of forces. FlopCounterMode has no public
-    option for this.
+    To count by layer, it hooks the inputs of layers. The hooks make torch.autograd.grad() fail for an input that is a
+    leaf, such as the positions of atoms. FlopCounterMode has no public option to leave the hooks out.
+
+    Args:
+        counter: the FlopCounterMode.
     """
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
@@ -219,13 +221,12 @@ def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
 
 @contextmanager
 def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
-    """Let fully_shard's units gather weights in their stored dtype while the block runs.
+    """Let FSDP units gather weights in the weights' own dtype while the block runs.
 
-    The mixed-precision policy of the units is ignored within the block and restored after it. Torch has no public way
-    to change the policy later.
+    The units' MixedPrecisionPolicy returns at the end of the block. Torch has no public way to change the policy later.
 
     Args:
-        units: layers that were given to fully_shard.
+        units: modules that fully_shard was applied to.
     """
     groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
     params = {param: param.mp_policy for group in groups for param in group.fsdp_params}
@@ -249,14 +250,14 @@ def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
 
 
 def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
-    """Call a function once backward() of the loss has computed all gradients of this rank.
+    """Call a function at the end of the loss's backward pass, when this rank has computed all gradients.
 
-    The call is queued before DistributedDataParallel queues its wait for the other ranks, which it does at the last
-    gradient. Hooks on the gradients cannot tell which gradient is the last.
+    The call comes before DistributedDataParallel waits for the other ranks, because callbacks run in the order in which
+    they were queued. Hooks of the gradients cannot tell which gradient is the last.
 
     Args:
-        loss: the loss whose backward() is watched.
-        call: the function to call.
+        loss: the loss whose backward() calls the function.
+        call: the function.
     """
     loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 
@@ -317,9 +318,13 @@ def version(tensor: Tensor) -> int:
 
 
 def broadcast_together(tensors: list[Tensor]) -> None:
-    """Give the tensors, which are dense, the values of rank 0; a collective.
+    """Overwrite the tensors with rank 0's values; a collective.
 
-    DistributedDataParallel sends a network's buffers by it, many in one message.
+    Many tensors travel in one message, as a network's buffers do in DistributedDataParallel. An empty list sends
+    nothing.
+
+    Args:
+        tensors: dense tensors, of the same shapes on all ranks.
     """
     if tensors:
         group: Any = distributed.group.WORLD

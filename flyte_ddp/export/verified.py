@@ -27,24 +27,25 @@ class Exported(NamedTuple):
 
 
 def export(asked: ExportJob) -> Exported:
-    """Write a model in each asked format to a new folder, verify every file, and add a model card.
+    """Write a model to a new folder in each format, and verify that each file gives the model's measures.
 
-    The weights are first measured in float32 on the CPU. If the training's measures are known, the new ones must agree
-    with them. This detects weights, settings or data of another training. Each file is then opened in its own process,
-    and its measures must agree with those of the weights.
+    First the weights are measured on the test split, in float32 on the CPU. Their measures must agree with those that
+    the training reported, if these are known. Then each file is opened in a process of its own, and its measures must
+    agree with those of the weights.
 
-    In float32 the losses of two runtimes differ by about 1e-6. The default tolerance of 1e-4 allows for that and for
-    one borderline sample in 10,000, but a wrong weight or a missing operation exceeds it. The training's measures have
-    a tolerance of 1e-3, because torch computes convolutions on a GPU in TF32, with 10 bits.
+    The losses of two runtimes in float32 differ by about 1e-6. The default tolerance for files is 1e-4, which also
+    allows for one borderline sample in 10,000. The default tolerance for the training's measures is 1e-3, because torch
+    may compute convolutions on a GPU in TF32.
 
     Args:
-        asked: the model, the folder, the options, and the training's measures.
+        asked: the model, the folder, the formats and the tolerances.
 
     Returns:
-        What was written, the measures of each format, and the model card.
+        The written model, the measures of each format, and the model card.
 
     Raises:
-        InputError: The loss is not finite, or the weights give other measures than the training reported.
+        InputError: The loss is not finite, the training's measures do not agree, or the folder cannot be written
+            to.
         ReportedError: A file cannot be used, or gives other measures than the weights.
     """
     folder = Path(asked.folder)

@@ -27,9 +27,11 @@ def explain_unreadable_settings() -> None:
 
 
 def explain_missing_paths() -> None:
-    """Make `pyflyte run` say that an optional file or folder is missing.
+    """Patch `pyflyte run` so that it says if a file or folder for an optional input is missing.
 
-    flytekit tries to convert the path to None, and shows a traceback. It still converts other optional inputs.
+    flytekit itself tries to convert the missing path to None, and shows a traceback. The patch also refuses an empty
+    path with an InputError, because flytekit would take it for the current folder. Inputs of other types are left to
+    flytekit.
     """
     if getattr(UnionParamType.convert, "explains", False):
         return
@@ -50,9 +52,13 @@ def explain_missing_paths() -> None:
 
 
 def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata | None:
-    """Return the metadata of given weights, if there are any.
+    """Return the metadata of the given weights; None without weights, or if their file has none.
 
-    Raises InputError if a recipe's training wrote the weights.
+    Args:
+        model_state: the weights, if any are given.
+
+    Raises:
+        InputError: The file does not exist in a local run, or the weights are of a recipe's training.
     """
     if model_state is None:
         return None
@@ -66,7 +72,14 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
 
 
 def merge_settings(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperparameters:
-    """Return the settings of the weights' training, replaced by those in `asked` that differ from the defaults."""
+    """Combine the settings that the weights were trained with and those that the user asks for.
+
+    A setting of `asked` counts if it differs from its default. All others are those of the weights' training.
+
+    Args:
+        known: the metadata of the weights; None returns `asked` as it is.
+        asked: the settings that the user gave.
+    """
     if known is None:
         return asked
     defaults = asdict(type(asked)())

@@ -180,9 +180,13 @@ def _count_gpus(own: flyte.Resources) -> int:
 
 
 def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources:
-    """Return the resources of this size, replaced by own ones where they are given.
+    """Return Flyte's resources for a size, with the user's own values in place of the registered ones.
 
-    Flyte has one size of disk: the limit.
+    Flyte 2 has only one number for the disk, so the disk's limit is used. A size with GPUs gets shared memory.
+
+    Args:
+        size: the registered size.
+        own: the user's resources; values that are None are not replaced.
     """
     kind = registration().accelerator
     gpu = cast(Any, size.gpus or None)

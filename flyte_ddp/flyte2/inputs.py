@@ -20,7 +20,12 @@ from flyte_ddp.report.console import show_output
 
 
 def set_up_flyte() -> None:
-    """Set up Flyte 2's SDK. A second call does no harm."""
+    """Adapt Flyte 2's SDK to this library. A second call does no harm.
+
+    It prints the library's messages, reads settings strictly, explains wrong options and settings, ends an attempt with
+    a clear error for a wrong input, drops local cache entries whose files are gone, and hides log records of failures
+    that `flyte run --local` shows anyway.
+    """
     show_output()
     read_json_inputs(Settings, read_settings)
     explain_unknown_options(get_python_type)
@@ -31,9 +36,13 @@ def set_up_flyte() -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return whether a log record is no failure that `flyte run --local` shows at its end, too.
+    """Return whether to log a record: False for a task's failure in a local run.
 
-    The record would also have the stacks of all tasks that waited for the failed one.
+    `flyte run --local` shows that failure at its end, too. The record would also have the stacks of all tasks that
+    waited for the failed one.
+
+    Args:
+        record: the log record.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, RuntimeUserError) and platform.is_local())

@@ -43,7 +43,12 @@ def earlier_attempts() -> int:
 
 
 def execution() -> tuple[str, str]:
-    """Return the run's name, PROJECT/DOMAIN/NAME, and the link to its page."""
+    """Return the run's name and the link to its page in Flyte's console.
+
+    Returns:
+        The name as PROJECT/DOMAIN/NAME, and the link. Both are empty in a local run. The link is empty if the
+        variable with the console's address is not set.
+    """
     if is_local():
         return "", ""
     run = flyte.ctx().action
@@ -65,7 +70,11 @@ def logs_url() -> str:
 
 
 def previous_logs_url() -> str:
-    """Return the logs' URL of the killed pod before this one in the same attempt, or of the attempt before."""
+    """Return the URL of the logs of the pod that ran before this one.
+
+    That pod was killed in this attempt, or was the last pod of the previous attempt. The URL is empty if there was
+    none.
+    """
     *earlier, _ = _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)
     if not earlier and (previous := previous_checkpoint_url()):
         first, *later = _logs_urls(previous.rpartition("/")[0], None)
@@ -75,9 +84,12 @@ def previous_logs_url() -> str:
 
 @cache
 def _logs_urls(attempt: str, restarts: int | None) -> list[str]:
-    """Return the logs' URLs of all pods of the attempt until now, one after the other.
+    """List the logs' URLs of the pods of an attempt so far, in the order in which they ran.
 
-    Of a JobSet, of all its restarts.
+    Args:
+        attempt: the URL of the attempt's folder.
+        restarts: how many pods of the attempt were killed. None means that the number is unknown: then the list
+            ends with the first folder that has no log yet.
     """
     urls = [f"{attempt}/logs"]
     while (restarts is None and _exists(f"{urls[-1]}/console.log")) or len(urls) <= (restarts or 0):

@@ -132,9 +132,13 @@ class Listing:
 
     @classmethod
     def of(cls, folder: FlyteDirectory | None) -> "Listing":
-        """List the files.
+        """List the files of a folder; without a folder the listing is empty.
 
-        Raises InputError for a folder without files: an empty listing stands for the dataset's split.
+        Args:
+            folder: the folder of images, or None to predict a split of the dataset.
+
+        Raises:
+            InputError: The folder has no files.
         """
         files = [] if folder is None else [*list_files(folder).items()]
         if folder is not None and not files:
@@ -163,7 +167,14 @@ class Listing:
             raise
 
     def verify(self, folder: FlyteDirectory | None) -> None:
-        """Raise ReportedError if a file is no longer what it was when it was listed."""
+        """Check that the listed files are still as they were when they were listed.
+
+        Args:
+            folder: the folder of the files.
+
+        Raises:
+            ReportedError: A file has changed, or is gone.
+        """
         now = {} if folder is None else list_files(folder)
         changed = [name for name, details in self.files if now.get(name) != details]
         if changed:

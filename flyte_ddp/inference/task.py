@@ -129,7 +129,22 @@ def predict_shard(
     listing: FlyteFile,
     options: InferenceOptions,
 ) -> CSVFile:
-    """Predict one shard. On a cluster Flyte retries and caches each shard; a local run caches it on this machine."""
+    """Predict the images of one shard, and return a CSV file with a row for each image.
+
+    On a cluster, Flyte retries and caches each shard. A local run keeps the file on this machine and returns it at the
+    next call, unless the cache is turned off or overwritten.
+
+    Args:
+        shard: the range of images, and its cache key.
+        model_state: the weights.
+        data: the prepared dataset that the model was trained on.
+        folder: the folder of images; None to predict a split of the dataset.
+        listing: the files of the folder.
+        options: the options of the prediction.
+
+    Raises:
+        ReportedError: An image file has changed since it was listed.
+    """
     part = part_path(shard)
     settings = LocalConfig.auto()
     if part.exists() and settings.cache_enabled and not settings.cache_overwrite:

@@ -196,14 +196,12 @@ def threads_per_rank(local_size: int) -> int:
 
 @contextmanager
 def default_variable(name: str, value: str, *others: str) -> Iterator[None]:
-    """Set an environment variable while the block runs.
-
-    Nothing is set if the user has set the variable, or one of the others.
+    """Set an environment variable while the block runs, unless the user has set it or one of the others.
 
     Args:
         name: the variable.
         value: its value.
-        others: variables that also prevent the setting.
+        others: more variables that replace this one if the user sets them.
     """
     if {name, *others} & {*os.environ}:
         yield

@@ -61,7 +61,14 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 
 
 def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
-    """Return what the ranks answer, once for all ranks of a host with the same answer."""
+    """Format the ranks' answers: their host, last collective and stacks.
+
+    Ranks of a host with the same collective and stacks share one entry.
+
+    Args:
+        answers: the answers by rank.
+        hosts: the hosts by rank.
+    """
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, answer in answers.items():
         alike[hosts[rank], answer.collective, answer.stack].append(rank)

@@ -94,10 +94,13 @@ def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Ite
 
 
 def _let_go(connection: Connection) -> None:
-    """Undo in a forked child of the rank what keeps it from ending on SIGTERM, and from printing on its own.
+    """Prepare a forked child of a rank, such as a loader worker, to end and to print by itself.
 
-    It also closes the child's end of the pipe, so that the parent sees that the rank has ended, even if children live
-    on.
+    SIGTERM ends the child again, and its output goes straight to the original files. The child's end of the parent's
+    pipe is closed, so that the parent notices the end of the rank even if children live on.
+
+    Args:
+        connection: the rank's pipe to its parent.
     """
     connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

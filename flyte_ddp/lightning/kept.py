@@ -22,9 +22,15 @@ class KeptFiles:
         self._logs = os.path.realpath(job.logs)  # as ModelCheckpoint has it
 
     def keep(self, callbacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Link or copy the files that this state of callbacks names; return what `restore` needs.
+        """Link or copy the files of ModelCheckpoints beside the checkpoint, and return what restore() needs.
 
-        Raises OSError.
+        Only files in this attempt's logs are kept.
+
+        Args:
+            callbacks: the state of the callbacks, which names the files.
+
+        Raises:
+            OSError: A file could not be linked or copied.
         """
         files = {}
         for path in {*_paths(_checkpoints_in(callbacks))}:
@@ -53,10 +59,16 @@ class KeptFiles:
                 file.unlink(missing_ok=True)
 
     def restore(self, callbacks: dict[str, Any], kept: Mapping[str, Any]) -> list[str]:
-        """Let rank 0 put the files into this attempt's logs, and the state of callbacks name them there; a collective.
+        """Put the kept files into this attempt's logs, and name them there in the callbacks' state; a collective.
+
+        Only rank 0 links or copies files. All ranks change the paths in the state.
+
+        Args:
+            callbacks: the state of the callbacks, which is changed in place.
+            kept: what keep() returned.
 
         Returns:
-            The names of files that are gone.
+            The names of files that are gone; always empty on ranks other than rank 0.
         """
         places, gone = [self._logs], []
         distributed.broadcast_object_list(places)

@@ -15,7 +15,13 @@ from flyte_ddp.engine.torch_compat import last_layers_first, settle_buckets
 
 
 def settle_strategy_buckets(strategy: Strategy) -> None:
-    """Have the strategy replicate the network as SettledBuckets does, so that a resume ends with the same bits."""
+    """Make a DDP strategy fix the gradient buckets when it wraps the network, as SettledBuckets does.
+
+    A resumed training then ends with the same bits. Other strategies are left alone.
+
+    Args:
+        strategy: the trainer's strategy; its _setup_model is replaced.
+    """
     if not isinstance(strategy, DDPStrategy):
         return
     replicate = strategy._setup_model
@@ -30,10 +36,16 @@ def settle_strategy_buckets(strategy: Strategy) -> None:
 
 
 def around_each_step(trainer: Trainer, begin: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
-    """Call one function before each training step, and another after it, once all that belongs to the step is done.
+    """Call one function before each training step, and another after it.
 
-    Lightning has no hook there: its last one, on_train_batch_end of the module, comes after those of callbacks. Its own
-    look for a SIGTERM, for which the host waits in each step, is left out.
+    The second call comes after everything that belongs to the step. Lightning has no hook there: on_train_batch_end of
+    the module comes after those of callbacks. Lightning's own check for SIGTERM is turned off, because the host waits
+    for it in each step.
+
+    Args:
+        trainer: the trainer.
+        begin: called before each step.
+        end: called after each step.
     """
     loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
@@ -108,7 +120,12 @@ def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
 
 
 def set_steps_done(trainer: Trainer, steps: int) -> None:
-    """Have the epoch, within which a training goes on, go on after so many of its steps."""
+    """Let the current epoch go on after this many of its steps, when a training resumes within the epoch.
+
+    Args:
+        trainer: the trainer.
+        steps: how many steps of the epoch are done.
+    """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for tracker in (progress.total, progress.current):
         tracker.increment_by(steps - progress.current.ready)

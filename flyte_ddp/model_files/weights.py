@@ -42,9 +42,16 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 
 
 def read_weights(path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> dict[str, Tensor]:
-    """Return the state_dict of a model_state or safetensors file, on the CPU.
+    """Read the state dict of a model_state or safetensors file to the CPU. Nothing in the file is executed.
 
-    Raises InputError if the file is neither.
+    Args:
+        path: the file.
+        called: what messages call the file.
+        remedy: what messages tell the user to do.
+
+    Raises:
+        InputError: The file is damaged, cannot be read safely or has anything but tensors, or the safetensors
+            library is missing.
     """
     try:
         if is_safetensors(path):

@@ -94,9 +94,14 @@ def promote_model(subject: Subject, model_state: File, place: str, options: Prom
 
 
 def make_artifact(model_state: File, summary: PromotionSummary, name: str) -> Any:
-    """Return what was promoted as a version of Flyte's artifact of that name.
+    """Return the promoted model as a version of a Flyte artifact, for a task with produces_artifacts to return.
 
-    A task with produces_artifacts can return it.
+    The description has the measure that decided the promotion.
+
+    Args:
+        model_state: the promoted weights.
+        summary: the outcome of the promotion.
+        name: the artifact's name.
     """
     measured = f"{summary.measure} {summary.candidate:g} on {summary.samples:,} test samples"
     metadata = artifacts.Metadata(

@@ -68,9 +68,19 @@ class Promotion:
 
 
 def writable_place(platform: Platform, place: str) -> Place:
-    """Return the place that open_place returns, if it can be read and written to.
+    """Open the place that models are promoted to, and check that it can be read and written to.
 
-    The errors of a damaged or read-only place are raised now rather than after training.
+    A training calls it before it starts, so that a bad place is not found only at its end. In a new place it writes an
+    empty current.json.
+
+    Args:
+        platform: the platform.
+        place: the URL or folder; empty is the default of a local run.
+
+    Raises:
+        InputError: No place is named, it cannot be read or written to, or a newer program has written current.json.
+        ReportedError: current.json is damaged, or missing although there are versions.
+        RecoverableError: The storage fails.
     """
     models = open_place(platform, place)
     models.read()
@@ -79,7 +89,15 @@ def writable_place(platform: Platform, place: str) -> Place:
 
 
 def open_place(platform: Platform, place: str) -> Place:
-    """Return the place. A local run has a default, and may use relative paths."""
+    """Return the place that models are promoted to.
+
+    Args:
+        platform: the platform.
+        place: a URL. A local run also takes a folder, and has a default for "".
+
+    Raises:
+        InputError: The place is empty outside of a local run, or is no valid URL.
+    """
     if platform.is_local():
         place = local_root(place or str(runs_dir().with_name("promoted")))
     if not place:
@@ -201,9 +219,17 @@ def measure_both(
 
 
 def settings_of_version(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
-    """Return the settings of a version's training.
+    """Return the settings that a promoted version was trained with.
 
-    Raises InputError if its recipe or data differ from the candidate's.
+    Args:
+        subject: the candidate's training.
+        place: where models are promoted to.
+        version: the version's name, for messages.
+        facts: the content of the version's version.json.
+
+    Raises:
+        InputError: The version has another recipe or other data than the candidate.
+        ReportedError: This code does not know the settings.
     """
     own = facts_of_data(subject)
     saved = {name: facts.get(name) for name in own}

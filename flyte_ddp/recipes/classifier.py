@@ -38,12 +38,14 @@ class Classifier(Recipe):
         return measures
 
     def _check(self, outputs: Any, labels: Any) -> None:
-        """Check outputs and labels that torch would refuse without a hint at the cause.
+        """Raise InputError for outputs or labels that do not fit, before torch raises a less helpful error.
 
-        The range of the labels is checked only in trials.
+        Outputs must be (n, classes), and labels (n,) int64 or uint8. The range of the labels is only checked in trials,
+        because the check makes the host wait for a GPU.
 
-        Raises:
-            InputError: The outputs are not (n, classes), or the labels are not (n,) int64 or uint8, or out of range.
+        Args:
+            outputs: what forward returned.
+            labels: the labels of the batch.
         """
         owner = type(self).__name__
         count = len(labels)

@@ -57,17 +57,19 @@ def make_axis(
     integer: bool = False,
     ticks: Sequence[float] = (),
 ) -> Axis:
-    """Build an axis that shows all finite values.
+    """Build an axis that spans the values, with a margin and labels at round numbers.
+
+    Values that are not finite are ignored. A logarithmic axis also ignores values that are not positive.
 
     Args:
         values: the values to show.
         begin: the position of the axis's first end.
         end: the position of its other end.
         write: formats a label.
-        logarithmic: whether the axis is logarithmic, if any value is positive.
-        from_zero: whether the axis begins at 0.
-        integer: whether labels are whole numbers.
-        ticks: if given, the only values with a label.
+        logarithmic: makes the axis logarithmic, unless no value is positive.
+        from_zero: lets the axis begin at 0; a logarithmic axis then begins at 1.
+        integer: puts labels at whole numbers only; a logarithmic axis ignores it.
+        ticks: the values to label, in place of round numbers.
     """
     shown = [value for value in values if math.isfinite(value)]
     logarithmic = logarithmic and any(value > 0 for value in shown)
@@ -90,7 +92,12 @@ def round_numbers(low: float, high: float, integer: bool = False) -> list[float]
 
 
 def round_powers(low: float, high: float) -> list[float]:
-    """Return the powers of ten between these logarithms, or numbers between powers too if the powers are few."""
+    """Return the values to label on a logarithmic axis: powers of ten, or finer values if there are at most two.
+
+    Args:
+        low: the logarithm to base 10 of the axis's first value.
+        high: the logarithm to base 10 of the axis's last value.
+    """
     powers = range(max(math.ceil(low), -300), min(math.floor(high), 300) + 1)
     if len(powers) > 2:
         return [10.0**power for power in powers[:: -(-len(powers) // MOST_TICKS)]]

@@ -70,9 +70,15 @@ def load_predictions(info: RunInfo, finished: RunFinished) -> Predictions | None
 
 
 def verdict(record: Record) -> dict[str, Any]:
-    """Return accuracy by class, the most confident mistakes, and the cells of a confusion matrix.
+    """Return what the page shows of the predictions: accuracy by class, mistakes and the confusion matrix.
 
-    All are empty while there are no predictions, and for recipes other than image classifiers.
+    Args:
+        record: the record of the run.
+
+    Returns:
+        Template values by name. "classes" has at most MOST_BARS classes, the worst ones if there are more.
+        "mistakes" has the most confident mistakes. "cells" is empty if there are more than MOST_CLASSES classes.
+        All of these are empty while there are no predictions, and for recipes other than image classifiers.
     """
     predictions = load_predictions(record.info, record.finished) if record.finished else None
     if predictions is None:
@@ -109,9 +115,17 @@ def verdict(record: Record) -> dict[str, Any]:
 
 
 def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
-    """Return count, heat, kind and look of each cell of the confusion matrix.
+    """Return the cells of the confusion matrix, as the page's template draws them.
 
-    A cell's shade is its share of the row. Mistakes are shaded much more strongly, or they would not be visible.
+    Mistakes are shaded much more strongly than correct predictions, because they would not be visible otherwise.
+
+    Args:
+        counts: (classes, classes), with true classes as rows and predicted ones as columns.
+
+    Returns:
+        Rows of (count, heat, kind, look). heat is the opacity of the cell's colour, from "0.00" to "1.00". It grows
+        with the cell's share of its row. kind is "right" on the diagonal and "wrong" elsewhere. look is the cell's
+        CSS class: "hot" for a dark cell, "none" for a count of 0, and "" otherwise.
     """
     fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     right = np.eye(len(counts), dtype=bool)
@@ -145,9 +159,16 @@ def drawn_figures(logs: Path) -> list[Drawing]:
 
 
 def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
-    """Return a recipe's pictures, if any.
+    """Read the pictures that a recipe has drawn, at most MOST_DRAWN, from pictures.npz.
 
-    pictures.npz has n captions, and images (C, H, W) uint8 as "0", "1", …
+    The file has an array "captions", and arrays "0", "1", … of images (C, H, W) uint8.
+
+    Args:
+        logs: the folder of the file.
+
+    Returns:
+        Pairs of a data URL and a caption; none if there is no file. If the file cannot be read, the only pair has
+        no image, and a caption that says why.
     """
     path = logs / "pictures.npz"
     if not path.exists():

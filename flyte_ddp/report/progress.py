@@ -122,7 +122,16 @@ def select_fields(event: Any) -> dict[str, Any]:
 
 
 def parse_event(line: dict[str, Any]) -> Any:
-    """Return the event that a line was written for; None for "finished", "failed", and events of newer versions."""
+    """Rebuild an event from its line in progress.jsonl.
+
+    A measure that is null becomes NaN. A field that the line lacks takes its default.
+
+    Args:
+        line: the parsed line.
+
+    Returns:
+        The event; None for "finished", "failed", and events of newer versions.
+    """
     kind = EVENTS.get(line["event"])
     if kind is None:
         return None

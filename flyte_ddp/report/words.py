@@ -37,13 +37,16 @@ def multiples(names: Sequence[str]) -> str:
 
 
 def written(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
-    """Format a measure's value: in per cent if named so, the loss with fixed decimals, others with four digits.
+    """Format a measure's value.
+
+    A measure in `percent` is written as a percentage, the loss with fixed decimals, and any other with four significant
+    digits. A value that is not finite is written as "nan" or "inf".
 
     Args:
         name: the measure.
-        value: its value.
-        percent: the measures that are shown in per cent.
-        decimals: of the value itself: 4 are 2 decimals of a percentage.
+        value: its value; 0.5 is written as 50 % if the measure is in `percent`.
+        percent: the measures that are written as percentages.
+        decimals: the decimals of a loss. A percentage has two fewer.
     """
     if not math.isfinite(value):
         return str(value)

@@ -56,10 +56,16 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[
 
 
 def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
-    """Train from the entrant's checkpoint. If that is gone, train from the start, with the same result.
+    """Train one trial of a rung, and return its result.
 
-    A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but some
-    failures, such as a full disk or GPU memory, do not follow from the settings.
+    The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
+    the same result. A loss that is not finite is a result, too. Any other failure is raised, because Flyte would cache
+    the result, and failures such as a full disk do not follow from the settings.
+
+    Args:
+        entrant: the trial's settings, and its checkpoint, if any.
+        data: the prepared dataset.
+        options: the options of the run.
     """
     started = time.time()
     hp = Hyperparameters.from_json(entrant.settings)

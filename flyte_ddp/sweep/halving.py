@@ -112,17 +112,14 @@ def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
 
 
 def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
-    """Check that successive halving can compare the trials, and cut some of them.
+    """Raise InputError if the sweep's reduction factor does not fit its trials. A factor of 1 always fits.
 
-    Nothing is checked with a reduction_factor of 1.
+    A larger factor is refused under Lightning, if trials differ in epochs, if a trial sets stop_after, or if there are
+    too few epochs or trials to cut any.
 
     Args:
         sweep: the sweep.
-        trials: the settings of all trials.
-
-    Raises:
-        InputError: The trials are of Lightning, differ in epochs, or set stop_after; or the factor is too high to
-            cut any trial.
+        trials: the settings of each trial.
     """
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
@@ -147,9 +144,19 @@ def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
 def classifier_trials(
     platform: Platform, sweep: Sweep, hp: Hyperparameters, options: RunOptions
 ) -> list[Hyperparameters]:
-    """Return the hyperparameters of each trial of an image classifier.
+    """Return the hyperparameters of each trial of an image classifier, after checking all of them.
 
-    All are checked before anything is downloaded or spawned.
+    Nothing has been downloaded or spawned at that point.
+
+    Args:
+        platform: the platform.
+        sweep: what to try.
+        hp: the hyperparameters that all trials have in common.
+        options: the options of each run.
+
+    Raises:
+        InputError: The sweep's measure is not the accuracy, a value cannot be tried, the reduction factor does not
+            fit, or this machine cannot do a local run.
     """
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")

@@ -80,11 +80,18 @@ def check_count(name: str, value: Any) -> None:
 
 
 def to_rows(tree: Any, name: str) -> np.ndarray:
-    """Return the rows of a tree of arrays: (n,) structured, or (n, ...) for a single array. Raises DataError.
+    """Pack a tree of arrays into one array of rows, with one row a sample.
 
     Args:
-        tree: a single array, or arrays in dicts and tuples.
+        tree: a single array (n, ...), or such arrays in dicts, lists and tuples.
         name: the block's name for messages.
+
+    Returns:
+        A structured array (n,). A single array is returned as it is, but contiguous.
+
+    Raises:
+        DataError: The arrays differ in their number of rows, a leaf is no array of numbers, or a dict has keys that
+            are no strings or look like a tuple's.
     """
     length = count_rows(tree, name)
     kind = _row_kind(tree, name)
@@ -124,7 +131,16 @@ def save_rows(path: Path, rows: np.ndarray) -> None:
 
 
 def open_rows(path: Path, length: int, name: str) -> np.ndarray:
-    """Open the rows of a block's file, which stay on disk. Raises DataError if the file has another length."""
+    """Open a block's file as a memory map of its rows.
+
+    Args:
+        path: the .npy file.
+        length: how many rows the file must have.
+        name: the block's name for messages.
+
+    Raises:
+        DataError: The file is damaged or cut short, or has another number of rows.
+    """
     try:
         rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False, max_header_size=MOST_HEADER_BYTES)
     except ValueError as error:  # numpy raises it for a damaged header, and for a file that is cut short

@@ -93,7 +93,19 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
 
 
 def _mnist(class_name: str, ask: Ask) -> Originals:
-    """Fetch MNIST, or a dataset in its format. Torchvision's class knows its mirrors, checksums and file format."""
+    """Download MNIST, or another dataset in its format, and read it with torchvision's class.
+
+    Torchvision's class gives the mirrors, the checksums and the file format. The folder of DDP_DATA_MIRROR is tried
+    before these mirrors.
+
+    Args:
+        class_name: the name of the class in torchvision.datasets.
+        ask: makes Mirrors of the URLs of the folders to try.
+
+    Raises:
+        DownloadError: No mirror delivered a file.
+        InputError: DDP_DATA_MIRROR is no URL of a folder, or the folder for data cannot be written to.
+    """
     mirror = mirror_from_environment()
     public, resources = _catalogue(class_name)
     # MNIST and Fashion-MNIST have the same file names, so torchvision's layout, with a folder for each, comes first

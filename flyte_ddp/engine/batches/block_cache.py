@@ -120,7 +120,13 @@ def locked(path: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def remove_if_left(folder: Path) -> None:
-    """Remove a run's folder if none of its ranks lives any more."""
+    """Remove the folder of a run, or of its node, if no living rank uses it any more.
+
+    A living rank holds a lock on its .alive file in the folder.
+
+    Args:
+        folder: the folder.
+    """
     for alive in folder.glob("*.alive"):
         try:
             with locked(alive, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -167,7 +173,14 @@ class Ahead:
             threading.Thread(target=self._work, daemon=True).start()
 
     def wait(self, step: int, blocks: Iterable[int]) -> None:
-        """Wait until the blocks that the step needs are here, or until close(). Raises what kept a block away."""
+        """Wait until the blocks that a step needs are here, or until close() is called.
+
+        If a block could not be fetched, its error is raised.
+
+        Args:
+            step: the step.
+            blocks: the numbers of the blocks that the step needs.
+        """
         needed = set(blocks)
         assert all(self.last.get(block, -1) >= step for block in needed), "a block that was not announced"
         with self._changed:

@@ -74,15 +74,18 @@ class BlockSplit:
         return np.searchsorted(self.ends, samples, side="right")
 
     def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
-        """Return the blocks left to train on, and the held-out blocks, as two splits.
+        """Divide the split into blocks to train on and blocks to validate on.
 
-        The choice is the same for every training and machine.
+        The same blocks are held out on every machine and for any settings.seed.
 
         Args:
-            fraction: the part of the blocks to hold out.
+            fraction: the share of the blocks to hold out.
+
+        Returns:
+            The blocks to train on, and the held-out ones.
 
         Raises:
-            InputError: The fraction would leave no block on one side.
+            InputError: One of the two would have no block.
         """
         blocks = len(self.chosen)
         count = round(fraction * blocks)
@@ -97,13 +100,10 @@ class BlockSplit:
         return kept, held
 
     def spread(self, count: int) -> Tensor:
-        """Return samples from all over the split. They come from at least four blocks, if there are as many.
+        """Return the indices of samples from a few blocks, which are spread over the split: (count,) int64.
 
         Args:
             count: the number of samples.
-
-        Returns:
-            (count,) int64, the indices of the samples.
         """
         blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))

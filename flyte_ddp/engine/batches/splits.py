@@ -119,9 +119,21 @@ class Subset:
 
 
 def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
-    """Return the samples left to train on, and the held-out ones: the same on every machine and for any settings.seed.
+    """Divide a split into samples to train on and samples to validate on.
 
-    So runs can be compared, and a training that starts from another one's weights has not seen its validation samples.
+    The same samples are held out on every machine and for any settings.seed. So runs can be compared, and a training
+    that starts from another one's weights has not seen its validation samples. A split in blocks holds out whole
+    blocks.
+
+    Args:
+        split: the split.
+        fraction: the share of the samples to hold out.
+
+    Returns:
+        The samples to train on, and the held-out ones.
+
+    Raises:
+        InputError: One of the two would be empty.
     """
     if isinstance(split, BlockSplit):
         return split.hold_out(fraction)

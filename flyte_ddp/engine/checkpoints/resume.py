@@ -88,7 +88,16 @@ def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:
 
 
 def _receivers(state: TrainingState, seen: list[bool]) -> Any:
-    """Return the group of ranks to which its first rank sends what it reads; None if each rank can read for itself."""
+    """Choose the process group whose first rank sends the checkpoint's tensors to the others.
+
+    Args:
+        state: the training.
+        seen: whether each rank can read the checkpoint, by rank.
+
+    Returns:
+        None if all ranks can read it. With hybrid sharding, the group of the ranks with the same rows, if the whole
+        first node can read it. Otherwise the group of all ranks.
+    """
     if all(seen):
         return None
     is_hybrid = is_sharded(state.model) and copies() > 1
@@ -96,12 +105,18 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
 
 
 def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
-    """Find out which ranks have the content of the checkpoint, and verify its shards. All ranks must call it.
+    """Ask all ranks who can read the checkpoint, and let these ranks verify its shards; a collective.
 
-    Each rank that has the content verifies some of the shards, if there are any.
+    The ranks that can read the checkpoint divide the shards among themselves.
+
+    Args:
+        content: the checkpoint, or None if this rank cannot read it.
+
+    Returns:
+        For each rank, whether it has the checkpoint.
 
     Raises:
-        CheckpointError: a shard is damaged or missing. It is raised on all ranks.
+        CheckpointError: A shard is damaged or missing. All ranks raise it.
     """
     seen: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(seen, content is not None)

@@ -34,7 +34,18 @@ Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
 def make_checkpoints(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
 ) -> Checkpoints:
-    """Return the writer of this rank's part of the checkpoints. If the network is sharded, all ranks must call it."""
+    """Return the object that writes this rank's checkpoints.
+
+    Without sharding, rank 0 writes a single file, and the other ranks write nothing. With sharding, each writing rank
+    writes its own rows, to the storage or to a shared folder. Only rank 0 decides when a checkpoint is due. With
+    sharding, all ranks must call this function.
+
+    Args:
+        state: the training.
+        environment: this rank.
+        emit: gets events of written and failed checkpoints.
+        job: the job, with the paths and the time between two checkpoints.
+    """
     if not is_sharded(state.model):
         return whole_checkpoints(environment, emit, job)
     destination = Stored(job.storage) if job.storage else SharedFolder(Path(job.checkpoint_path), environment)
@@ -55,11 +66,14 @@ def whole_checkpoints(environment: Environment, emit: Callable[[Event], None], j
 def begin_file(
     path: Path, room: dict[Any, Tensor], content: dict[str, Any], device: torch.device
 ) -> Callable[[], None]:
-    """Begin a checkpoint in a single file. This is a Begin, once path and room are given.
+    """Copy the content of a checkpoint, and return a function that writes the copy to a single file.
+
+    The training may change the tensors once this function has returned. The returned function also removes the shards
+    of an earlier sharded checkpoint at this path. With path and room given, this is a Begin.
 
     Args:
-        path: the checkpoint; on a CPU, the copy is a draft beside it.
-        room: the copies from a GPU, in the host's memory, which later checkpoints overwrite.
+        path: the checkpoint. On a CPU, the copy is a draft of the file beside it.
+        room: the copies from a GPU, in the host's memory. Later checkpoints overwrite them.
         content: what to write.
         device: where the tensors are.
     """

@@ -166,10 +166,14 @@ def _refuse_gathering(trials: Trials) -> None:
 
 
 def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
-    """Refuse what a checkpoint would lack, and what model() has no place for.
+    """Raise InputError if a resume would lose a part of the network's state.
 
-    That is a state_dict with more than tensors, buffers that a step changes and that aren't persistent, and persistent
-    buffers that a step creates, or gives another shape.
+    It refuses three things: a state_dict with more than tensors, a buffer that a step changes but that is not
+    persistent, and a persistent buffer that a step creates or reshapes.
+
+    Args:
+        recipe: the recipe.
+        network: the network, after a training step.
     """
     kept = network.model.state_dict()
     for name, value in kept.items():
@@ -192,7 +196,14 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
 
 
 def _refuse_changed_weights(recipe: Recipe, network: Network) -> None:
-    """Refuse forward passes that change trained weights: by its own samples, each rank would change them otherwise."""
+    """Raise InputError if a forward pass changes a trained weight.
+
+    Each rank would change the weight by its own samples, so the ranks' networks would differ.
+
+    Args:
+        recipe: the recipe.
+        network: the network, after a training step.
+    """
     for name in network.changed_weights():
         if network.model.get_parameter(name).requires_grad:
             raise InputError(
@@ -202,7 +213,15 @@ def _refuse_changed_weights(recipe: Recipe, network: Network) -> None:
 
 
 def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) -> None:
-    """Refuse a loss without a gradient, weights of it with one, and gradients that are sparse."""
+    """Raise InputError if the loss cannot be differentiated as training needs it.
+
+    It refuses a trained measure without a gradient, weights of that measure that need a gradient, and sparse gradients.
+
+    Args:
+        recipe: the recipe.
+        network: the network, with the trial's gradients.
+        whole: the trial of all samples.
+    """
     name, values, weights = whole.trained
     where = code_location(recipe, "measure")
     if not values.requires_grad:
@@ -224,7 +243,16 @@ def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) ->
 
 
 def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
-    """Refuse reentrant checkpoints: parameters would get gradients twice in a step, an error to DDP."""
+    """Raise InputError if the forward pass uses torch.utils.checkpoint with use_reentrant=True.
+
+    A parameter would get its gradient twice in a step, and DistributedDataParallel raises an error then. Nothing is
+    checked under sharding.
+
+    Args:
+        recipe: the recipe.
+        network: the network on trial.
+        whole: the trial of all samples, whose loss has a graph of operations.
+    """
     _, values, _ = whole.trained
     seen = set()
     ahead = [] if network.is_sharded else [values.grad_fn]
@@ -242,7 +270,15 @@ def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
 
 
 def _refuse_unreached(training: Trials, split: Split) -> None:
-    """Refuse parameters that get no gradient from MORE_SAMPLES; few samples need not reach every expert."""
+    """Raise InputError if a trained parameter gets no gradient from MORE_SAMPLES samples.
+
+    A few samples need not reach every parameter, such as those of an expert. So more samples are tried, PART at a time,
+    until each parameter has had a gradient.
+
+    Args:
+        training: the trials so far.
+        split: the training split.
+    """
     recipe, network = training.recipe, training.network
     unreached = {*network.unreached()}
     some = spread(split, min(MORE_SAMPLES, len(split)))
@@ -260,7 +296,14 @@ def _refuse_unreached(training: Trials, split: Split) -> None:
 
 
 def _has_unused(training: Trials, whole: Trial) -> bool:
-    """Return whether the sample of the last trial leaves trained weights unused, at once or by what it draws."""
+    """Return whether one sample leaves trained weights without a gradient.
+
+    If the network draws random numbers, the sample is tried with several seeds, until one leaves a weight unused.
+
+    Args:
+        training: the trials, of which the last one had a single sample.
+        whole: the trial of all samples.
+    """
     for seed in range(1, SEEDS if whole.has_drawn else 1):
         if training.network.unreached():
             break
@@ -288,10 +331,14 @@ def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
 
 
 def _refuse_unsteady(training: Trials, whole: Trial) -> None:
-    """Refuse a method that returns something else when the same samples are tried again.
+    """Raise InputError if a method returns different values for the same samples at a second try.
 
-    A training that is resumed would go on with other bits: no checkpoint has what such a method goes by. Numbers that
-    stand alone, and what has another shape, are not compared.
+    No checkpoint has what makes such a method differ, so a resumed training would have other bits. Tensors without
+    dimensions, and tensors whose shape has changed, are not compared.
+
+    Args:
+        training: runs the trials; this function runs one more.
+        whole: the first trial of the same samples.
     """
     again = training()
     tolerance = choose_tolerance(training.network.model)
@@ -308,7 +355,14 @@ def _refuse_unsteady(training: Trials, whole: Trial) -> None:
 
 
 def _find_moving(training: Trials) -> frozenset[str]:
-    """Return the frozen weights that change once the trained ones have: a teacher starts as a copy of these."""
+    """Return the names of the frozen weights that a forward pass changes after the trained weights have changed.
+
+    Such weights follow the trained ones, as a teacher's do. A first pass may not show it, because a teacher starts as a
+    copy. Nothing is found under sharding.
+
+    Args:
+        training: runs the trials; this function runs one more.
+    """
     weights = training.network.model.named_parameters(remove_duplicate=False)
     frozen = frozenset(name for name, weight in weights if not weight.requires_grad)
     if not frozen or training.network.is_sharded:
@@ -331,7 +385,14 @@ def _find_alike(training: Trials, whole: Trial) -> list[str]:
 
 
 def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
-    """Refuse, with virtual ranks, an evaluation that changes buffers: how often depends on the number of ranks."""
+    """Raise InputError if an evaluation changes persistent buffers and the training has virtual ranks.
+
+    The number of ranks decides how often an evaluation would change them, so the bits would depend on it.
+
+    Args:
+        recipe: the recipe.
+        network: the network, after an evaluation.
+    """
     changed = network.changed_buffers() if recipe.settings.virtual_ranks else ()
     for name in network.model.state_dict().keys() & changed:
         raise InputError(
@@ -342,7 +403,15 @@ def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
 
 @torch.no_grad()
 def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
-    """Refuse what would fail after an epoch, or after the last one: facts, guesses, predictions and pictures."""
+    """Raise InputError for what would otherwise fail only after an epoch, or at the end.
+
+    It checks facts(), the loss of guessing, predictions() and pictures().
+
+    Args:
+        evaluation: the trials in evaluation.
+        tested: the trial of all their samples.
+        is_mixed: whether measure() must also work for outputs that are paired with other samples.
+    """
     recipe = evaluation.recipe
     tree = evaluation.tree
     outputs = tested.stages["forward"]

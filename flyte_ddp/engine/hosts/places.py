@@ -103,7 +103,15 @@ def serial(device: torch.device) -> str:
 
 
 def collect_facts(device: torch.device) -> dict[str, str]:
-    """Return the facts that should be the same on all hosts of a training."""
+    """Return the versions and equipment of this host that should be the same on all hosts of a training.
+
+    Args:
+        device: this rank's device.
+
+    Returns:
+        Texts by name: the versions of Python and torch, the number of cores and, on a GPU, its name, its memory and
+        the driver's version. The driver is left out where a container hides it.
+    """
     facts = {"Python": platform.python_version(), "torch": str(torch.__version__), "cores": str(available_cores())}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -114,7 +122,13 @@ def collect_facts(device: torch.device) -> dict[str, str]:
 
 
 def room(device: torch.device) -> dict[str, float]:
-    """Return the GiB that this host and this GPU have for a training."""
+    """Return how many GiB of memory this host and this GPU have for a training, by name.
+
+    Memory that torch has already reserved on the GPU counts as free.
+
+    Args:
+        device: this rank's device.
+    """
     found = {"GiB of memory": usable_memory() / GIB}
     with suppress(OSError):
         found["GiB of /dev/shm"] = shutil.disk_usage(SHARED_MEMORY).total / GIB
@@ -150,7 +164,14 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 def lack_of_disk(job: Job, weights: int) -> str:
-    """Return what is missing for the checkpoint and the model, each with the weights, that this rank must write."""
+    """Return a sentence on too small a disk; empty if there is room, or if this rank writes no checkpoint.
+
+    The disk must have room for the weights twice: in the checkpoint and in the model.
+
+    Args:
+        job: names the checkpoint's path, and what chose it.
+        weights: the bytes of this rank's part of the weights.
+    """
     if not job.checkpoint_path:
         return ""
     folder = Path(job.checkpoint_path).absolute().parent

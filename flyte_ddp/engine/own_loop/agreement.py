@@ -20,20 +20,22 @@ class Call(Enum):
 
 
 def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
-    """Return whether all ranks do the same; a collective.
+    """Check that all ranks do the same thing now; a collective.
 
-    It is False where some have left an evaluation earlier than others, and these others hear of it. Without this check
-    gloo would abort the process. Under NCCL nothing is asked in a step, where the host would have to wait for the
-    device: ranks that differ hang, and the message of the hang has their stacks.
+    Without this check gloo would abort the process. Under NCCL nothing is checked within a step, because the host would
+    have to wait for the device. Ranks that differ hang there, and the report of the hang has their stacks.
 
     Args:
-        device: of this rank.
         call: what this rank does.
-        epoch: from 0.
+        epoch: the number of the epoch, from 0.
         step: how many steps of the epoch are done.
+        device: this rank's device.
+
+    Returns:
+        True if all ranks do the same. False if this rank is in an evaluation that another rank has left.
 
     Raises:
-        InputError: Ranks do different things; on all of them.
+        InputError: Ranks do different things. All ranks raise it.
     """
     is_in_step = call in (Call.BACKWARD, Call.STEP_END)
     if distributed.get_world_size() == 1 or (is_in_step and distributed.get_backend() != "gloo"):

@@ -24,9 +24,14 @@ def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]) -> None:
-    """Load the parts' states, which are copied, and arrange their weights as they were.
+    """Load the parts' states, and restore which weights are trained and in which groups the optimizers have them.
 
-    parts: all of them, or some. Raises what their load_state_dict does.
+    A state that does not fit raises the error of its part's load_state_dict.
+
+    Args:
+        parts: all parts of the loop, or some of them, by name.
+        states: the parts' state dicts by name; their tensors are copied.
+        arranged: what arrangement() returned when the states were saved.
     """
     weights = _weights(parts)
     for name, is_trained in arranged["trained"].items():

@@ -73,9 +73,20 @@ class Loop:
     # --- before the first epoch ---
 
     def wrap(self, model: nn.Module) -> DistributedDataParallel | ByParts:
-        """Return the network on the rank's device, in torch's DistributedDataParallel.
+        """Move a network to the rank's device, and wrap it so that the ranks train it together; a collective.
 
-        With settings.virtual_ranks it is in what loop.backward needs; there can be one such network.
+        Without settings.virtual_ranks it is wrapped in torch's DistributedDataParallel. With virtual ranks it is
+        wrapped for loop.backward, and only one network can be wrapped.
+
+        Args:
+            model: the network.
+
+        Returns:
+            The wrapped network.
+
+        Raises:
+            InputError: The network is already wrapped, has no weight that is trained, or is the second one with virtual
+                ranks.
         """
         state, parts = self._state, self.settings.virtual_ranks
         if isinstance(uncompiled(model), (DistributedDataParallel, nn.DataParallel)):

@@ -44,10 +44,15 @@ class Optimizers:
                 self._stepped_by[weight.grad] = version(weight.grad)
 
     def pending(self, idle_alone: bool = False) -> dict[int, Tensor]:
-        """Return the gradients that no optimizer has stepped by, by their weights' place in weights().
+        """Return the gradients that no optimizer has applied since they last changed.
 
-        idle_alone: leave out those of optimizers that have stepped in this step: they came after it, and most loops set
-        them to zero, as that of a GAN, in which one network's loss reaches the other's weights.
+        Args:
+            idle_alone: leaves out the weights of optimizers that have stepped in this step. Their gradients came after
+                the step, and most loops set them to zero. That happens in a GAN, where one network's loss also reaches
+                the weights of the other.
+
+        Returns:
+            The gradients by the position of their weight in weights().
         """
         left_out = {id(weight) for weight in list_weights(self._stepped if idle_alone else [])}
         gradients = {number: weight.grad for number, weight in enumerate(self.weights()) if id(weight) not in left_out}
@@ -64,7 +69,7 @@ class Optimizers:
             weights[number].grad = gradient.to(weights[number].device, copy=True)
 
     def weights(self) -> list[Tensor]:
-        """All that they change, which may be a loss's own, too."""
+        """Return the weights that the optimizers change, each once. They may include a loss's own weights."""
         return list_weights(self._now())
 
     def _now(self) -> list[Optimizer]:

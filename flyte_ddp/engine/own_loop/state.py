@@ -170,7 +170,18 @@ class LoopState:
         self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0
 
     def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before it steps. Looks at gradients where they are logged, as they may be gone then; the host waits."""
+        """Check that an optimizer may step, and measure the norm of its gradients if this step is logged.
+
+        Torch calls it before each step of an optimizer, because the gradients may be gone afterwards. In a logged step
+        the host waits for the device.
+
+        Args:
+            optimizer: the optimizer that is about to step.
+            _: other arguments of torch's hook.
+
+        Raises:
+            InputError: loop.keep lacks the optimizer, or the code is outside of a loop over batches.
+        """
         if not self.optimizers.have(optimizer):
             kind = type(optimizer).__name__
             raise InputError(f"loop.keep must have the {kind} that steps: a resume would begin with a new one")
@@ -190,11 +201,17 @@ class LoopState:
         return waits
 
     def end_step(self, is_left: bool = False) -> None:
-        """End a step, once the user's code has done all that belongs to it; a collective.
+        """Finish a step once the user's code has done all that belongs to it; a collective.
 
-        Raises StopRequested, after a checkpoint, if any rank was asked to stop, and NonFiniteError, before one.
-        is_left: whether no further step of the epoch comes. A resume from here would go on with them, so the epoch's
-        end has the checkpoint, and a request to stop waits for it.
+        Args:
+            is_left: whether the user's code has left the epoch's loop with this step. Then no checkpoint is written
+                here, because a resume would go on within the epoch. A request to stop waits for the end of the epoch.
+
+        Raises:
+            InputError: The step has logged nothing, loop.evaluated is missing after an evaluation, or ranks do
+                different things.
+            StopRequested: A rank was asked to stop; a checkpoint was written before.
+            NonFiniteError: A measure is not finite; no checkpoint was written.
         """
         progress = self.progress
         progress.clock.lap(StepPart.COMPUTING)
@@ -408,7 +425,10 @@ class LoopState:
     # --- the state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs; tensors are those of the training itself, which the next step changes."""
+        """Return everything that a resume needs.
+
+        The tensors are the training's own, so the next step changes them.
+        """
         return {
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "arrangement": arrangement(self.parts),
@@ -420,12 +440,16 @@ class LoopState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state, and copy its tensors. Within an epoch, keep it, too, for put_back.
+        """Restore the state of a checkpoint, and copy its tensors.
 
-        Gradients are restored by put_back then, and here otherwise.
+        Within an epoch, it also keeps the state until put_back restores it once more, with the gradients. Between
+        epochs, the gradients are restored at once.
+
+        Args:
+            saved: what state_dict returned.
 
         Raises:
-            InputError: It does not fit the parts of this loop.
+            InputError: The state does not fit what loop.keep was given.
         """
         with _fitting():
             if saved["parts"].keys() != self.parts.keys():

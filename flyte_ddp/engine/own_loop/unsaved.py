@@ -32,7 +32,18 @@ class Unsaved:
         self._checked: list[Optimizer] = []
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise InputError in the second step of an optimizer, if a resume would lose what it goes by."""
+        """Check, in an optimizer's second step, that a checkpoint has everything a resume needs of the optimizer.
+
+        The first step only records the optimizer's attributes. Later steps check nothing.
+
+        Args:
+            optimizer: the optimizer that has stepped.
+            _: other arguments of torch's hook.
+
+        Raises:
+            InputError: loop.keep lacks one of the optimizer's schedules or weights, or its state_dict lacks a part of
+                its state.
+        """
         if any(one is optimizer for one in self._checked):
             return
         if id(optimizer) not in self._after_first:

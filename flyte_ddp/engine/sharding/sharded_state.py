@@ -80,9 +80,12 @@ def cut_rows(count: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def with_room(content: Any) -> Any:
-    """Return the content with a whole tensor in place of each Shard, one for all names of tied weights.
+    """Return the content with an empty tensor of the whole shape in place of each Shard.
 
-    The tensors are still empty, so they take no memory either.
+    Tied weights share one tensor. Nothing is written to these tensors, so they take no memory yet.
+
+    Args:
+        content: nested dicts, lists and tuples.
     """
     rooms: dict[int, Tensor] = {}
 
@@ -93,14 +96,16 @@ def with_room(content: Any) -> Any:
 
 
 def fill(path: Path | None, content: Any, device: torch.device) -> None:
-    """Write the rows of all ranks' Shards into the file in which rank 0 saved the content with room for them.
+    """Copy the rows of all ranks' Shards into the file that rank 0 has saved with empty room for them.
 
-    No tensor is ever whole in memory. If there are any Shards, all ranks must call it.
+    Rank 0 maps the file and writes the rows of one rank after the other, so no tensor is ever whole in memory. If there
+    are Shards, all ranks must call it.
 
     Args:
-        path: on rank 0 the file, or None if it could not write one: then nothing is filled. None on other ranks.
-        content: what was saved.
-        device: the device that sends and receives.
+        path: the file on rank 0, and None on the other ranks. If rank 0 passes None, because it could not write the
+            file, no rank does anything.
+        content: the content that rank 0 saved, with Shards in place of the whole tensors.
+        device: the device that sends and receives rows.
     """
     leaves = pytree.tree_leaves(content)
     shards = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Shard)}
@@ -143,7 +148,13 @@ class Layout:
         return None
 
     def marked(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with a Shard for each sharded tensor, one for all names of tied weights."""
+        """Return the state with this rank's Shard in place of each sharded tensor.
+
+        Tied weights share one Shard. A state without sharded tensors is returned as it is.
+
+        Args:
+            state: the training's state.
+        """
         made: dict[tuple[Any, ...], Shard] = {}
 
         def mark(path: tuple[Any, ...], value: Any) -> Any:
@@ -165,7 +176,14 @@ class Layout:
 
 
 def fitted(values: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a network as its load_state_dict takes them; of sharded ones, from this rank's rows."""
+    """Convert weights to the form that the network's load_state_dict takes.
+
+    A sharded weight becomes a DTensor of this rank's rows. Other weights stay as they are.
+
+    Args:
+        values: the weights by name; this rank's rows if a weight is sharded.
+        network: the network that the weights are for.
+    """
     own = network.state_dict()
     return {name: _as_shard(value, own[name]) if is_shard(own.get(name)) else value for name, value in values.items()}
 

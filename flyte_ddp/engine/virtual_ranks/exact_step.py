@@ -151,11 +151,18 @@ class ExactStep(SingleStep):
             self.zero_grad()
 
     def _arrived(self, number: int, place: int, weight: Tensor) -> None:
-        """Note that a gradient is complete, and send all buckets that this completes.
+        """Record that a weight's gradient is complete, and send the buckets that are now complete.
+
+        Torch calls it in each backward pass. Buckets are sent in their order, and only during the rank's last part.
+
+        Args:
+            number: the bucket of the weight.
+            place: the position of the weight in its bucket.
+            weight: the weight.
 
         Raises:
-            InputError: The gradient came twice in a backward pass, or after its bucket was sent. The sum would lack a
-                part.
+            InputError: The gradient came twice in one backward pass, or came after its bucket was sent. The sum would
+                lack a part of it.
         """
         arrived = self._in_part[number]
         if place in arrived or (self._is_sending and number < self._next):
@@ -177,9 +184,13 @@ class ExactStep(SingleStep):
         return len(self._in_part[number]) == len(self._weights[number])
 
     def _send(self, end: int) -> None:
-        """Add and send all unsent buckets whose number is below `end`. All ranks send them in the same order.
+        """Add up and send the buckets that were not sent yet, up to this number, exclusive.
 
-        The last bucket also carries the requests and the measures.
+        All ranks send the buckets in the same order. The last bucket also carries the requests, the measures and the
+        words of Units.
+
+        Args:
+            end: the number of the first bucket that is not sent.
         """
         for number in range(self._next, end):
             self._add(number)

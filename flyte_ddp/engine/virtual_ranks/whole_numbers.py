@@ -219,19 +219,31 @@ class Units:
         return bool(largest.isfinite().all())
 
     def follow_sums(self) -> Tensor:
-        """Return the exponents for the next step, once all buckets have their total.
+        """Return the exponents for the next step, from the sums of this one. All buckets must have their total.
 
-        Exponents rise at once. They fall slowly, since what was large often is again.
+        An exponent rises at once. It falls by 1/8 of the excess at each step, because a block that was large often
+        grows again.
+
+        Returns:
+            (blocks, 1) int32, in steps of 1/8, as the attribute exponents.
         """
         expected = self._expected(self._largest(), 0)
         excess = (self.exponents - expected).clamp_(min=0)
         return expected + (excess * (STEPS - 1) >> 3)
 
     def _expected(self, largest: Tensor, bits: int) -> Tensor:
-        """Return the exponents of numbers that are as large, times 2^bits.
+        """Return the exponents to expect for sums that are 2^bits times as large as these numbers.
 
-        A block may grow by ROOM bits, unless that makes it larger than the largest of its tensor. A block of zeros
-        stays as it is, but is not larger either, and a tensor of zeros stays as it is.
+        A block gets ROOM bits more than its largest number needs, but no more than the largest number of its tensor
+        needs. A block of zeros keeps its exponent, with the same limit. All blocks of a tensor of zeros keep their
+        exponents.
+
+        Args:
+            largest: (blocks, 1) float32, the largest absolute value of each block.
+            bits: by how many bits the sums are larger.
+
+        Returns:
+            (blocks, 1) int32, in steps of 1/8, as the attribute exponents. No exponent asks for a unit below 2^-126.
         """
         least = self._digits.total - LARGEST_SCALE
         of_tensor = self._by_tensor(largest)[self._tensor].unsqueeze(1)
@@ -251,9 +263,15 @@ class Units:
 
 
 def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
-    """Put the tensors into buckets in reverse, as their gradients come.
+    """Put the tensors into buckets in reverse order, because the gradients of the last layers come first.
 
-    So many more numbers travel with the last bucket.
+    Args:
+        tensors: the trained weights, in the order of the network.
+        addends: how many gradients are added up for each weight.
+        more: how many further whole numbers travel with the last bucket.
+
+    Returns:
+        The buckets, and the units of all their blocks.
     """
     groups: list[list[Tensor]] = [[]]
     size = 0
