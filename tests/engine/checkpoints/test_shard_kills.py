@@ -17,7 +17,7 @@ KILLS = """if True:
     from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint
     from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, Stored
     from flyte_ddp.engine.checkpoints.sharded_checkpoint import find_problem
-    from flyte_ddp.engine.sharding.sharded_state import Shard, rows_of
+    from flyte_ddp.engine.sharding.sharded_state import Shard, cut_rows
     from flyte_ddp.launch.environment import Environment, World
     from flyte_ddp.manifest import shards_beside
     from flyte_ddp.recipe import CPU
@@ -61,7 +61,7 @@ KILLS = """if True:
         sys.addaudithook(watch)
         for step in steps:
             last = step == steps[-1]
-            first, end = rows_of(7, rank, SIZE)
+            first, end = cut_rows(7, rank, SIZE)
             shard = Shard(torch.full((end - first, 2), float(step)), torch.Size((7, 2)))
             progress = {"epoch": 0, "step": step}
             state = {"progress": progress, "shard": shard, "whole": torch.full((2,), float(step))}
