@@ -74,20 +74,13 @@ def test_preparation_asks_for_less(request, profile):
         assert not tasks[name].security_context.secrets
 
 
-def test_every_task_is_a_container_of_the_named_image_and_training_pods_ask_for_a_grace(gpu):
+def test_every_task_is_a_container_of_the_named_image(gpu):
     assert {container_of(task).image for task in gpu.tasks.values()} == {IMAGE}
     plain = {name: task.type for name, task in gpu.tasks.items() if not name.startswith("workflows.multinode.")}
     assert set(plain.values()) == {"python-task"}
     for task in gpu.tasks.values():
         assert container_of(task).args[0] in ("pyflyte-execute", "pyflyte-map-execute")
-    graces = {
-        name.rpartition(".")[2]: task.k8s_pod.pod_spec["terminationGracePeriodSeconds"]
-        for name, task in gpu.tasks.items()
-        if task.HasField("k8s_pod")
-    }
-    assert graces.keys() >= {"pytorch_mnist_task", "pytorch_multinode_task", "train_trial"}
-    assert {*graces.values()} == {120}
-    assert "prepare_dataset" not in graces
+    assert not [name for name, task in gpu.tasks.items() if task.HasField("k8s_pod")]
 
 
 def test_caches_and_retries(gpu):

@@ -127,18 +127,19 @@ class GracefulPod(PodTemplate):
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a @task that trains with a pod that asks for the registered grace, and knows it.
 
-    A pod template in code that sets a grace keeps its own. A template in the cluster stays as it is.
+    A pod template in code that sets a grace keeps its own. A template in the cluster stays as it is. Without a template
+    and a registered grace the task stays a plain container, since a grace would make it a pod task.
     """
     asked, template = registration(), arguments.get("pod_template")
     in_cluster = arguments.get("pod_template_name")
     own = template.pod_spec.termination_grace_period_seconds if template else None
-    if own is None and not in_cluster:
+    if own is None and not in_cluster and (template or asked.grace_seconds):
         if template:
             template = copy.deepcopy(template)
             template.pod_spec.termination_grace_period_seconds = asked.pod_grace
         else:
             template = GracefulPod(asked.pod_grace)
-    if own is None and in_cluster and not asked.pod_template:  # the task's own, whose grace is not known here
+    elif own is None and not asked.pod_template:  # Kubernetes' own, or that of a template which is not known here
         own = asked.grace_seconds or USUAL_SECONDS
     environment = {**requested.grace_environment(own), **arguments["environment"]}
     return {**arguments, "pod_template": template, "environment": environment}

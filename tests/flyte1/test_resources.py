@@ -284,7 +284,7 @@ def test_the_pages_task_with_its_own_pod_is_registered_and_shown_as_it_stands(tm
 
 @pytest.mark.parametrize(
     ("registered", "asks", "knows"),
-    [({}, 120, "120"), ({"DDP_GRACE_SECONDS": "45"}, 45, "45"), ({"DDP_POD_TEMPLATE": "spot"}, None, "30"),
+    [({}, None, "30"), ({"DDP_GRACE_SECONDS": "45"}, 45, "45"), ({"DDP_POD_TEMPLATE": "spot"}, None, "30"),
      ({"DDP_POD_TEMPLATE": "spot", "DDP_GRACE_SECONDS": "600"}, None, "600")],
 )  # fmt: skip
 def test_a_training_pod_asks_for_its_grace_and_knows_it(monkeypatch, registered, asks, knows):
