@@ -67,10 +67,10 @@ class StopRequested(Exception):
     Args:
         epoch: the epoch of the next step, from 0.
         step: the next step within that epoch, from 0.
+        is_evaluating: whether an evaluation comes before that step.
     """
 
     def __init__(self, epoch: int, step: int, is_evaluating: bool = False):
-        """epoch, step: both from 0, of the step that comes next. is_evaluating: whether an evaluation comes before."""
         where = f"before epoch {epoch + 1}, step {step + 1}"
         if is_evaluating and (epoch or step):
             after = f"epoch {epoch + 1}, step {step}" if step else f"epoch {epoch}"
@@ -85,7 +85,7 @@ class NonFiniteError(ArithmeticError):
 
     @classmethod
     def in_step(cls, what: str, ranks: "list[int]", epoch: int, step: int) -> "NonFiniteError":
-        """Build the error for a training step.
+        """Build the error for a value that is not finite in a training step.
 
         Args:
             what: "loss", "gradient" or "a weight". After the first two, the weights are still those before the step.
@@ -105,12 +105,12 @@ class NonFiniteError(ArithmeticError):
 
     @classmethod
     def in_evaluation(cls, value: float, split: str, epochs: float) -> "NonFiniteError":
-        """Build the error for an evaluation.
+        """Build the error for an evaluation whose loss is not finite.
 
         Args:
-            value: the loss of the whole split.
+            value: the loss of the whole split: NaN or infinite.
             split: "train", "validation" or "test".
-            epochs: how many epochs had been trained.
+            epochs: how many epochs had been trained, which need not be a whole number.
         """
         return cls(
             f"the loss on the {split} split is {value:g} after epoch {counted(epochs)}, although training had finite "

@@ -19,13 +19,16 @@ class HeldError(Exception):
 
 @contextmanager
 def held(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock while the block runs. Yields False if the file system has no locks.
+    """Hold the folder's lock, a file in it, while the block runs. Never waits for the lock.
 
     The operating system releases the lock when this process ends in whatever way, even if children of the process live
     on.
 
+    Yields:
+        True, or False if the file system has no locks: then nothing keeps other processes out.
+
     Raises:
-        HeldError: somebody else holds the folder.
+        HeldError: another process, or another block of this one, holds the folder.
         OSError: the folder cannot be written to, or has been removed.
     """
     path = folder.resolve() / LOCK
@@ -50,9 +53,10 @@ def held(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
-    """Open and lock the file at the path. Yields the file, and whether it is locked.
+    """Create and lock the file at the path. Yields the open file, and whether the file system could lock it.
 
-    A file that its holder has just removed doesn't count: the loop then opens the path again.
+    If the holder before removes the file in between, the path is opened again: a lock on the removed file would keep
+    nobody out. Raises HeldError, with what the holder has written into the file, if another process has locked it.
     """
     while True:
         # O_NOFOLLOW: never lock the target of a symlink

@@ -33,10 +33,12 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     """Read the manifest at this path.
 
     Returns:
-        The manifest, or None if the checkpoint is a single file, or damaged.
+        The manifest. It has at least "folder", the name of its subfolder of shards_beside(path), and "files", the names
+        of the files in there. None if the checkpoint at this path is a single file, or if the manifest is damaged or
+        names a file outside of that subfolder.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or is not there.
     """
     with open(path, "rb") as file:
         whole = b"{" + file.read() if file.read(1) == b"{" else b""
@@ -53,7 +55,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Replace the checkpoint at this path by a manifest, whole or not at all. Raises OSError."""
+    """Replace the checkpoint at this path by a manifest, whole or not at all, and wait for the disk. Raises OSError."""
     content = json.dumps(manifest).encode()
     write_whole(path, content + hashlib.sha256(content).digest())
     sync_folder(path.parent)

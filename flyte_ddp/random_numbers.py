@@ -55,14 +55,20 @@ def derive_key(use: Use, *position: int) -> int:
 
 
 def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return the words first, first + 1, … of the key's stream: (count,) int64, 64 random bits each."""
+    """Return the words first, first + 1, … of the key's stream: (count,) int64, 64 random bits each.
+
+    A CPU's stream differs from that of other devices.
+    """
     if device.type == "cpu" and count:  # torch cannot see an empty buffer
         return torch.frombuffer(PCG64DXSM(key).advance(first).random_raw(count), dtype=torch.int64)
     return split_mix(key, first, count, device)
 
 
 def split_mix(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return SplitMix64's words as (count,) int64. Torch's operations wrap around, and shift in the sign."""
+    """Return SplitMix64's words first, first + 1, … as (count,) int64, computed on the device.
+
+    Torch's int64 wraps around, as the algorithm wants, but shifts in the sign, which is masked out.
+    """
     values = torch.arange(first + 1, first + count + 1, device=device).mul_(signed(INCREMENT)).add_(signed(key))
     for shift, factor in ROUNDS:
         values = values.bitwise_xor_(values >> shift & (1 << 64 - shift) - 1).mul_(signed(factor))
@@ -75,8 +81,10 @@ def signed(word: int) -> int:
 
 
 def uniform(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return (count,) float32, at least 0 and below 1, each a multiple of 2^-24."""
-    # Two numbers come from each word
+    """Return the numbers first, first + 1, … of the key's stream: (count,) float32, uniform in [0, 1).
+
+    Each number is a multiple of 2^-24. Two of them come from each word of the stream.
+    """
     start = first // 2
     stop = -(-(first + count) // 2)
     halves = words(key, start, stop - start, device).view(torch.int32)[first - 2 * start :][:count]
@@ -84,11 +92,14 @@ def uniform(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def normal(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return (count,) float32 of mean 0 and standard deviation 1, at most 5.8 from 0 (Box and Muller, 1958)."""
+    """Return the numbers first, first + 1, … of the key's stream: (count,) float32, normally distributed.
+
+    Their mean is 0 and their standard deviation 1. None is farther than 5.8 from 0 (Box and Muller, 1958).
+    """
     radius, angle = uniform(key, 2 * first, 2 * count, device).view(-1, 2).unbind(1)
     return torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * math.pi * angle)
 
 
 def integers(key: int, first: int, count: int, device: torch.device, low: int, high: int) -> Tensor:
-    """Return (count,) int64, from low to high - 1."""
+    """Return the numbers first, first + 1, … of the key's stream: (count,) int64, from low to high - 1."""
     return words(key, first, count, device).bitwise_and_((1 << 63) - 1).remainder_(high - low).add_(low)

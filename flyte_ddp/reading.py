@@ -11,7 +11,19 @@ from flyte_ddp.fields import read_json, refuse_repeated
 
 
 def read_settings(text: str) -> Any:
-    """Parse JSON text, or the .json or .yaml file at a path. Raises InputError with the place and the reason."""
+    """Parse settings as a user gives them.
+
+    Args:
+        text: JSON, if it begins with { or [; else the path of a file, which is JSON if it is named *.json, and YAML if
+            not.
+
+    Returns:
+        What the text or the file says, of any type.
+
+    Raises:
+        InputError: the file cannot be read, or its content cannot be parsed or repeats a key. The message has the place
+            and the reason.
+    """
     try:
         is_file = text.lstrip()[:1] not in ("{", "[")
         # utf-8-sig: editors on Windows begin a file with a byte order mark

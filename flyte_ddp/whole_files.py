@@ -36,7 +36,7 @@ def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Turn the error of a file or folder that may not be read into one InputError that names it."""
+    """Turn a PermissionError of the block into an InputError that names the file or folder that may not be read."""
     try:
         yield
     except PermissionError as error:
@@ -82,7 +82,11 @@ def remove_leftovers(directory: str | Path, name: str = "") -> None:
 
 @contextmanager
 def synced_file(path: Path) -> Iterator[io.BufferedRandom]:
-    """Open a new file that is on disk, not just in the cache, when the block ends."""
+    """Create a file for reading and writing, and wait at the block's end until its content is on disk.
+
+    Raises:
+        FileExistsError: something is at the path already.
+    """
     with open(path, "x+b") as file:
         yield file
         sync(file)
@@ -105,9 +109,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
-    """Open a file beside path that replaces path if the block ends without an error.
+    """Provide an open file, which replaces the one at path when the block ends, and is removed if the block fails.
 
-    path has the old content or the new, never a part.
+    So the path always has the whole old content, or the whole new content. The new content is on disk by then.
     """
     beside = temporary_beside(path)
     try:
@@ -139,7 +143,7 @@ def link_or_copy(file: Path, other: Path) -> None:
 
 
 def files_below(folder: str | Path) -> Iterator[Path]:
-    """Yield all files below a folder, and links that lead nowhere. Links to folders are followed.
+    """Yield the paths of all files below a folder, and of links that lead nowhere. Follows links to folders.
 
     Raises:
         OSError: a folder may not be read.
@@ -158,7 +162,10 @@ def _refuse(error: OSError) -> None:
 
 
 def content_digest(path: Path, algorithm: str = "sha256") -> str:
-    """Return the hash of a file's content, or of the names and contents of all files below a folder, as hex."""
+    """Return the hash of a file's content, or of the names and contents of all files below a folder, as hex.
+
+    Names are relative to the folder. algorithm is one of hashlib's.
+    """
     if not path.is_dir():
         with open(path, "rb") as file:
             return stream_digest(file, algorithm)

@@ -15,7 +15,11 @@ from flyte_ddp.settings import RunOptions
 
 
 def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) -> None:
-    """Check, before anything is downloaded or spawned, whether this machine can do a local run. Raises InputError."""
+    """Refuse, before anything is downloaded or spawned, what cannot be trained. Raises InputError.
+
+    keep_best and patience need a validation split. A local run also needs a machine that has the backend, and a batch
+    with a sample for each of its ranks.
+    """
     if not hp.validation_fraction:
         hp.check_validation(options.keep_best)
     if platform.is_local():
@@ -23,7 +27,10 @@ def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) ->
 
 
 def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
-    """Refuse settings that the registered nodes would refuse only after they have started. Raises InputError."""
+    """Refuse a local run, and a batch_size or virtual_ranks that does not suit the registered number of ranks.
+
+    The ranks are those of the largest registered number of nodes. Raises InputError.
+    """
     if platform.is_local():
         raise InputError("many nodes need a cluster: register this file, or run the one for a single machine here")
     asked = registration()
@@ -32,33 +39,31 @@ def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
 
 
 def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
-    """Return the dataset that a name or "auto" stands for.
+    """Return the name of the dataset to train on.
 
-    A local run may need a stand-in, and discards damaged data.
+    A local run first deletes the prepared dataset if it is damaged.
+
+    Args:
+        platform: the platform.
+        asked: a dataset's name, or "auto".
+        auto: the dataset that "auto" stands for. If it cannot be downloaded in a local run, that run says so, and
+            "auto" stands for "digits", which needs no download.
     """
     name = auto if asked == "auto" else asked
     if not platform.is_local():
         return name
     datasets.discard_damaged(name)
-    if asked == "auto" and not is_available(platform, name):
-        name = "digits"
-        datasets.discard_damaged(name)
+    if asked == "auto" and not datasets.prepared_dir(name).exists():
+        try:
+            prepare(platform, name)
+        except DownloadError as error:
+            say(f"{name} cannot be downloaded here: this run trains on digits, scikit-learn's 1,797 images.\n{error}")
+            name = "digits"
+            datasets.discard_damaged(name)
     return name
 
 
-def is_available(platform: Platform, name: str) -> bool:
-    """Return whether a dataset is prepared, or can be prepared now. If not, print why."""
-    if datasets.prepared_dir(name).exists():
-        return True
-    try:
-        prepare(platform, name)
-    except DownloadError as error:
-        say(f"{name} cannot be downloaded here: this run trains on digits, scikit-learn's 1,797 images.\n{error}")
-        return False
-    return True
-
-
 def prepare(platform: Platform, name: str) -> Path:
-    """Return the folder of the prepared dataset, after downloading and writing what is missing."""
+    """Return the folder of the prepared dataset on this machine, after downloading and writing what is missing."""
     with download_progress() as progress:
         return datasets.prepare(name, progress, partial(open_file, platform))

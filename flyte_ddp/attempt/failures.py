@@ -18,7 +18,11 @@ MOST_CHARACTERS = 50_000
 
 @contextmanager
 def platform_errors(platform: Platform) -> Iterator[None]:
-    """On a cluster, raise the platform's error instead of this library's errors and those of a download."""
+    """Turn errors of the block into the platform's error, which ends the attempt and says whether to retry.
+
+    These are the errors of this library that have a message for users, and those of the platform's downloads. In a
+    local run, and for other errors, nothing changes.
+    """
     known: tuple[type[Exception], ...] = (ClickException, *platform.download_errors)
     try:
         yield
@@ -29,15 +33,19 @@ def platform_errors(platform: Platform) -> Iterator[None]:
 
 
 def to_failure(platform: Platform, error: BaseException) -> Failure:
-    """Return the failure that an error carries, or else a failure for the error itself, outside of the ranks."""
+    """Return the failure that an error carries as its attribute `failure`, as the error of a rank does.
+
+    Any other error becomes a failure of this host, without a rank.
+    """
     carried: Failure | None = getattr(error, "failure", None)
-    return carried or from_exception(_of_a_download(platform, error), None, machine.node())
+    return carried or from_exception(_retry_downloads(platform, error), None, machine.node())
 
 
-def _of_a_download(platform: Platform, error: BaseException) -> BaseException:
-    """Turn the error of an input that cannot be used into one that is worth another attempt.
+def _retry_downloads(platform: Platform, error: BaseException) -> BaseException:
+    """Return a DownloadError, which is worth another attempt, if an input was not downloaded or is damaged in a pod.
 
-    That is an input that was not downloaded, or is damaged in a pod, which has only a copy of it.
+    Another pod downloads the input anew. Any other error, and that of a local run's damaged input, is returned as it
+    is.
     """
     if isinstance(error, platform.download_errors):
         return DownloadError(" ".join(str(error.args[0]).split()))
@@ -52,7 +60,16 @@ def format_urls(platform: Platform) -> str:
 
 
 def attempt_error(platform: Platform, failure: Failure, urls: str = "") -> Exception:
-    """Return the platform's error for a failure. The lines after the first say where the attempt's files are."""
+    """Return the platform's error for a failure.
+
+    Its message is the failure's, with the URLs after the first line. The first line, and the others together, are
+    shortened to MOST_CHARACTERS each.
+
+    Args:
+        platform: the platform.
+        failure: the failure.
+        urls: lines that say where the attempt's files are, as of format_urls; empty for none.
+    """
     headline, separator, details = encodable(str(failure)).partition("\n")
     where = f"\n{urls}" if urls else ""
     message = f"{shortened(headline, MOST_CHARACTERS)}{where}{separator}{shortened(details, MOST_CHARACTERS)}"

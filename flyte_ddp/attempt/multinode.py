@@ -62,12 +62,24 @@ def train_as_rank(
     own_observers: Sequence[UserCode] = (),
     train: Train = worker.train,
 ) -> Trained | None:
-    """Train as one rank, where there must be as many ranks as registered.
+    """Train as one rank of many nodes, in a process for which torchrun's environment variables are set.
 
-    Rank 0 alone has observers and checkpoints.
+    Rank 0 alone has observers, a report and the store of checkpoints.
+
+    Args:
+        platform: the platform.
+        settings: what determines the result.
+        options: how to run the training.
+        fetch: downloads the data to this host, and returns what is trained.
+        own_observers: the code of the user's observers.
+        train: trains on this rank, and returns its result.
 
     Returns:
         What rank 0 has trained; None on the other ranks.
+
+    Raises:
+        InputError: this is no rank of torchrun, or there are not as many ranks as registered.
+        Exception: on a cluster, the platform's error for whatever ends the training.
     """
     show_output()  # the workflow file would do so, but Flyte's plugin gives a rank the task without importing it
     with handing_on_failure(platform), platform_errors(platform):
@@ -96,9 +108,10 @@ def train_as_rank(
 
 @contextmanager
 def handing_on_failure(platform: Platform) -> Iterator[None]:
-    """Write the failure of a rank beside torchrun's file of its error, which has only the text.
+    """Write the failure of an error that ends the block to a file, for failure_of_node, and raise the error again.
 
-    Without torchrun, nobody looks for the file.
+    The file is beside the one that torchrun names in TORCHELASTIC_ERROR_FILE, which has only the text of an error.
+    Without that variable nothing is written.
     """
     try:
         yield
@@ -109,9 +122,19 @@ def handing_on_failure(platform: Platform) -> Iterator[None]:
 
 
 def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
-    """Return the results of all ranks.
+    """Join the ranks' process group, train as one of them, and return the results of all ranks, by rank.
 
-    Raises RankError, or its recoverable kind, naming this rank; or the rank's InputError.
+    Args:
+        environment: who this rank is.
+        link: where its events go.
+        job: what to train.
+        train: trains on this rank, and returns its result.
+
+    Raises:
+        PreemptedError: a rank was asked to stop by SIGTERM.
+        RankError: the training has failed, in whatever way: the message names this rank. Or its subclass that is
+            worth another attempt.
+        InputError: the training cannot be done as asked.
     """
     timeouts = Timeouts.of(job.options)
 
@@ -132,19 +155,22 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
 
 
 def failure_of_node(failed: ChildFailedError) -> Failure:
-    """Return the first failure of a node's ranks, without torchrun's banner."""
+    """Return the failure of the rank of this node that failed first.
+
+    It is what handing_on_failure has written, or, for a killed rank, which writes nothing, made of the exit code.
+    """
     rank, first = failed.get_first_failure()
     beside = Path(first.error_file + BESIDE)
     if beside.exists():
         return Failure(**json.loads(beside.read_text()))
-    return from_exit_code(first.exitcode, rank, machine.node())  # a killed rank leaves no file
+    return from_exit_code(first.exitcode, rank, machine.node())
 
 
 def worth_restarts() -> Callable[[ChildFailedError], bool]:
     """Return a function that says whether torch's agent should start a node's ranks again after a failure.
 
-    It should if a rank was lost, but not if the kernel has killed one for want of memory since this call. Nor should it
-    if a rank hangs: its agent may stand still, too, and the others would wait for it.
+    The function returns True if a rank was lost, unless the kernel has killed a process for want of memory since this
+    call. It returns False if a rank hangs: that rank's agent may stand still, too, and the others would wait for it.
     """
     kills = memory_kills()
     return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills
@@ -154,7 +180,12 @@ def worth_restarts() -> Callable[[ChildFailedError], bool]:
 
 
 class PlatformRankStorage:
-    """The platform's storage for one rank, as the engine's RankStorage."""
+    """The platform's storage for one rank, as the engine's RankStorage.
+
+    Args:
+        platform: the platform.
+        path: where this rank writes its checkpoints on this machine.
+    """
 
     def __init__(self, platform: Platform, path: Path):
         self.path = path
@@ -179,28 +210,26 @@ class PlatformRankStorage:
 
 
 class StoreOfRanks(PlatformStore):
-    """Rank 0's store, which leaves sharded checkpoints to the ranks.
+    """Rank 0's store, which leaves the upload of sharded checkpoints to the ranks.
 
-    Of an earlier checkpoint it downloads only the manifest, and adds the URL of the files to it.
+    Of an earlier sharded checkpoint it downloads only the manifest, and adds the URL of the files to it.
+
+    Args:
+        path: the checkpoint on this machine.
+        platform: the platform.
+        ranks: rank 0's own storage, which gets this store.
     """
 
     def __init__(self, path: Path, platform: Platform, ranks: PlatformRankStorage):
-        """Open the store.
-
-        Args:
-            path: the checkpoint on this machine.
-            platform: the platform.
-            ranks: rank 0's own storage.
-        """
         self._lock = threading.Lock()
         self._is_left_to_ranks = False
         super().__init__(path, platform)
         ranks.store = self
 
     def put_by_rank(self, put_manifest: Callable[[], None]) -> None:
-        """Upload the models that a checkpoint needs, then its manifest.
+        """Upload the models that a sharded checkpoint needs, then its manifest.
 
-        The file at the path is an earlier checkpoint.
+        From then on this store itself uploads nothing more: the file at its path is an earlier checkpoint.
         """
         with self._lock:
             self._is_left_to_ranks = True
@@ -212,7 +241,10 @@ class StoreOfRanks(PlatformStore):
         )
 
     def hand_on(self, url: str) -> None:
-        """Tell the next attempt where the files are, because copying all of them would take long."""
+        """Make the checkpoint that was found in the folder `url` this attempt's own, which the next attempt finds.
+
+        Of a sharded one, which takes long to copy, only the URL is left in this attempt's folder.
+        """
         if not read_manifest(self.path):
             super().hand_on(url)
         elif url != self.folder:

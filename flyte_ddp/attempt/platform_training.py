@@ -13,7 +13,7 @@ from flyte_ddp.attempt.pod import check_code, check_gpus
 from flyte_ddp.attempt.restarts import restarting
 from flyte_ddp.attempt.trained import Trained, train_by
 from flyte_ddp.attempt.webhook import telling_webhook
-from flyte_ddp.code.user_code import UserCode, find_code
+from flyte_ddp.code.user_code import UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_subject
@@ -31,9 +31,10 @@ Outputs = TypeVar("Outputs")
 
 
 class Training(ABC, Generic[Given, Outputs]):
-    """A training in a platform's tasks, from data as they are Given to Outputs.
+    """A training in a platform's tasks, from data in the platform's types (Given) to the task's Outputs.
 
     Attributes:
+        platform: the platform.
         worker: the name of the function that ranks run, because importing it would import torch. Ranks of many nodes
             call the function train of its module.
         preload: the modules that are imported by the process that ranks are forked from.
@@ -44,12 +45,7 @@ class Training(ABC, Generic[Given, Outputs]):
     preload: Sequence[str] = launcher.PRELOAD
 
     def __init__(self, code: UserCode, observers: Sequence[UserCode] = ()):
-        """Describe the code.
-
-        Args:
-            code: the recipe's code.
-            observers: the code of the user's observers.
-        """
+        """Set the code of the recipe, and that of the user's observers, which ranks and parent import by its name."""
         self.code = code
         self.observers = observers
 
@@ -60,7 +56,7 @@ class Training(ABC, Generic[Given, Outputs]):
         data: Given | StoredData | None = None,
         init: Given | None = None,
     ) -> Outputs:
-        """Train with one process per rank.
+        """Train with one process per rank on this host, and return the task's outputs.
 
         Args:
             settings: what determines the result.
@@ -70,7 +66,9 @@ class Training(ABC, Generic[Given, Outputs]):
                 logs, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total;
                 or a folder in save_pretrained's layout, the recipe's init_path.
 
-        Raises what launcher.launch raises, and on a cluster the platform's error.
+        Raises:
+            InputError: the training cannot be done as asked.
+            Exception: what launcher.launch raises; on a cluster, the platform's error for it.
         """
 
         def fetch() -> Subject:  # while the ranks' first process imports torch
@@ -97,7 +95,10 @@ class Training(ABC, Generic[Given, Outputs]):
         data: Given | StoredData | None = None,
         init: Given | None = None,
     ) -> Outputs | None:
-        """Train as one rank of many nodes, in a process that the platform has started. Only rank 0 returns outputs."""
+        """Train as one rank of many nodes, in a process that the platform has started.
+
+        Takes the arguments of run. Rank 0 returns the task's outputs; the others return None.
+        """
         from flyte_ddp.attempt.multinode import train_as_rank  # imports torch
 
         def fetch() -> Subject:
@@ -114,27 +115,36 @@ class Training(ABC, Generic[Given, Outputs]):
         return self.make_outputs(trained) if trained else None
 
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
-        """Raise InputError for what cannot be trained here."""
+        """Raise InputError for what cannot be trained here. A subclass may override this; by default all can be."""
 
     def most_ranks(self, settings: TrainingSettings) -> tuple[int, int]:
         """Return what limits the ranks of a step: the samples of its batch and, unless 0, its virtual ranks."""
         return settings.batch_size, settings.virtual_ranks
 
     def job_of_ranks(self, job: Job) -> Job:
-        """Return the job that the worker gets."""
+        """Return the job that the worker gets: the same one, unless a subclass adds to it."""
         return job
 
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
     ) -> Subject:
-        """Return what is trained, and its data. Raises ReportedError if this pod's code is not what was registered."""
+        """Return what is trained, and its data.
+
+        Args:
+            settings: what determines the result.
+            source: the data: a path on this machine, or data that stay in their storage; None for a recipe without.
+            init: the file or folder on this machine to start from.
+
+        Raises:
+            ReportedError: this pod's code is not what was registered.
+        """
         check_code(self.code.version)
         return make_subject(self.code, settings, source, init)
 
     @staticmethod
     @abstractmethod
     def downloaded(file_or_folder: Any) -> Path | None:
-        """Return the place of the file or folder on this machine, after downloading it if necessary."""
+        """Return the path of the file or folder on this machine, after downloading it if necessary; None for None."""
 
     @staticmethod
     @abstractmethod
@@ -146,8 +156,26 @@ class Training(ABC, Generic[Given, Outputs]):
         """Return the task's outputs."""
 
 
-class OfImages(Training[Given, Outputs]):
-    """The training of an image classifier on a prepared dataset."""
+class CommonRecipeTraining(Training[Given, Outputs]):
+    """A training of a recipe, known only by its name: its module, which imports torch, is for the ranks."""
+
+    def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
+        """Find the recipe's code. Create the object at the top level of the workflow file, after the imports.
+
+        Args:
+            recipe: "package.module:Name".
+            data_files: files that the recipe reads, relative to its module's file.
+            observers: names of classes, "package.module:Name", with a method for each event that concerns them; no part
+                of the cache version.
+
+        Raises:
+            InputError: there is no such recipe.
+        """
+        super().__init__(find_code(recipe, data_files), find_observers(observers))
+
+
+class ClassifierTraining(Training[Given, Outputs]):
+    """A training of a built-in image classifier on a prepared dataset."""
 
     def __init__(self, observers: Sequence[UserCode] = ()):
         super().__init__(IMAGE_CLASSIFIER, observers)
@@ -160,13 +188,23 @@ class OfImages(Training[Given, Outputs]):
 
 
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:
-    """Return an image classifier and the prepared dataset in the folder, after verifying every byte of the dataset."""
+    """Return an image classifier and the prepared dataset in the folder, after verifying every byte of the dataset.
+
+    Args:
+        hp: what determines the result.
+        folder: the prepared dataset.
+        init: the weights or checkpoint to start from.
+
+    Raises:
+        DataError: the dataset is damaged.
+        ReportedError: this pod's code is not what was registered.
+    """
     check_code(IMAGE_CLASSIFIER.version)
     return make_subject(IMAGE_CLASSIFIER, hp, folder, init, prepared.verify(folder))
 
 
 def check_classifier(known: ModelMetadata, path: str) -> None:
-    """Refuse the weights of a recipe. Raises InputError.
+    """Refuse weights that are not those of a built-in image classifier. Raises InputError.
 
     Args:
         known: the metadata of the weights.

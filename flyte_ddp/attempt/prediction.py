@@ -13,8 +13,23 @@ from flyte_ddp.report.console import open_console
 PREDICT = "flyte_ddp.engine.predict:run"  # the function's name, because importing it would import torch
 
 
-def predicted(platform: Platform, subject: Subject, model: Path, shard: int, shards: int, split: str) -> Path:
-    """Write an .npy file with the predictions (n, ...) for a shard, from 0, of a split, and return its path."""
+def write_predictions(platform: Platform, subject: Subject, model: Path, shard: int, shards: int, split: str) -> Path:
+    """Write the predictions (n, ...) of a trained network for a shard of a split, in a process of its own.
+
+    Args:
+        platform: the platform.
+        subject: the recipe, its settings and data.
+        model: the weights.
+        shard: the number of the shard, from 0.
+        shards: the number of shards.
+        split: "train", "validation" or "test".
+
+    Returns:
+        The path of an .npy file in float32, in the order of the split's samples.
+
+    Raises:
+        InputError: there is no such shard, or the recipe has no predictions.
+    """
     if not 0 <= shard < shards:
         raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
     with run_folder(platform, f"{subject.dataset}-predictions") as folder:

@@ -175,7 +175,7 @@ class Registration(Settings):
 
     @property
     def recipients(self) -> dict[str, list[str]]:
-        """Return the addresses of notify, by kind."""
+        """Return the addresses of notify, by kind: slack or email."""
         found: dict[str, list[str]] = {}
         kind = ""
         for one in filter(None, self.notify.split(",")):
@@ -201,7 +201,10 @@ class Registration(Settings):
     def node_sizes(self) -> list[int]:
         """Return the numbers of nodes, any of which will do, the largest first.
 
-        Raises InputError if nnodes is something else.
+        For a range these are its largest number, the halves of that down to the smallest number, and the smallest.
+
+        Raises:
+            InputError: nnodes is no number, list or range, or no more than one node.
         """
         is_well_formed = re.fullmatch(f"{COUNT}(:{COUNT}|(,{COUNT})*)", self.nnodes)
         numbers = [int(number) for number in re.split("[:,]", self.nnodes)] if is_well_formed else [0]
@@ -248,7 +251,10 @@ def registration() -> Registration:
 
 
 def check_variables() -> None:
-    """Raise InputError for a variable with our prefix that nothing reads. In a pod, others may set such variables."""
+    """Raise InputError for a variable of this process with our prefix that nothing reads. Do nothing in Flyte 1's pods.
+
+    There, others may have set such variables.
+    """
     if "FLYTE_INTERNAL_EXECUTION_ID" not in os.environ:
         check_names(os.environ, map(name_variable, dataclasses.fields(Registration)))
 
@@ -258,6 +264,7 @@ def name_variable(field: "dataclasses.Field[Any]") -> str:
 
 
 def _parsed(text: str) -> Any:
+    """Return the value of JSON text, or the text itself if it is no JSON. Raises InputError for repeated keys."""
     try:
         return read_json(text)
     except InputError:
@@ -267,11 +274,13 @@ def _parsed(text: str) -> Any:
 
 
 def amount(quantity: str) -> float:
+    """Return a quantity in Kubernetes' notation as a number: 0.5 for 500m."""
     number, unit = re.fullmatch(r"([\d.]+)(.*)", quantity).groups()  # type: ignore[union-attr]
     return float(number) * UNITS.get(unit, 1)
 
 
 def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "(?s:.*)") -> None:
+    """Raise InputError unless a field maps names to strings, both of which match these regular expressions."""
     for name, value in values.items():
         if not (re.fullmatch(names, name) and isinstance(value, str) and re.fullmatch(texts, value)):
             raise InputError(
@@ -281,6 +290,7 @@ def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "
 
 
 def check_notify(notify: str, phases: str) -> None:
+    """Raise InputError for notify or notify_phases in another form than Registration describes."""
     if notify and not re.fullmatch(f"(slack|email):{ADDRESS}(,((slack|email):)?{ADDRESS})*", notify):
         raise InputError(
             "notify must be slack:ADDRESS or email:ADDRESS, or several addresses separated by commas, got "
@@ -293,7 +303,10 @@ def check_notify(notify: str, phases: str) -> None:
 
 
 def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
-    """Raise InputError for URLs that are incomplete. The messages do not show the URLs, which may be secret."""
+    """Raise InputError for incomplete URLs, URLs with a password, and a webhook that is given twice.
+
+    The messages do not show the URLs, which may be secret.
+    """
     for name, url in (("webhook", webhook), ("console", console)):
         try:
             parts = urlsplit(url)
@@ -309,6 +322,7 @@ def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
 
 
 def check_place(place: str) -> None:
+    """Raise InputError for a promote_to that is neither empty, nor a URL, nor an absolute path."""
     if place and "://" not in place and not place.startswith("/"):
         raise InputError(
             f"promote_to must be a URL of Flyte's storage (s3://…) or an absolute path, got {json.dumps(place)}"
@@ -347,15 +361,15 @@ def check_names(names: Iterable[str], registered: Iterable[str]) -> None:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a variable's name is that of a secret, or its value a URL with one.
+    """Return whether a variable's name is one that secrets have, such as API_KEY, or its value a URL with a password.
 
-    Our variables only name secrets.
+    Variables with our prefix only name secrets, so their names don't count.
     """
     return masked(value) != value or bool(SECRET_NAME.fullmatch(name) and not name.startswith(PREFIX))
 
 
 def check_secrets(variables: Mapping[str, str]) -> None:
-    """Raise InputError for a secret, which everybody who can see the tasks in Flyte could see."""
+    """Raise InputError if a variable of DDP_ENV has a secret, which everybody who can see the tasks could see."""
     for name, value in variables.items():
         if is_secret(name, value):
             named_by = "secret_requests of the task that needs it (under Flyte 2: secrets of its environment)"
@@ -367,7 +381,7 @@ def check_secrets(variables: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that contains this one, or that is spelt like it; empty if there is none."""
+    """Return the known name that contains this one as whole words, or that is spelt like it; empty if none does."""
     short = name.removeprefix(PREFIX)
     others = {one.removeprefix(PREFIX): one for one in sorted(known)}
     parts = [one for one in others if f"_{short}_" in f"_{one}_"]

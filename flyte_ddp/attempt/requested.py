@@ -27,7 +27,7 @@ class Size:
 
 
 def size(cpu: str, memory: str, disk: str, gpus: int = 0) -> Size:
-    """Build a Size from quantities in Registration's form. A single quantity is request and limit."""
+    """Build a Size from quantities in Registration's form, REQUEST:LIMIT. A single quantity is request and limit."""
     of_cpu, of_memory, of_disk = ((one.split(":")[0], one.split(":")[-1]) for one in (cpu, memory, disk))
     return Size(of_cpu, of_memory, of_disk, gpus)
 
@@ -79,7 +79,10 @@ def pod_environment() -> dict[str, str]:
 
 
 def registered_environment() -> dict[str, str]:
-    """Return all settings as variables, for tasks in whose pods the decorators are evaluated again."""
+    """Return pod_environment() and all settings of the registration as variables.
+
+    They are for tasks in whose pods the workflow's file reads the registration again.
+    """
     asked = registration()  # is called once, because each call checks all settings
     values = {name_variable(field): getattr(asked, field.name) for field in dataclasses.fields(asked)}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
@@ -87,11 +90,11 @@ def registered_environment() -> dict[str, str]:
 
 
 def training_environment(gpus: int, code: str = "") -> dict[str, str]:
-    """Return the variables of a training pod.
+    """Return the variables of a training pod: pod_environment(), and what the pod is checked against.
 
     Args:
-        gpus: the number of GPUs.
-        code: the version of what determines a cached result.
+        gpus: the number of GPUs that the pod must see.
+        code: the version of the code that the pod must have; empty if any will do.
     """
     return {**pod_environment(), **({CODE_VARIABLE: code} if code else {}), GPUS_VARIABLE: str(gpus)}
 
@@ -100,7 +103,8 @@ def grace_environment(own: int | None = None) -> dict[str, str]:
     """Return the variables by which a training pod knows how long it has from a SIGTERM to its end.
 
     Args:
-        own: the seconds that its own pod template asks for.
+        own: the seconds that its pod template gives it, of which it uses no more than the registered grace_seconds, if
+            there are any. None means that the pod asks for the registered grace.
     """
     asked = registration()
     seconds = asked.pod_grace if own is None else min(own, asked.grace_seconds or MOST_SECONDS)
@@ -108,7 +112,7 @@ def grace_environment(own: int | None = None) -> dict[str, str]:
     return {POD_VARIABLE: text, TORCHRUN_VARIABLE: text}  # torchrun would kill its ranks after 30 s
 
 
-def addresses() -> dict[str, str]:
+def webhook_environment() -> dict[str, str]:
     """Return the variables of a training pod that notifies a webhook of its failure."""
     asked = registration()
     variables = {WEBHOOK_VARIABLE: asked.webhook, CONSOLE_VARIABLE: asked.console}
@@ -116,10 +120,13 @@ def addresses() -> dict[str, str]:
 
 
 def training_secrets(own: Collection[str | None] = ()) -> dict[str, tuple[str, str]]:
-    """Return the registered secrets of a training pod: group and key by variable.
+    """Return the registered secrets of a training pod: group and key of each, by the variable that it is put into.
 
     Args:
-        own: the variables of the task's own secrets, which replace registered ones.
+        own: the variables of the task's own secrets, whose registered secrets are left out.
+
+    Raises:
+        InputError: a registered secret is not named GROUP/KEY.
     """
     named = {variable: getattr(registration(), field) for variable, field in SECRETS.items()}
     return {

@@ -29,15 +29,18 @@ def training_run(
     resume_from: str = "",
     stored: NewStore = PlatformStore,
 ) -> Iterator[Run]:
-    """Open a run, whose logs and checkpoints are kept while the block lasts.
+    """Provide the run's folder, logs and checkpoint store for the block.
+
+    On a cluster, logs and checkpoints are uploaded while the block runs. Locally, the folder is removed if the block
+    fails.
 
     Args:
         platform: the platform.
         name: a part of the folder's name.
-        key: the digest of all that determines the result.
+        key: the digest of all that determines the result. An earlier run with this key may have left a checkpoint.
         resume: as in RunOptions.
         resume_from: as in RunOptions.
-        stored: as in checkpoint_store.
+        stored: builds the store, such as PlatformStore.
     """
     with (
         run_folder(platform, name) as folder,

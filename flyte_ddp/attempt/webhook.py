@@ -26,7 +26,11 @@ POST_SECONDS = 8.0  # the limit for name look-up, connection and a slow answer t
 
 @contextmanager
 def telling_webhook(platform: Platform) -> Iterator[None]:
-    """Notify the webhook of an error that ends the block, but not of Ctrl-C, nor if the pod was asked to stop."""
+    """Notify the webhook of an error that ends the block, and raise the error again.
+
+    The webhook is that of DDP_POD_WEBHOOK, else of DDP_WEBHOOK; without one, nothing is sent. Nor is it after Ctrl-C,
+    or if the pod was asked to stop.
+    """
     try:
         yield
     except Exception as error:
@@ -39,7 +43,7 @@ def telling_webhook(platform: Platform) -> Iterator[None]:
 
 
 def notify(url: str, content: dict[str, Any]) -> None:
-    """Post the content, for at most POST_SECONDS. A warning does not show the URL, which may be secret."""
+    """Post the content as JSON, for at most POST_SECONDS. Warn if that fails, without the URL, which may be secret."""
     problems = ["no answer in time"]
     thread = threading.Thread(target=post, args=(url, content, problems), daemon=True)
     thread.start()
@@ -49,7 +53,7 @@ def notify(url: str, content: dict[str, Any]) -> None:
 
 
 def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
-    """Post the content. Clear problems once the server has accepted it, or add what went wrong.
+    """Post the content. Clear the list `problems` if the server accepts it; otherwise append what went wrong.
 
     A redirect is refused, because the POST would become a GET without its content.
     """

@@ -18,6 +18,10 @@ class CodeVersion(CachePolicy):
     """The cache version of a task whose result is decided by this code and these distributions.
 
     It also follows the types of the task's outputs, which a cached result must have.
+
+    Args:
+        code: the version of the code, as of code_version.
+        distributions: names of installed packages, whose versions count.
     """
 
     def __init__(self, code: str, distributions: Sequence[str] = ("torch",)):
@@ -40,6 +44,8 @@ class OnClustersOnly:
 
 
 class ClusterCachedTask(PythonFunctionTask):
+    """A task that a local run executes without its cache."""
+
     def local_execute(self, ctx: Any, **inputs: Any) -> Any:
         forgetful = replace(self.metadata, cache=False, cache_serialize=False, cache_ignore_input_vars=())
         with replaced_metadata(self, forgetful):

@@ -37,11 +37,12 @@ def get_url(file_or_folder: FlyteFile | FlyteDirectory) -> str:
 
 
 def downloaded(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None:
+    """Return the path of a copy on this machine, or of the original if it is here; None for None."""
     return None if file_or_folder is None else Path(file_or_folder.download())
 
 
 def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None:
-    """Return a copy that all ranks of this host share."""
+    """Return the path of a copy that all ranks of this host share; None for None. The first rank downloads it."""
     if file_or_folder is None:
         return None
     url = get_url(file_or_folder)
@@ -51,14 +52,14 @@ def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path |
 
 
 def find_data(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
-    """Return the path of a copy, unless the data stay in their storage."""
+    """Return the path of a copy on this machine; None for None. Return StoredData, which ranks read in place, as is."""
     return data if isinstance(data, StoredData) else downloaded(data)
 
 
 def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
-    """Return the input as data that are read where they are, for RecipeTraining.run.
+    """Return the input as data that ranks read where they are stored, for RecipeTraining.run.
 
-    The recipe's data_path is their URL.
+    The recipe's data_path is the URL or path of the data. Nothing is downloaded.
 
     A checkpoint is only valid for the same index of blocks, or for the same names, sizes and ETags of files. For a
     cache key that follows them, too, give the task folder_by_content(folder=...).
@@ -88,19 +89,26 @@ def _storage_options(url: str) -> dict[str, dict[str, Any]]:
 
 
 def in_place(file: FlyteFile) -> FlyteFile:
-    """Return the file, where it is, as a task's output."""
+    """Return the file as a task's output that keeps its URL: nothing is copied."""
     return FlyteFile(get_url(file), remote_path=False) if is_local() else FlyteFile.from_source(get_url(file))
 
 
 def list_files(folder: FlyteDirectory) -> dict[str, str]:
-    """Return each file's name below the folder, sorted, with a text that changes when the file does."""
+    """Return each file's name below the folder, sorted, with a text that changes when the file does.
+
+    Skips hidden files.
+    """
     return platform_storage.list_files(platform, get_url(folder))
 
 
 def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
-    """Return each name with the path of its file on this machine.
+    """Return each name with the path of its file on this machine, after downloading the files that are elsewhere.
 
-    The path is that of the original, or of a copy in the existing folder `into`.
+    Args:
+        folder: the folder of the files.
+        names: their names, relative to the folder.
+        into: an existing folder for the copies, which are named 0, 1, … with the suffixes of the files. It stays empty
+            if the files are on this machine.
     """
     source = get_url(folder)
     if not FileAccessProvider.is_remote(source):
@@ -114,38 +122,38 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
 # --- their content ---
 
 
-def of_folder(folder: FlyteDirectory) -> str:
-    """Return a digest that changes when a file is added, removed or written to.
+def hash_folder(folder: FlyteDirectory) -> str:
+    """Return a digest that changes when a file of the folder is added, removed or written to.
 
-    It is made of names, sizes, times and other metadata.
+    It is made of names, sizes, times and other metadata; no file is read.
     """
     return platform_storage.folder_digest(platform, get_url(folder))
 
 
-def of_file(file: FlyteFile) -> str:
-    """Return a digest of a file's size, times and other metadata, which changes when the file is written to."""
+def hash_file(file: FlyteFile) -> str:
+    """Return a digest of a file's size, times and other metadata, which changes when the file is written to.
+
+    The content is not read.
+    """
     files, path = platform_storage.files_at(platform, get_url(file))
     return hashlib.sha256(str(files.info(path)).encode()).hexdigest()
 
 
-def of_content(file: FlyteFile) -> str:
+def hash_content(file: FlyteFile) -> str:
     """Return the SHA-256 of the content, read from where the file is."""
     with FlyteFile(get_url(file)).open("rb") as content:
         return stream_digest(content)
 
 
-def of_init(init: FlyteFile | None) -> str | None:
-    """Return the digest of the content.
-
-    None stays None: the cache key is then that of a training without this input.
-    """
-    return None if init is None else of_content(init)
+def hash_init(init: FlyteFile | None) -> str | None:
+    """Return the SHA-256 of the content; None for None, whose cache key is that of a training without this input."""
+    return None if init is None else hash_content(init)
 
 
-FolderByContent = Annotated[FlyteDirectory, HashMethod(of_folder)]
-FileByContent = Annotated[FlyteFile, HashMethod(of_file)]
-WeightsByContent = Annotated[FlyteFile, HashMethod(of_content)]
-InitByContent = Annotated[FlyteFile | None, HashMethod(of_init)]
+FolderByContent = Annotated[FlyteDirectory, HashMethod(hash_folder)]
+FileByContent = Annotated[FlyteFile, HashMethod(hash_file)]
+WeightsByContent = Annotated[FlyteFile, HashMethod(hash_content)]
+InitByContent = Annotated[FlyteFile | None, HashMethod(hash_init)]
 
 
 @task(**small_resources())

@@ -22,9 +22,13 @@ def get_python_type(option: click.ParamType) -> Any:
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
-    """Make `pyflyte run` read inputs of a kind, including subclasses, with a function of ours.
+    """Patch `pyflyte run` so that `read` parses the text of inputs of this kind and its subclasses.
 
     JsonParamType._parse is the only place that the text passes before flytekit treats it as JSON or a path.
+
+    Args:
+        kind: the class of the inputs.
+        read: parses JSON text, or the file at a path.
     """
     # A second call must not wrap the function again
     flytekits = getattr(JsonParamType._parse, "flytekits", JsonParamType._parse)
@@ -43,9 +47,9 @@ def alternatives(parameter: UnionParamType) -> Sequence[click.ParamType]:
 
 
 def local_cache() -> MutableMapping[str, bytes]:
-    """Return the local cache by key, with serialised LiteralMaps.
+    """Return the local cache: serialised LiteralMaps by key, which begins with the task's name.
 
-    LocalTaskCache itself cannot list or delete entries.
+    Changes of the mapping are changes of the cache. LocalTaskCache itself cannot list or delete entries.
     """
     LocalTaskCache.initialize()
     cache: MutableMapping[str, bytes] = LocalTaskCache._cache
@@ -53,7 +57,7 @@ def local_cache() -> MutableMapping[str, bytes]:
 
 
 def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
-    """Call a function with a task's outputs by name whenever a local run takes them from the cache.
+    """Patch flytekit to call `tell` with a task's outputs, by name, when a local run takes them from its cache.
 
     flytekit has no hook for that. A second call replaces the function.
     """
@@ -70,17 +74,17 @@ def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
 
 
 def checkpoint_destination(checkpoint: SyncCheckpoint) -> str:
-    """Return where this attempt's checkpoint goes.
+    """Return the URL of the folder for this attempt's checkpoint.
 
-    The class can read only the previous attempt's, not what it has saved.
+    SyncCheckpoint itself can read only the previous attempt's checkpoint, not what it has saved.
     """
     return str(checkpoint._checkpoint_dest)
 
 
 def checkpoint_source(checkpoint: SyncCheckpoint) -> str | None:
-    """Return where the previous attempt left its checkpoint; None for the first attempt.
+    """Return the URL of the folder with the previous attempt's checkpoint; None for the first attempt.
 
-    The class says only whether there is one.
+    SyncCheckpoint itself says only whether there is one.
     """
     source: str | None = checkpoint._checkpoint_src
     return source

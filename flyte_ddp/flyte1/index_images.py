@@ -20,7 +20,7 @@ from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
-from flyte_ddp.flyte1.data import get_url, of_folder
+from flyte_ddp.flyte1.data import get_url, hash_folder
 from flyte_ddp.flyte1.outputs import output_folder
 from flyte_ddp.flyte1.platform import is_local, working_folder
 from flyte_ddp.flyte1.prepare import PreparedDataset, forget_lost_results
@@ -47,9 +47,17 @@ class FoundImages(NamedTuple):
 def find_images(
     folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
-    """Return the folder to read. Never cached, because its content may have changed.
+    """Return the folder of images to train on, and a digest of its files. Never cached: the files may have changed.
 
-    A local run finds out here whether there is anything to train on, and whether this machine can do so.
+    Args:
+        folder: a path or URL; empty for Labeled Faces in the Wild or scikit-learn's digits, as images.source says.
+        images: which images to use.
+        backend: the backend of the training, which a local run checks against this machine, as the next two.
+        nproc: the number of ranks.
+        batch_size: the batch size.
+
+    Raises:
+        InputError: there are no images, a cluster cannot read the folder, or this machine cannot run the training.
     """
     if folder and images.source != "folder":
         raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
@@ -57,7 +65,7 @@ def find_images(
         choose_world(backend, nproc, batch_size)
     if FileAccessProvider.is_remote(folder):
         stored = FlyteDirectory.from_source(folder)
-        return FoundImages(stored, of_folder(stored))
+        return FoundImages(stored, hash_folder(stored))
     if folder and not is_local():
         raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
     own = lfw_folder if images.source == "lfw" else digit_images
@@ -75,12 +83,21 @@ def find_images(
 )
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
-    """Read every image once, and return what training needs to know about the images, without the images themselves."""
+    """Read every image once, and return an index: what training needs to know of the images, without their pixels.
+
+    Args:
+        folder: the folder of images.
+        stamp: the digest that the folder must still have when all is read; empty for any.
+        images: which images to use.
+
+    Raises:
+        ReportedError: the folder has changed in the meantime.
+    """
     name = Path(get_url(folder)).name
     is_stored = FileAccessProvider.is_remote(get_url(folder))
     path = Path(folder.download())
     index = index_folder(path, name, images, say)
-    if stamp and stamp != (of_folder(folder) if is_stored else stamp_images(path)):
+    if stamp and stamp != (hash_folder(folder) if is_stored else stamp_images(path)):
         raise ReportedError(
             f"{get_url(folder)} has changed while its images were read: run again, and leave it as it is"
         )
@@ -88,7 +105,7 @@ def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> P
 
 
 def digit_images() -> Path:
-    """Return a folder with scikit-learn's 1,797 handwritten digits as PNG files, for runs without a folder."""
+    """Return a folder with scikit-learn's 1,797 digits as PNG files, which is written if it is missing. Prints that."""
     folder = data_dir() / "digit_images"
     say(f"No folder was given, so this run reads scikit-learn's 1,797 handwritten digits, as PNG files in {folder}.")
     if not folder.exists():
@@ -100,7 +117,10 @@ def digit_images() -> Path:
 
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
-    """Return a folder for the ranks with the index and a link to the images. It is filled when it is downloaded."""
+    """Return a folder for the ranks, which gets links to the index's files and to the images when it is downloaded.
+
+    The images are downloaded, too. Then, in a pod, images that are not those of the index raise an error.
+    """
     path = Path(tempfile.mkdtemp(dir=working_folder(), prefix="images-"))
 
     def fill() -> None:

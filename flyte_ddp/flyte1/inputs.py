@@ -18,10 +18,10 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 
 def explain_unreadable_settings() -> None:
-    """Make `pyflyte run` read settings with read_settings.
+    """Patch `pyflyte run` so that read_settings reads inputs whose type is a Settings class.
 
-    flytekit's own reader shows a traceback for a broken file, and takes the name of a missing file for JSON. flytekit
-    still reads other inputs.
+    flytekit's own reader shows a traceback for a broken file, and takes the name of a missing file for JSON. It still
+    reads inputs of other types.
     """
     read_json_inputs(Settings, read_settings)
 
@@ -88,12 +88,17 @@ def merge_settings(known: ModelMetadata | None, asked: Hyperparameters) -> Hyper
 
 
 def choose_dataset(known: ModelMetadata | None, asked: str, remedy: str) -> str:
-    """Return the name of the dataset that the weights were trained on, unless another one is asked for.
+    """Return the name of the dataset that is asked for or, for "auto", of the one that the weights were trained on.
+
+    In a local run the dataset is checked as resolve_name does it.
 
     Args:
-        known: the metadata of the weights.
+        known: the metadata of the weights; None if there are none, so that "auto" is mnist.
         asked: a dataset's name, or "auto".
-        remedy: what users should do whose weights were trained on a folder of images.
+        remedy: the end of the message for weights that were trained on a folder of images: what users should do.
+
+    Raises:
+        InputError: the weights were trained on a folder of images.
     """
     if known and known.settings.get("dataset") == "image_folder":
         raise InputError(

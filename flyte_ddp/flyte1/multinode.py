@@ -30,6 +30,8 @@ class Multinode(Elastic):
 
 
 class MultinodeTask(PytorchElasticFunctionTask):
+    """A task whose function torchrun's agent runs on each rank of this node."""
+
     def execute(self, **inputs: Any) -> Any:
         point_to_previous(platform)  # the attempt may end here, if not all nodes come
         try:
@@ -62,7 +64,11 @@ TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)
 
 
 def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Change the arguments of a @task that trains so that every rank of all nodes runs its function."""
+    """Return the arguments of a @task so that every rank of the registered nodes runs the task's function.
+
+    Args:
+        arguments: the arguments of a @task that trains on one node, as of training_arguments. They are not changed.
+    """
     asked = registration()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)
     nodes = Multinode(
@@ -89,7 +95,7 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def picklable(outputs: Any) -> Any:
-    """Return the outputs as the plugin, which pickles them, can pass them on.
+    """Return a training's outputs as Flyte's plugin can pickle them: model_state becomes a FlyteFile. None stays None.
 
     PythonPickledFile cannot be pickled: flytekit creates the class on use.
     """

@@ -13,6 +13,7 @@ F = TypeVar("F", bound=FlyteFile)
 
 
 def output_file(path: Path, kind: type[F] = FlyteFile) -> F:
+    """Return a file on this machine as an output of a type."""
     return kind(str(path), remote_path=_storage())
 
 
@@ -21,7 +22,7 @@ def output_folder(path: Path, url: str = "") -> FlyteDirectory:
 
     Args:
         path: the folder on this machine.
-        url: where its files go, if some are there already.
+        url: the folder in Flyte's storage where its files go, if some are there already; empty leaves it to Flyte.
     """
     return FlyteDirectory(str(path), remote_directory=url or _storage())
 

@@ -45,9 +45,14 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 )
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on; "auto" is the workflow's own.
+    """Return the name of the dataset to train on.
 
     Not cached in local runs, which may need a stand-in, or find out here that this machine cannot do what is asked.
+
+    Args:
+        hp: what determines the result, with the name or "auto".
+        options: how to run it.
+        auto: the dataset that "auto" stands for.
     """
     datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)
@@ -60,16 +65,22 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 )
 @platform_errors(platform)
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on, on many nodes.
+    """Return the name of the dataset to train on, on many nodes. Raises InputError for what they would refuse.
 
-    Refuses inputs that nodes would refuse after their start.
+    Args:
+        hp: what determines the result, with the name or "auto".
+        auto: the dataset that "auto" stands for.
     """
     datasets.check_nodes(platform, hp)
     return resolve_name(hp.dataset, auto)
 
 
 def resolve_name(asked: str, auto: str = "mnist") -> str:
-    """Return the dataset that a name or "auto" stands for. A local run discards damaged data and lost cache entries."""
+    """Return the name of the dataset that a name or "auto" stands for.
+
+    A local run first deletes the prepared dataset if it is damaged, and cache entries whose files are gone. If "auto"
+    cannot be downloaded there, it is "digits".
+    """
     name = datasets.resolve_name(platform, asked, auto)
     if is_local():
         forget_lost_results()
@@ -106,6 +117,4 @@ def _local_paths(outputs: LiteralMap) -> Iterator[str]:
 @platform_errors(platform)
 def prepare_dataset(name: str) -> PreparedDataset:
     """Download and prepare the named dataset, in the format of flyte_ddp.data.prepared.prepared."""
-    folder = datasets.prepare(platform, name)
-    # A local run uses the original folder: a copy would only land in a temporary place
-    return output_folder(folder)
+    return output_folder(datasets.prepare(platform, name))

@@ -15,10 +15,11 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.attempt.prediction import predicted
+from flyte_ddp.attempt.platform_training import CommonRecipeTraining
+from flyte_ddp.attempt.prediction import write_predictions
 from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.code.user_code import UserCode, find_code, find_observers
+from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
@@ -64,9 +65,9 @@ class NamedTraining(FlytekitTraining[Outputs]):
 
     distributions: Sequence[str] = ("torch",)
 
-    def __init__(self, code: UserCode, observers: Sequence[str]):
+    def __init__(self, code: UserCode, observers: Sequence[UserCode]):
         set_up_pyflyte()
-        super().__init__(code, find_observers(observers))
+        super().__init__(code, observers)
         self.version = CodeVersion(code.version, self.distributions)
         for one in (self.code, *self.observers):
             ship(one.files)
@@ -84,22 +85,8 @@ class NamedTraining(FlytekitTraining[Outputs]):
         return training_arguments(self.version, f"{self.code.name} ", ignored_inputs, **own)
 
 
-class RecipeTraining(NamedTraining[RecipeOutputs]):
+class RecipeTraining(CommonRecipeTraining[Data, RecipeOutputs], NamedTraining[RecipeOutputs]):
     """A training of a recipe, known only by its name: its module, which imports torch, is for the ranks."""
-
-    def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
-        """Find the recipe's code. Create the object at the top level of the workflow file, after the imports.
-
-        Args:
-            recipe: "package.module:Name".
-            data_files: files that the recipe reads, relative to its module's file.
-            observers: names of classes, "package.module:Name", with a method for each event that concerns them; no part
-                of the cache version.
-
-        Raises:
-            InputError: there is no such recipe.
-        """
-        super().__init__(find_code(recipe, data_files), observers)
 
     @platform_errors(platform)
     def predict(
@@ -112,20 +99,20 @@ class RecipeTraining(NamedTraining[RecipeOutputs]):
         split: str = "test",
         init: FlyteDirectory | None = None,
     ) -> FlyteFile:
-        """Return the predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
+        """Return the predictions (n, ...) of a trained network for a shard of a split, as an .npy file in float32.
 
         Args:
             model_state: the weights.
             settings: the settings of the training.
             shard: the number of the shard, from 0. Map over it, in a task with arguments(ignored_inputs=(),
                 most_gpus=1).
-            shards: the number of shards.
+            shards: the number of shards, into which the split is divided as evenly as possible.
             data: the data of the training.
-            split: the split to predict.
+            split: "train", "validation" or "test".
             init: the init of the training.
         """
         subject = self.subject(settings, find_data(data), downloaded(init))
-        return output_file(predicted(platform, subject, Path(model_state.download()), shard, shards, split))
+        return output_file(write_predictions(platform, subject, Path(model_state.download()), shard, shards, split))
 
     def make_outputs(self, trained: Trained) -> RecipeOutputs:
         return recipe_outputs(trained)

@@ -46,9 +46,13 @@ def training_sizes(gpus: int) -> dict[str, Any]:
 
 
 def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
-    """Return arguments of with_overrides that give a training task this many GPUs, in a @dynamic in this pod.
+    """Return arguments of with_overrides that give a training task's pod this many GPUs. Call it in a @dynamic.
 
-    It also sets the GPUs' variable in the task's own environment, which with_overrides cannot.
+    It also changes the task's own environment, so that the pod expects this number: with_overrides cannot do that.
+
+    Args:
+        task: the training task.
+        gpus: the number of GPUs; 0 for a small pod without any.
 
     Raises:
         InputError: No pod can have so many GPUs.
@@ -103,7 +107,7 @@ def training_resources(
         or None,
         "environment": {
             **training_environment(gpus, code.code if code else ""),
-            **requested.addresses(),
+            **requested.webhook_environment(),
             **environment,
         },
         **own,
@@ -125,10 +129,13 @@ class GracefulPod(PodTemplate):
 
 
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a @task that trains with a pod that asks for the registered grace, and knows it.
+    """Return the arguments of a @task with a pod that asks for the registered grace, and with variables that tell it.
 
     A pod template in code that sets a grace keeps its own. A template in the cluster stays as it is. Without a template
     and a registered grace the task stays a plain container, since a grace would make it a pod task.
+
+    Args:
+        arguments: the arguments of a @task that trains, as of training_resources. They are not changed.
     """
     asked, template = registration(), arguments.get("pod_template")
     in_cluster = arguments.get("pod_template_name")
@@ -150,7 +157,7 @@ def _as_dict(quantities: Resources | None) -> dict[str, Any]:
 
 
 def preparation_resources() -> dict[str, Any]:
-    """Return arguments of @task for preparing a dataset, and for other tasks that need torch but no ranks."""
+    """Return the arguments of a @task that prepares a dataset, or otherwise needs torch but no ranks."""
     return {
         **_every_pod(),
         **sizes(requested.preparation_size()),
@@ -160,15 +167,12 @@ def preparation_resources() -> dict[str, Any]:
 
 
 def small_resources() -> dict[str, Any]:
-    """Return arguments of @task for a task that computes nothing."""
+    """Return the arguments of a @task that computes nothing."""
     return {**_every_pod(), **sizes(requested.small_size()), "environment": pod_environment()}
 
 
 def dynamic_resources() -> dict[str, Any]:
-    """Return arguments of @dynamic.
-
-    Its pod compiles the tasks that it starts, and needs the registration's settings for that.
-    """
+    """Return the arguments of a @dynamic. Its pod compiles the tasks that it starts, for which it gets the settings."""
     return {**small_resources(), "environment": registered_environment()}
 
 

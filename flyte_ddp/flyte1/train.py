@@ -7,7 +7,7 @@ from flytekit import Cache
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER, OfImages, Training
+from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER, ClassifierTraining, Training
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.trained import Trained
@@ -33,10 +33,10 @@ def training_arguments(
     """Return the arguments of a @task that trains: cache, retries, live report, resources.
 
     Args:
-        code: the version of the cache.
-        salt: a part of the cache's version.
+        code: the version of the code that decides the result, and so of the cache.
+        salt: more text that is a part of the cache's version, such as a recipe's name.
         ignored_inputs: inputs of the task that the cache ignores.
-        own: arguments of training_resources, or of @task in place of these.
+        own: arguments of training_resources, and among them arguments of @task that replace the computed ones.
     """
     return {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
@@ -63,7 +63,7 @@ class FlytekitTraining(Training[Data, Outputs]):
 
 
 def make_common_outputs(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
-    """Return the outputs that all trainings have, in their order: model_state, summary, report, logs."""
+    """Return the outputs that all trainings have, in their order: model_state, summary (as given), report, logs."""
     model = output_file(trained.model, PythonPickledFile)
     return model, summary, output_file(trained.report), output_folder(trained.logs, trained.logs_url)
 
@@ -88,7 +88,7 @@ class TrainingOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
-class ImageTraining(OfImages[Data, TrainingOutputs], FlytekitTraining[TrainingOutputs]):
+class ImageTraining(ClassifierTraining[Data, TrainingOutputs], FlytekitTraining[TrainingOutputs]):
     """A training of an image classifier on a prepared dataset."""
 
     def make_outputs(self, trained: Trained) -> TrainingOutputs:

@@ -9,9 +9,9 @@ from flyte_ddp.flyte2 import platform
 
 @contextmanager
 def one_attempt() -> Iterator[None]:
-    """Turn the block's errors into the platform's, and in a local run into a FinalError, which is not retried.
+    """Turn the block's errors into the platform's, and every error of a local run into a FinalError.
 
-    The SDK would otherwise repeat a local run after a pause, which nobody has asked for.
+    A FinalError is not retried. The SDK would otherwise repeat a local run after a pause, which nobody has asked for.
     """
     try:
         with platform_errors(platform):

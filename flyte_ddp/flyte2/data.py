@@ -15,7 +15,7 @@ from flyte_ddp.whole_files import stream_digest
 
 
 def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path | None:
-    """Return the place of the file or folder on this machine, after downloading it if necessary.
+    """Return the path of the file or folder on this machine, after downloading it if necessary; None for None.
 
     Args:
         file_or_folder: the input.
@@ -33,7 +33,7 @@ def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path
 
 
 def downloaded_once(file_or_folder: File | Dir | None) -> Path | None:
-    """Return a copy that all ranks of this host share."""
+    """Return the path of a copy that all ranks of this host share; None for None. The first rank downloads it."""
     if file_or_folder is None:
         return None
 
@@ -45,20 +45,17 @@ def downloaded_once(file_or_folder: File | Dir | None) -> Path | None:
 
 
 def output_file(path: Path) -> File:
-    """Return a file as an output.
-
-    A local run's file stays where it is, and so does that of a plain call without Flyte.
-    """
+    """Return a file on this machine as a task's output. It is uploaded on a cluster, and else stays where it is."""
     return File.from_local_sync(str(path)) if flyte.ctx() else File(path=str(path))
 
 
 def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
-    """Return a folder as an output.
+    """Return a folder on this machine as a task's output. It is uploaded on a cluster, and else stays where it is.
 
     Args:
         path: the folder on this machine.
-        url: where it belongs; empty leaves that to Flyte.
-        digest: the digest of its content, as key of the caches.
+        url: the folder of the storage where it goes; empty leaves that to Flyte.
+        digest: the digest of its content, which is its key in the caches; None leaves the key to Flyte.
     """
     if not flyte.ctx():
         return Dir(path=str(path), hash=digest)
@@ -66,22 +63,25 @@ def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
 
 
 def by_content(file: File | None) -> File | None:
-    """Return the same file, a model_state or checkpoint to start from, where it is. Its content is the cache key."""
+    """Return the same file, whose SHA-256 is then its key in the caches; None for None.
+
+    The file is read where it is, and not copied. Call it for a model_state or checkpoint to start from.
+    """
     if file is None:
         return None
-    with one_attempt(), there(file), open_file(platform, file.path) as content:
+    with one_attempt(), must_exist(file), open_file(platform, file.path) as content:
         return File(path=file.path, hash=stream_digest(content))
 
 
 def folder_by_content(folder: Dir) -> Dir:
-    """Return the same folder, where it is. Its cache key changes when a file is added, removed or written to."""
-    with one_attempt(), there(folder):
+    """Return the same folder, whose key in the caches then changes when a file is added, removed or written to."""
+    with one_attempt(), must_exist(folder):
         return Dir(path=folder.path, hash=folder_digest(platform, folder.path))
 
 
 @contextmanager
-def there(file_or_folder: File | Dir) -> Iterator[None]:
-    """Raise InputError if an input is missing, or is a folder where a file is needed or the other way round."""
+def must_exist(file_or_folder: File | Dir) -> Iterator[None]:
+    """Raise InputError if the block finds that an input is missing, is a folder instead of a file, or the reverse."""
     kind = "folder" if isinstance(file_or_folder, Dir) else "file"
     try:
         yield

@@ -36,7 +36,7 @@ PAUSES = flyte.Backoff(base=timedelta(seconds=10), factor=6.0, cap=timedelta(min
 def workflow_environment(
     name: str, *called: flyte.TaskEnvironment, secrets: Sequence[str] = ()
 ) -> flyte.TaskEnvironment:
-    """Return the environment of a task that computes little, such as one that only calls others.
+    """Return the environment of a task that computes little, such as one that only calls others. Sets up the SDK.
 
     Args:
         name: the environment's name.
@@ -50,7 +50,12 @@ def workflow_environment(
 
 
 def _secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Secret] | None:
-    """Return a task's own secrets, and after them the registered ones of these variables."""
+    """Return a task's own secrets, and after them the registered secrets of these variables; None if there are none.
+
+    Args:
+        variables: variables that have a secret in the pod, such as WANDB_API_KEY.
+        own: the task's own secrets. Each replaces the registered one of its variable.
+    """
     named = [own] if isinstance(own, (str, flyte.Secret)) else own
     mine = [flyte.Secret(one) if isinstance(one, str) else one for one in named]
     registered = requested.training_secrets(own=[one.as_env_var for one in mine]).items()
@@ -80,21 +85,21 @@ def training_environment(
 
     Args:
         name: the environment's name.
-        code: the version of what determines the result.
+        code: the version of the code that determines the result, which the pod checks.
         files: files to ship in addition to the library's own.
         kind: the class of the environment, from clustered().
         variables: variables from clustered().
         most_gpus: the number of GPUs that the task can use; None is any.
-        own: resources in place of the registered ones.
+        own: resources, each of which replaces the registered one.
         secrets: secrets in addition to the registered ones.
         env_vars: variables in addition to the registered ones.
         include: more files to ship.
-        more: other arguments of the environment.
+        more: other arguments of the environment, which replace the registered ones.
     """
     asked = registration()
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _count_gpus(own)
     template, grace = _with_grace(more.pop("pod_template", asked.pod_template))
-    given = {**requested.training_environment(gpus, code), **grace, **requested.addresses()}
+    given = {**requested.training_environment(gpus, code), **grace, **requested.webhook_environment()}
     variables, usual = {**given, **variables, **env_vars}, {"interruptible": asked.interruptible}
     return _environment(
         name, requested.training_size(gpus), variables, [*files, *include], kind, own,
@@ -108,6 +113,9 @@ def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any
     If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice. If its node is taken
     away for maintenance, Flyte does so as often as that happens. If several numbers of nodes are registered, this is
     the largest; flyte_ddp.flyte2.sizes chooses smaller ones.
+
+    Args:
+        rendezvous: torchrun's --rdzv-backend.
     """
     from flyte.clustered import ClusteredTaskEnvironment, ClusterFailurePolicy, TorchRun
 
@@ -138,6 +146,7 @@ def _environment(
     pod_template: PodTemplate = None,
     **more: Any,
 ) -> flyte.TaskEnvironment:
+    """Return an environment with the library's files, the registered labels and these arguments of its class `kind`."""
     return kind(
         name=name, image=image, resources=resources(size, own), env_vars={**variables}, include=(*shipped(), *files),
         pod_template=_labelled(pod_template), **more,
@@ -145,7 +154,11 @@ def _environment(
 
 
 def _labelled(template: PodTemplate) -> PodTemplate:
-    """Add the registered labels and annotations to those of a pod template."""
+    """Return a pod template with the registered labels and annotations added; None if there is nothing to ask for.
+
+    Raises:
+        InputError: the template is the name of one in the cluster, to which nothing can be added.
+    """
     asked = registration()
     if not (asked.labels or asked.annotations):
         return template or None
@@ -163,7 +176,8 @@ def _labelled(template: PodTemplate) -> PodTemplate:
 def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
     """Return the pod template with the registered grace, and the variables that tell the pod its grace.
 
-    A template that sets a grace keeps its own. A template in the cluster stays as it is.
+    A template that sets a grace keeps its own. A template in the cluster, which is given by its name, stays as it is.
+    None becomes a template.
     """
     if template and isinstance(template, str):
         return template, requested.grace_environment(registration().grace_seconds or USUAL_SECONDS)
@@ -186,7 +200,7 @@ def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources
 
     Args:
         size: the registered size.
-        own: the user's resources; values that are None are not replaced.
+        own: the user's resources. Where a value is None, the registered one stays.
     """
     kind = registration().accelerator
     gpu = cast(Any, size.gpus or None)
@@ -199,9 +213,9 @@ def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources
 
 
 def shipped() -> tuple[str, ...]:
-    """Return the library's files, even those of the ranks, which no process here imports.
+    """Return the paths of the library's files to ship, even those of the ranks, which no process here imports.
 
-    There are none if the image has them: if the library is installed, or is not below this folder, the project's.
+    There are none if the library is installed, or not below the current folder: then the image has it.
     """
     root = Path(flyte_ddp.__path__[0])
     if is_installed(str(root)) or not root.is_relative_to(os.getcwd()):
@@ -212,15 +226,29 @@ def shipped() -> tuple[str, ...]:
 def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] = ()) -> flyte.Cache:
     """Return the cache of a task whose result is decided by this code and these distributions.
 
-    If another task calls it, that task's pod asks for the version, so that these are the distributions of the image.
-    The types of inputs and outputs are part of Flyte's own key.
+    If another task calls it, that task's pod computes the version, from the distributions in the image. The types of
+    inputs and outputs are part of Flyte's own key.
+
+    Args:
+        code: the version of the code.
+        ignored: inputs of the task that the cache ignores.
+        distributions: names of installed packages, whose versions count.
     """
     version = with_installed(code, distributions)
     return flyte.Cache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
 
 
 def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-    """Return the arguments of a task that trains: cache, retries, live report, time limit, and the user's own."""
+    """Return the arguments of a task that trains: cache, retries, live report and time limit.
+
+    Args:
+        code: the version of the code that decides the result.
+        ignored: inputs of the task that the cache ignores.
+        own: the user's own arguments, which replace these.
+
+    Raises:
+        InputError: the user's pod_template has another grace than the environment, whose variables tell the pod.
+    """
     if "pod_template" in own:
         template, grace = _with_grace(own["pod_template"])
         expected = _with_grace(registration().pod_template)[1]

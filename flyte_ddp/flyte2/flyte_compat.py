@@ -41,9 +41,14 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
 
 
 def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Exception]) -> None:
-    """Make an attempt end with error_of(error) if one of its inputs raises an error of a kind.
+    """Patch the SDK so that an attempt ends with error_of(error) if the reading of an input raises an error of a kind.
 
-    The SDK's own error is none of those that it reports to Flyte: the pod would just end.
+    The SDK's own error is none of those that it reports to Flyte: the pod would just end. A second call replaces the
+    first patch.
+
+    Args:
+        kind: the class of the errors that a constructor of an input's type raises.
+        error_of: returns the error that the attempt ends with.
     """
     original = getattr(TypeEngine.literal_map_to_kwargs, "original", TypeEngine.literal_map_to_kwargs)
 
@@ -61,11 +66,10 @@ def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Excepti
 
 @contextmanager
 def local_cache() -> Iterator[sqlite3.Connection]:
-    """Open the local cache: a table task_cache of keys and values, which are serialised Outputs.
+    """Open the local cache, a database with the table task_cache: key, and value, a serialised Outputs.
 
-    Empty if there is none.
-
-    The SDK cannot list or delete entries.
+    Changes are committed if the block ends without an error. If there is no cache, the table is empty and only in
+    memory. The SDK cannot list or delete entries.
     """
     path = LocalDB._get_cache_dir() / "cache.db"
     with closing(sqlite3.connect(path if path.exists() else ":memory:")) as connection, connection:
@@ -74,6 +78,11 @@ def local_cache() -> Iterator[sqlite3.Connection]:
 
 
 def with_replicas(clustered: Any, replicas: int) -> Any:
-    """Return the plugin_config of a task of a ClusteredTaskEnvironment for another number of pods, without restarts."""
+    """Return a clustered task's plugin_config for another number of pods, which Flyte doesn't restart.
+
+    Args:
+        clustered: the plugin_config of the task. It is not changed.
+        replicas: the number of pods.
+    """
     settings = replace(clustered.settings, replicas=replicas, failure_policy=ClusterFailurePolicy())
     return replace(clustered, settings=settings)

@@ -37,7 +37,10 @@ def _working_folder(*attempt: object) -> Path:
 
 
 def earlier_attempts() -> int:
-    """Return the number of earlier attempts, with those of earlier actions if the training has several sizes."""
+    """Return the number of earlier attempts at this training.
+
+    With several numbers of nodes, each failed action of flyte_ddp.flyte2.sizes counts as an attempt.
+    """
     before = int(os.environ.get(HANDOVER_VARIABLE, "0").rpartition("/")[2])
     return before + (flyte.ctx().attempt_number if flyte.ctx() else 0)
 
@@ -98,9 +101,10 @@ def _logs_urls(attempt: str, restarts: int | None) -> list[str]:
 
 
 def _exists(url: str) -> bool:
+    """Return whether the storage has a file; False if it cannot be asked."""
     try:
         return bool(storage.get_underlying_filesystem(path=url).exists(url))
-    except Exception:  # the checkpoint, which is asked for next, meets the same error and handles it
+    except Exception:  # the download of the checkpoint comes next, meets the same error, and handles it
         return False
 
 
@@ -113,7 +117,10 @@ def checkpoint_url() -> str:
 
 
 def previous_checkpoint_url() -> str:
-    """Return the URL of the checkpoint of the attempt before, or of the action before, by flyte_ddp.flyte2.handover."""
+    """Return the URL of the folder with the previous attempt's checkpoint; empty if there was no such attempt.
+
+    The first attempt of an action of flyte_ddp.flyte2.sizes continues from the action before.
+    """
     return _path(_checkpoint_paths().prev_checkpoint_path) or os.environ.get(PREVIOUS_VARIABLE, "")
 
 
@@ -124,7 +131,7 @@ def _checkpoint_paths() -> CheckpointPaths:
 
 
 def _path(argument: str | None) -> str:
-    """Return an argument as a URL. In the first attempt, the path of the one before it is two quotation marks."""
+    """Return a URL that the pod got as an argument; empty for None, or for "", which the first attempt gets."""
     return (argument or "").strip().strip('"').rstrip("/")
 
 

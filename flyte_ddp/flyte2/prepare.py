@@ -20,9 +20,14 @@ from flyte_ddp.settings import RunOptions
 
 
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on; "auto" is the workflow's own.
+    """Return the name of the dataset to train on. Raises InputError for what cannot be trained.
 
-    A local run finds out here whether this machine can do what is asked.
+    A local run finds out here whether this machine can do what is asked, and may get "digits" as a stand-in.
+
+    Args:
+        hp: what determines the result, with the name or "auto".
+        options: how to run it.
+        auto: the dataset that "auto" stands for.
     """
     with one_attempt():
         datasets.check_ranks(platform, hp, options)
@@ -30,9 +35,11 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 
 
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on, on many nodes.
+    """Return the name of the dataset to train on, on many nodes. Raises InputError for what they would refuse.
 
-    Refuses inputs that nodes would refuse after their start.
+    Args:
+        hp: what determines the result, with the name or "auto".
+        auto: the dataset that "auto" stands for.
     """
     with one_attempt():
         datasets.check_nodes(platform, hp)
@@ -40,7 +47,11 @@ def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
 
 
 def classifier_settings(model_state: File) -> Hyperparameters:
-    """Return the settings of a built-in classifier's training, with the name of its dataset, from the weights' file."""
+    """Return the settings of a built-in classifier's training, with the name of its dataset, from the weights' file.
+
+    Raises:
+        InputError: the file has no metadata, or its weights are not those of a built-in classifier.
+    """
     with one_attempt():
         path = downloaded(model_state)
         assert path
@@ -50,7 +61,7 @@ def classifier_settings(model_state: File) -> Hyperparameters:
 
 
 def shard_numbers(shards: int) -> range:
-    """Return the numbers of so many shards, for a map over a prediction."""
+    """Return the numbers of so many shards, from 0, for a map over a prediction. Raises InputError for less than 1."""
     with one_attempt():
         if shards < 1:
             raise InputError(f"shards must be at least 1, got {shards}: that many parts are predicted, each on its own")
@@ -58,16 +69,13 @@ def shard_numbers(shards: int) -> range:
 
 
 def preparation_arguments() -> dict[str, Any]:
-    """Return the arguments of a task that prepares a dataset."""
+    """Return the arguments of a task that prepares a dataset: cache and retries."""
     code = code_version("flyte_ddp.data.sources.datasets")
     return {"cache": cached(code), "retries": flyte.RetryStrategy(3, PAUSES)}
 
 
 def prepare_dataset(name: str) -> Dir:
-    """Download and prepare the named dataset, in the format of flyte_ddp.data.prepared.prepared.
-
-    Its content is the key of the caches.
-    """
+    """Download and prepare the named dataset. Its content is its key in the caches of tasks that use it."""
     with one_attempt():
         folder = datasets.prepare(platform, name)
         return output_folder(folder, digest=prepared.read_description(folder).digest)

@@ -8,16 +8,14 @@ async def train_model(settings: Settings = Settings(), options: RunOptions = Run
     return training.run(settings, options)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flyte.io import Dir, File
 
+from flyte_ddp.attempt.platform_training import CommonRecipeTraining
 from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.code.user_code import find_code, find_observers
-from flyte_ddp.flyte2.inputs import set_up_flyte
-from flyte_ddp.flyte2.train import Flyte2Training, make_common_outputs
+from flyte_ddp.flyte2.train import Data, Flyte2Training, make_common_outputs
 
 
 @dataclass(frozen=True)
@@ -31,27 +29,12 @@ class RecipeOutputs:
     logs: Dir
 
 
-class RecipeTraining(Flyte2Training[RecipeOutputs]):
+class RecipeTraining(CommonRecipeTraining[Data, RecipeOutputs], Flyte2Training[RecipeOutputs]):
     """A training of a recipe, known only by its name: its module, which imports torch, is for the ranks.
 
     The recipe's first-party code and data files are shipped to the pods with the workflow's, and determine the cache
     version.
     """
-
-    def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
-        """Find the recipe's code. Create the object at the top level of the file with the task, after the imports.
-
-        Args:
-            recipe: "package.module:Name".
-            data_files: files that the recipe reads, relative to its module's file.
-            observers: names of classes, "package.module:Name", with a method for each event that concerns them; no part
-                of the cache version.
-
-        Raises:
-            InputError: there is no such recipe.
-        """
-        set_up_flyte()
-        super().__init__(find_code(recipe, data_files), find_observers(observers))
 
     def make_outputs(self, trained: Trained) -> RecipeOutputs:
         return RecipeOutputs(trained.epoch_measures, summary=trained.recipe_summary(), **make_common_outputs(trained))

@@ -23,10 +23,15 @@ from flyte_ddp.report.console import say
 async def on_available_nodes(train: Any, *inputs: Any) -> Any:
     """Run a task of a clustered environment on one of the numbers of nodes in DDP_NNODES, and return its outputs.
 
-    It asks for the largest number; if these nodes are not there within DDP_QUEUE_MINUTES, for the next smaller one, and
-    for the smallest as long as it takes. If nodes are lost or preempted, or the training fails in another way that may
-    not recur, it continues from the last checkpoint and begins to ask anew, up to DDP_RETRIES times. The failure that
-    ends it then, or that would come again, is raised. With a single number, and in a local run, it is a plain call.
+    This action asks for the largest number. If these nodes are not there within DDP_QUEUE_MINUTES, it asks for the next
+    smaller number, and for the smallest as long as it takes. If nodes are lost or preempted, or the training fails in
+    another way that may not recur, it asks for the largest number again, and the training continues from the last
+    checkpoint. That happens up to DDP_RETRIES times. The failure after that, or one that would recur, is raised. With a
+    single number, and in a local run, the task is called as usual.
+
+    Args:
+        train: the task.
+        inputs: its inputs.
     """
     if platform.is_local() or len(registration().node_sizes) == 1:
         return await train(*inputs)
@@ -34,13 +39,14 @@ async def on_available_nodes(train: Any, *inputs: Any) -> Any:
 
 
 async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) -> Any:
-    """Run the task on one of several numbers of nodes.
+    """Run the task on one of several numbers of nodes, and return its outputs.
 
     Args:
         train: the task.
         inputs: its inputs.
-        folder: the folder for the handover. It is the same if this action's own pod is lost and comes again: then it
-            asks for the same actions in the same order, and Flyte knows how they have ended.
+        folder: the URL of the folder in which each action tells the next one where its checkpoint is. It is the same if
+            this action's own pod is lost and comes again: that pod asks for the same actions in the same order, and
+            Flyte knows how they have ended.
     """
     asked = registration()
     failures = 0
@@ -69,7 +75,7 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
 
 
 def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str]) -> Any:
-    """Return the task for this number of nodes. Flyte itself tries it once: a retry would ask for as many nodes.
+    """Return the task for a number of nodes. Flyte itself tries it once: a retry would ask for as many nodes.
 
     Args:
         train: the task.

@@ -12,8 +12,8 @@ from flyte import storage
 from flyte.io import Dir, File
 
 from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
-from flyte_ddp.attempt.platform_training import OfImages, Training
-from flyte_ddp.attempt.prediction import predicted
+from flyte_ddp.attempt.platform_training import ClassifierTraining, Training
+from flyte_ddp.attempt.prediction import write_predictions
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.attempt.webhook import telling_webhook
@@ -22,6 +22,7 @@ from flyte_ddp.flyte2 import handover, platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, downloaded_once, output_file, output_folder
 from flyte_ddp.flyte2.environment import training_arguments, training_environment
+from flyte_ddp.flyte2.inputs import set_up_flyte
 from flyte_ddp.launch.environment import is_first_rank
 from flyte_ddp.launch.failures import Failure
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -44,7 +45,7 @@ class Flyte2Training(Training[Data, Outputs]):
     def environment(
         self, name: str, most_gpus: int | None = None, resources: flyte.Resources | None = None, **more: Any
     ) -> flyte.TaskEnvironment:
-        """Return the environment of the task.
+        """Return the environment of the task. Call it at the top level of the file with the task.
 
         Args:
             name: the environment's name.
@@ -54,13 +55,19 @@ class Flyte2Training(Training[Data, Outputs]):
                 env_vars=, include= and a pod_template's labels and annotations are added to the registered ones, others
                 such as interruptible= replace them.
         """
+        set_up_flyte()
         files = {*self.code.files}
         for observer in self.observers:
             files |= {*observer.files}
         return training_environment(name, self.code.version, sorted(files), most_gpus=most_gpus, own=resources, **more)
 
     def arguments(self, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-        """Return the arguments of the task: cache, retries, live report and time limit. Own ones replace these."""
+        """Return the arguments of the task: cache, retries, live report and time limit.
+
+        Args:
+            ignored: inputs of the task that the cache ignores.
+            own: your own arguments of the task, which replace these.
+        """
         return training_arguments(f"{self.code.name} {self.code.version}", ignored, **own)
 
     def run(
@@ -91,7 +98,7 @@ class Flyte2Training(Training[Data, Outputs]):
         split: str = "test",
         init: Data = None,
     ) -> File:
-        """Return the predictions (n, ...) of a trained network for a shard of a split, as an .npy file.
+        """Return the predictions (n, ...) of a trained network for a shard of a split, as an .npy file in float32.
 
         Args:
             model_state: the weights.
@@ -107,11 +114,11 @@ class Flyte2Training(Training[Data, Outputs]):
             subject = self.subject(settings, downloaded(data), downloaded(init))
             model = downloaded(model_state)
             assert model
-            return output_file(predicted(platform, subject, model, shard, shards, split))
+            return output_file(write_predictions(platform, subject, model, shard, shards, split))
 
 
 def make_common_outputs(trained: Trained) -> dict[str, Any]:
-    """Return the outputs that all trainings have."""
+    """Return the outputs that all trainings have, by the names of their fields. Uploads the files on a cluster."""
     return {
         "model_state": output_file(trained.model),
         "report": output_file(trained.report),
@@ -130,7 +137,7 @@ class TrainingOutputs:
     logs: Dir
 
 
-class ImageTraining(OfImages[Data, TrainingOutputs], Flyte2Training[TrainingOutputs]):
+class ImageTraining(ClassifierTraining[Data, TrainingOutputs], Flyte2Training[TrainingOutputs]):
     """A training of an image classifier on a prepared dataset."""
 
     def make_outputs(self, trained: Trained) -> TrainingOutputs:
@@ -147,10 +154,11 @@ image_training = ImageTraining()
 
 @contextmanager
 def naming_the_cause() -> Iterator[None]:
-    """Let rank 0 raise the failure that was the cause, because Flyte shows, and acts upon, the error of rank 0 alone.
+    """On a cluster, let rank 0 raise the failure that was the cause. Flyte shows and acts upon rank 0's error alone.
 
-    Each rank leaves its own failure in the storage. If rank 0 has only lost another rank or waited for it, rank 0
-    raises that rank's failure instead of its own.
+    Each rank whose error was not the effect of another rank's leaves its failure in the storage. If rank 0 has
+    only lost another rank or waited for it, it raises the first of these instead of its own. Rank 0 also notifies the
+    webhook, and leaves its failure for the action that tries a smaller number of nodes.
     """
     try:
         yield
@@ -172,7 +180,7 @@ def naming_the_cause() -> Iterator[None]:
 
 
 def _causes(folder: str) -> list[Failure]:
-    """Return the failures that ranks have left, the first one first."""
+    """Return the failures that ranks have left in the folder, the earliest first; none if they cannot be read."""
     try:
         files = storage.get_underlying_filesystem(path=folder)
         left = [Failure(**json.loads(files.cat_file(path))) for path in files.find(folder)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flyte_ddp.attempt.platform_training import OfImages
+from flyte_ddp.attempt.platform_training import ClassifierTraining
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -91,7 +91,7 @@ class OnFolders:
         return trained
 
 
-class FolderTraining(OnFolders, OfImages[Path, Trained]):
+class FolderTraining(OnFolders, ClassifierTraining[Path, Trained]):
     def __init__(self, platform, observers=()):
         super().__init__([find_code(f"tests.attempt.killers:{name}") for name in observers])
         self.platform = platform
