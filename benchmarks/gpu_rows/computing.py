@@ -19,7 +19,7 @@ from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.trials import choose_tolerance, is_close
 from flyte_ddp.engine.evaluations import gather
-from flyte_ddp.engine.hosts.places import collect_facts, room, serial, tried
+from flyte_ddp.engine.hosts.places import collect_facts, get_uuid, measure_memory, multiply_matrices
 from flyte_ddp.launch.nvml import why_slow
 from flyte_ddp.recipes.models import build_model
 
@@ -159,11 +159,12 @@ def exchanged(device: torch.device) -> str:
 
 def compared(device: torch.device) -> str:
     """The GPU's serial number, the driver's version, and how fast it is."""
-    facts, (speed, product), (_, again) = collect_facts(device), tried(device), tried(device)
+    facts, (speed, product), (_, again) = collect_facts(device), multiply_matrices(device), multiply_matrices(device)
     expect(product == again, "a product of matrices has other bits the second time")
     expect(
         {"GPU", "GPU memory", "NVIDIA driver"} <= facts.keys() or device.type == "cpu", f"only {', '.join(facts)} known"
     )
     expect(speed > 1 or device.type == "cpu", f"{speed:.3g} TFLOPS")
-    slow = why_slow(f"GPU-{serial(device)}") or "nothing"
-    return f"{serial(device) or 'no serial number'}, {speed:.0f} TFLOPS, slowed down by {slow}, {facts}, {room(device)}"
+    slow = why_slow(f"GPU-{get_uuid(device)}") or "nothing"
+    uuid = get_uuid(device) or "no serial number"
+    return f"{uuid}, {speed:.0f} TFLOPS, slowed down by {slow}, {facts}, {measure_memory(device)}"

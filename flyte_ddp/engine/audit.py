@@ -15,9 +15,9 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
 from flyte_ddp.engine.blame import Cause, Verdict, judge
-from flyte_ddp.engine.drift import RANKS, Warn, difference, of_ranks
-from flyte_ddp.engine.hosts.places import Place, tried
-from flyte_ddp.engine.hosts.unlike import all_named, wrong_products
+from flyte_ddp.engine.drift import RANKS, Warn, describe_difference, gather_numbers
+from flyte_ddp.engine.hosts.places import Place, multiply_matrices
+from flyte_ddp.engine.hosts.unlike import name_ranks, wrong_products
 from flyte_ddp.engine.step import SingleStep, Totals
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
@@ -85,7 +85,7 @@ class Audit:
             call: the number of this call within the step, from 0. A GAN has one for each loss.
 
         Returns:
-            The same as ExactStep.added_up.
+            The sums over all ranks of the step's measures and requests, and the norms of the gradients.
 
         Raises:
             InputError: The code computes other bits each time, or audit_every is set on processors of several kinds.
@@ -96,7 +96,7 @@ class Audit:
         add_up = partial(self._step.added_up, partial(backward, shares), call)
         if not is_first and (not self.every or (epoch * len(self.train) + step + 1) % self.every):
             return add_up()
-        part, owner, other = chosen(self.train, [place.host for place in self._places], epoch, step)
+        part, owner, other = choose_part(self.train, [place.host for place in self._places], epoch, step)
         ranks = {*range(len(self._places))} if is_first else {owner, other}
         compute = partial(
             self._step.compute_gradient_digest, part, partial(backward, [self._sent(shares, part, owner)])
@@ -109,9 +109,10 @@ class Audit:
             self._refuse_or_warn(verdict, epoch, step)
         with self._step.watching(part):
             totals = add_up()
-        in_step = of_ranks(self._step.seen.sum())[owner]
+        in_step = gather_numbers(self._step.seen.sum())[owner]
         if in_step != found[owner]:
-            if is_first and len({*found.values()}) == 1:  # as code that exchanges something, beside other parts
+            # All ranks had the same bits outside of the step, so the code depends on the other parts of the batch
+            if is_first and len({*found.values()}) == 1:
                 raise self._error(Verdict(Cause.CODE, [owner]), epoch, step)
             raise self._error(self._judge(compute, {owner: [found[owner], in_step]}), epoch, step)
         return totals
@@ -132,23 +133,25 @@ class Audit:
         ranks = range(len(self._places))
         again = [self._digests(compute, ranks) for _ in range(REPEATS)]
         digests = {rank: [*found.get(rank, []), *(one[rank] for one in again)] for rank in ranks}
-        products = of_ranks(torch.tensor(tried(self._device)[1], device=self._device))
-        wrong = {rank for odd, others in wrong_products(self._places, products) if others for rank in odd}
-        wrong |= {rank for rank in ranks if products[rank] != self._places[rank].product}  # as it was before
+        products = gather_numbers(torch.tensor(multiply_matrices(self._device)[1], device=self._device))
+        wrong = {rank for rank in ranks if products[rank] != self._places[rank].product}  # other bits than at the start
+        for odd, others in wrong_products(self._places, products):
+            wrong.update(odd if others else ())
         return judge(digests, wrong)
 
     def _error(self, verdict: Verdict, epoch: int, step: int) -> Exception:
+        """Return the error to raise for a verdict: InputError if code is to blame, else WrongBitsError."""
         if verdict.cause is Cause.CODE:
             return InputError(f"in epoch {epoch + 1}, step {step + 1}, {CODE}")
         if verdict.cause is Cause.RANKS:
-            return WrongBitsError(epoch, step, f"{self._difference(verdict)}: {RANKS}")
-        return WrongBitsError(epoch, step, f"{all_named(verdict.odd, self._places)} {PROCESSOR}")
+            return WrongBitsError(epoch, step, f"{self._describe(verdict)}: {RANKS}")
+        return WrongBitsError(epoch, step, f"{name_ranks(verdict.odd, self._places)} {PROCESSOR}")
 
-    def _difference(self, verdict: Verdict) -> str:
-        return difference(GRADIENTS, verdict.odd, verdict.others, self._places)
+    def _describe(self, verdict: Verdict) -> str:
+        return describe_difference(GRADIENTS, verdict.odd, verdict.others, self._places)
 
     def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
-        """Raise an error for ranks that differ in the first step, or warn if audits are off.
+        """Refuse ranks that differ from one another in the first step, or warn of them if only that step is audited.
 
         Different processors may compute different bits.
 
@@ -160,7 +163,7 @@ class Audit:
         if self.every and len(kinds) == 1:
             raise self._error(verdict, epoch, step)
         reason = (
-            f"{self._difference(verdict)}: the result depends on which of them computes what; use processors of one "
+            f"{self._describe(verdict)}: the result depends on which of them computes what; use processors of one "
             "kind, as many threads on each, and code that reads neither rank nor host"
         )
         if self.every:
@@ -168,9 +171,17 @@ class Audit:
         self._warn(epoch, step, [reason])
 
     def _sent(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
-        """Broadcast one part of the global batch from its owner, with the strides that it has there.
+        """Broadcast one part of the global batch from its owner to all ranks; a collective.
 
-        Torch chooses kernels by strides, so all ranks need the same ones.
+        Tensors have the owner's strides on all ranks, because torch chooses kernels by strides.
+
+        Args:
+            shares: this rank's parts of the global batch.
+            part: the number of the part to send.
+            owner: the rank that has the part.
+
+        Returns:
+            A copy of the part.
         """
         outlines: list[Any] = [None]
         own = next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None)
@@ -188,12 +199,12 @@ class Audit:
         return replace(batch, tree=pytree.tree_unflatten(sent, structure))
 
     def _sent_leaf(self, leaf: Tensor, device: str, owner: int) -> Tensor:
-        """Return the owner's tensor, on each rank.
+        """Broadcast a tensor from its owner, and return it; a collective.
 
         Args:
-            leaf: the tensor, which is a meta tensor on ranks other than the owner.
-            device: where the owner has the tensor.
-            owner: the rank that sends it.
+            leaf: the tensor. On ranks other than the owner it is a meta tensor of the same shape and strides.
+            device: where the owner has the tensor. A rank has it on the CPU, too, or else on its own device.
+            owner: the rank that sends the tensor.
         """
         sent = torch.empty_like(leaf, device=self._device) if leaf.is_meta else leaf.to(self._device)
         in_memory = sent.as_strided((sent.numel(),), (1,))  # a copy is dense
@@ -201,14 +212,26 @@ class Audit:
         return sent.to("cpu") if device == "cpu" else sent
 
     def _digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
-        """Compute the digest of the part on these ranks, and return the digests by rank; a collective of all ranks."""
+        """Compute the digest of a part's gradients on these ranks, and return the digests by rank; a collective of all.
+
+        Args:
+            compute: computes the digest on this rank.
+            ranks: the ranks that compute. The others only exchange.
+        """
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
-        digests = of_ranks(compute() if self._rank in ranks else zero)
+        digests = gather_numbers(compute() if self._rank in ranks else zero)
         return {rank: digests[rank] for rank in sorted(ranks)}
 
 
 def make_audit(step: SingleStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn) -> Audit | None:
-    """Make the audit of a step; the arguments are Audit's.
+    """Make the audit of a step.
+
+    Args:
+        step: the step of all ranks together.
+        train: the batches that the steps compute.
+        every: audit one step in this many, and the first; with 0, only the first.
+        places: the place of each rank.
+        warn: called on all ranks with a warning.
 
     Returns:
         None without virtual ranks, where a part may have other bits each time.
@@ -216,7 +239,7 @@ def make_audit(step: SingleStep, train: TrainBatches, every: int, places: Sequen
     return Audit(step, train, every, places, warn) if isinstance(step, ExactStep) else None
 
 
-def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:
+def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:
     """Choose a part of a global batch and two ranks that compute it, at random and alike on all ranks.
 
     Args:
@@ -238,5 +261,11 @@ def chosen(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> 
 
 
 def find_owner(part: int, virtual_ranks: int, world_size: int) -> int:
-    """Return the rank that computes this part."""
+    """Return the rank that computes this part of a global batch.
+
+    Args:
+        part: the number of the part.
+        virtual_ranks: the number of parts.
+        world_size: the number of ranks.
+    """
     return next(rank for rank in range(world_size) if part in parts_of_rank(virtual_ranks, rank, world_size))

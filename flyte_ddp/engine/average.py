@@ -20,21 +20,22 @@ class Average:
 
     @torch.no_grad()
     def update(self, model: nn.Module, steps: int) -> None:
-        """Move the average towards the network's present weights and statistics.
+        """Move the average towards the network's present weights and buffers, after each step.
 
-        The decay warms up as in TensorFlow's ExponentialMovingAverage, or the average of a short training would be that
-        of its first weights.
+        The average keeps the share min(decay, (1 + steps) / (10 + steps)) of its value, as TensorFlow's
+        ExponentialMovingAverage does. Otherwise the average of a short training would mostly be its first weights.
+        Integer buffers are copied. Buffers that have changed their shape stay as they are.
 
         Args:
             model: the network that is trained.
             steps: the number of steps before this one.
         """
-        # each once: a state_dict lists tied weights under every name that they have
+        # A state_dict would list tied weights under every name that they have
         own, others = (
             {name: local(value) for name, value in (*network.named_parameters(), *network.named_buffers())}
             for network in (self.model, model)
         )
-        # Without caches that grow, and what both share
+        # Caches that grow are left out, and so are frozen weights, which both networks share
         fitting = [
             name
             for name, value in own.items()

@@ -53,16 +53,15 @@ class BestModels(Observer):
         emit: Callable[[Event], None],
         write: Callable[[Path, dict[str, float], Weights], object],
     ):
-        """Find the evaluations that were kept before a resume; a collective.
+        """Find the files of evaluations that were kept before a resume; a collective.
 
-        Of the evaluations of another training that this one continues, and of those before keep_best was set, only the
-        best is known.
+        If the best evaluation has no file, as after a training without keep_best, its weights are written.
 
         Args:
-            training: knows its best evaluation.
+            training: the training, with its best evaluation so far, if there is one.
             job: names the files, and says how many evaluations are kept.
-            emit: gets events.
-            write: writes a file of weights with their measures; a collective, and rank 0 alone may raise OSError.
+            emit: receives an event if a file cannot be written.
+            write: write(path, measures, weights) writes a file on rank 0; a collective. Rank 0 alone may raise OSError.
         """
         assert training.best_tracker
         self._training = training
@@ -82,19 +81,24 @@ class BestModels(Observer):
             self._keep(self._tracker.best, training.best_weights())
 
     def after_evaluation(self) -> None:
-        """Write the weights that have just been evaluated, if they are among the best; a collective if sharded."""
-        self._training.progress.close()  # the files that a checkpoint does without must not depend on this evaluation
+        """Write the weights that have just been evaluated, if they are among the best; a collective."""
+        # on_checkpoint_written() must not yet see this evaluation, which that checkpoint lacks
+        self._training.progress.close()
         self._keep(len(self._training.progress.history) - 1, self._training.evaluated_weights())
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
-        """Remove the files that the checkpoint does without; the next evaluation waits for the checkpoint."""
+        """Remove the files that are no longer among the best, which the checkpoint just written does not need."""
         kept = {self._file(number) for number in self._kept}
         for file in self._folder.glob("*.pt") if self._is_first else ():
             if file not in kept:
                 file.unlink(missing_ok=True)
 
     def publish(self) -> list[KeptModel]:
-        """Put the models that could be written into the logs, and return what they are; rank 0 does so alone."""
+        """Link or copy the files into job.logs, and return their descriptions, the best first.
+
+        Files there of an earlier training are removed. An evaluation whose file could not be written is left out. Ranks
+        other than 0 do nothing and return an empty list.
+        """
         if not self._is_first:
             return []
         logs = Path(self._job.logs)
@@ -122,7 +126,10 @@ class BestModels(Observer):
             self._emit(CheckpointFailed(f"{file}, epoch {counted(epoch.position)} for keep_best: {error.strerror}"))
 
     def _best(self, numbers: Iterable[int]) -> list[int]:
-        """Return the best of these evaluations; the earlier of equals comes first, as BestTracker has it."""
+        """Return the numbers of the best of these evaluations, options.keep_best at most, the best first.
+
+        The earlier of equals comes first, as BestTracker has it. Evaluations whose measure is not finite are left out.
+        """
         tracker = self._tracker
         history = self._training.progress.history
         sign = 1 if tracker.is_lower_better else -1
@@ -134,6 +141,6 @@ class BestModels(Observer):
         return self._folder / f"{self._job.key}-{number + 1}.pt"
 
     def _on_disk(self) -> list[int]:
-        """Return which evaluations of this training have a file."""
+        """Return the numbers, from 0, of this training's evaluations that have a file."""
         names = [file.stem.split("-") for file in self._folder.glob(f"{self._job.key}-*.pt")]
         return [int(number) - 1 for _, number in names]

@@ -38,7 +38,7 @@ def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] 
     - RANKS: every rank always has the same digest, but not all the same one.
 
     Args:
-        digests: several of each rank, of which some differ.
+        digests: for each rank the digests that it computed of the same part, several times. Some of them differ.
         wrong_products: the ranks that multiply two matrices wrongly.
     """
     usual = {rank: _usual(own) for rank, own in digests.items()}
@@ -51,6 +51,6 @@ def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] 
 
 
 def _usual(digests: Sequence[int]) -> int | None:
-    """Return the digest that more than half of them are, or None if there is no such digest."""
+    """Return the digest that more than half of these digests equal, or None if there is no such digest."""
     digest, count = Counter(digests).most_common(1)[0]
     return digest if 2 * count > len(digests) else None

@@ -1,4 +1,4 @@
-"""A network's buffers: how a forward pass leaves them, put back, or shared by rank 0."""
+"""A network's buffers, which forward passes change: copies to restore, and rank 0's values for all ranks."""
 
 from collections.abc import Iterable
 
@@ -24,14 +24,21 @@ class Buffers:
         return {name: buffer for name, buffer in found if buffer is not None}
 
     def kept(self, moving: Iterable[Tensor] = ()) -> "KeptBuffers":
-        """Return a copy of the buffers as they are; moving: weights that forward passes change, too."""
+        """Return a copy of the buffers as they are now, whose put_back() restores them in the network.
+
+        Args:
+            moving: frozen weights that forward passes change, too, and that are copied with the buffers.
+        """
         return KeptBuffers(self._places, self.now(), moving)
 
     def broadcast(self, moving: Iterable[Tensor] = ()) -> None:
-        """Give all ranks the buffers of rank 0; a collective.
+        """Overwrite the buffers of all ranks with rank 0's; a collective.
 
         A buffer that is in no state_dict and has another shape than at first is a cache, which may have grown on one
-        rank alone. As DistributedDataParallel does, this sends the first one in its place.
+        rank alone. It stays as it is, and a tensor of the first shape is sent in its place.
+
+        Args:
+            moving: frozen weights that forward passes change, too, and that are overwritten with the buffers.
 
         Raises:
             InputError: A buffer of the state_dict has another shape than at first.
@@ -60,7 +67,7 @@ class KeptBuffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the buffers themselves and their values."""
+        """Restore the values of all tensors, and put buffers that a forward pass has replaced back into the network."""
         for tensor, value in self._values:
             tensor.copy_(value)
         for name, owner, own_name in self._places:

@@ -26,13 +26,13 @@ AT_ONCE = 64  # so many times as many on a GPU
 
 @torch.no_grad()
 def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "", device: torch.device = CPU) -> str:
-    """Compute the digest of weights: of their names, dtypes, shapes and bits, in this order.
+    """Compute the digest of weights, from their names, dtypes, shapes and bits; a collective if there is a group.
 
-    Tied weights count once. Whole weights and their Shards have the same digest. Where there is a process group, this
-    is a collective, of rank 0's whole weights and of all ranks' rows.
+    With a process group, all ranks get the digest of rank 0's whole weights and of all ranks' rows of sharded ones. A
+    network has the same digest whole and sharded. The bits of tied weights count once.
 
     Args:
-        weights: the weights by name.
+        weights: the weights by name. A sharded weight is a Shard with this rank's rows.
         base_digest: the digest of the frozen weights that are left out.
         device: where the collective's tensors are.
 
@@ -45,8 +45,8 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
     total = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
     if distributed.is_initialized():
         distributed.all_reduce(total)
-    of = dict(zip((name for name in firsts if firsts[name] == name), total.tolist(), strict=True))
-    lines = [f"{name}\0{value.dtype}\0{tuple(value.shape)}\0{of[firsts[name]]}\n" for name, value in rooms.items()]
+    sum_of = dict(zip((name for name in firsts if firsts[name] == name), total.tolist(), strict=True))
+    lines = [f"{name}\0{value.dtype}\0{tuple(value.shape)}\0{sum_of[firsts[name]]}\n" for name, value in rooms.items()]
     return hashlib.sha256("".join([*lines, base_digest]).encode()).hexdigest()[:16]
 
 
@@ -104,9 +104,7 @@ def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
 
 @torch.no_grad()
 def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return one sum that stands for the bits of all tensors, and that depends on their order.
-
-    It is no collective.
+    """Return a checksum of the bits of all tensors and of their order, on this rank alone.
 
     Args:
         tensors: the tensors, in order.

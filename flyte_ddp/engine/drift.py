@@ -7,7 +7,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.digest import sum_of_all
 from flyte_ddp.engine.hosts.places import Place
-from flyte_ddp.engine.hosts.unlike import all_named, minority
+from flyte_ddp.engine.hosts.unlike import minority, name_ranks
 from flyte_ddp.errors import WrongBitsError
 
 Warn = Callable[[int, int, Sequence[str]], None]  # of epoch, step and reasons
@@ -38,7 +38,8 @@ class Drift:
     def compare(self, tensors: Iterable[Tensor], what: str, epoch: int, step: int) -> None:
         """Compare the tensors of all ranks, and raise an error or warn if they differ; a collective.
 
-        Ranks with processors of several kinds may round differently, so they only get a warning, and only once.
+        Processors of several kinds may round differently, so ranks on them only get a warning, in the first comparison
+        that finds a difference.
 
         Args:
             tensors: the tensors to compare, in the same order on all ranks.
@@ -49,18 +50,22 @@ class Drift:
         Raises:
             WrongBitsError: Tensors differ although all ranks have one kind of processor. All ranks raise it.
         """
-        digests = of_ranks(sum_of_all(tensors, self._device))
+        digests = gather_numbers(sum_of_all(tensors, self._device))
         if len({*digests}) == 1 or self._is_told:
             return
-        reason = difference(what, *minority(dict(enumerate(digests))), self._places)
+        reason = describe_difference(what, *minority(dict(enumerate(digests))), self._places)
         if len({place.hardware for place in self._places}) == 1:
             raise WrongBitsError(epoch, step, f"{reason}: {RANKS}")
         self._is_told = True
         self._warn(epoch, step, [f"{reason}: use processors of one kind, so that all ranks train the same network"])
 
 
-def of_ranks(own: Tensor) -> list[int]:
-    """Return each rank's whole number (), by rank; a collective."""
+def gather_numbers(own: Tensor) -> list[int]:
+    """Return the whole numbers of all ranks, in the order of the ranks; a collective.
+
+    Args:
+        own: (), this rank's number, on the device that sends and receives.
+    """
     numbers = torch.zeros(distributed.get_world_size(), dtype=torch.int64, device=own.device)
     numbers[distributed.get_rank()] = own
     distributed.all_reduce(numbers)
@@ -68,8 +73,8 @@ def of_ranks(own: Tensor) -> list[int]:
     return found
 
 
-def difference(what: str, odd: Sequence[int], others: Sequence[int], places: Sequence[Place]) -> str:
-    """Return a clause on the ranks that differ.
+def describe_difference(what: str, odd: Sequence[int], others: Sequence[int], places: Sequence[Place]) -> str:
+    """Return a clause that names the ranks with other bits, for messages.
 
     Args:
         what: the tensors that differ, in words.
@@ -78,5 +83,5 @@ def difference(what: str, odd: Sequence[int], others: Sequence[int], places: Seq
         places: the place of each rank.
     """
     if others:
-        return f"{what} have other bits on {all_named(odd, places)} than on {all_named(others[:1], places)}"
-    return f"{what} have other bits on each of {all_named(odd, places)}"
+        return f"{what} have other bits on {name_ranks(odd, places)} than on {name_ranks(others[:1], places)}"
+    return f"{what} have other bits on each of {name_ranks(odd, places)}"

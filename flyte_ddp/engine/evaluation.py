@@ -28,15 +28,16 @@ def measure(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     look: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
 ) -> Measured:
-    """Measure a network on the same batches as the evaluations of a training.
+    """Measure a network on a split, without other ranks, on the same batches as the evaluations of a training.
 
     Args:
-        recipe: measures the outputs.
-        network: the trained network.
+        recipe: the recipe that measures the outputs.
+        network: the trained network, on the split's device and in evaluation mode.
         split: the samples.
         link: told after each batch that the process is alive.
-        forward: by default the recipe's own; for a network of another recipe, that recipe's.
-        look: called with each batch, and with the values and weights of its measures.
+        forward: forward(network, tree) returns the outputs of a batch. By default it is the recipe's own. A network of
+            another recipe needs that recipe's.
+        look: called with each batch, and with the values and weights, each (samples,), of its measures by name.
     """
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)

@@ -24,9 +24,9 @@ class Evaluated(NamedTuple):
     """The evaluation of a whole test or validation split.
 
     Attributes:
-        measures: by name.
+        measures: the measures of the whole split, by name; the same on all ranks.
         mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
-        predictions: (n, ...) of this rank's samples only, on the host; None if the recipe returns none.
+        predictions: (n, ...), those of this rank's samples only, on the host; None if the recipe returns none.
         broken: names of the measures of which a sample's value is not finite.
         stop: whether a rank was asked to stop by the end of the evaluation; the same on all ranks.
     """
@@ -51,8 +51,21 @@ class Evaluated(NamedTuple):
             raise NonFiniteError.in_evaluation(self.measures["loss"], split, position)
 
 
-def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
-    """Evaluate the weights that training returns (with a validation split, the best epoch's) on the test split."""
+def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
+    """Load the weights that training returns, evaluate them on the test split, and tell the result; a collective.
+
+    With a validation split these are the weights of the best evaluation; otherwise those of the last step.
+
+    Args:
+        state: the training at its end. Its evaluated network gets the weights.
+        test: the batches of the test split.
+        epochs: how many epochs the settings ask for. A training with fewer has stopped early.
+        link: receives the event EpochChosen if there is a validation split.
+
+    Raises:
+        NonFiniteError: A test sample's loss is not finite.
+        StopRequested: A rank was asked to stop.
+    """
     tracker, started = state.best_tracker, time.perf_counter()
     if tracker and tracker.weights is not None:
         state.load_weights(state.evaluated, tracker.weights)
@@ -81,10 +94,16 @@ def look_at_test(state: TrainingState, test: EvaluationBatches, epochs: int, lin
 def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Evaluated:
     """Measure the network on a whole split, in float32; a collective.
 
-    Each rank evaluates its share, the ranks' sums are added up, and each sum is divided once.
+    Each rank evaluates its share, the ranks' sums are added up, and each sum is divided once. The network stays in
+    evaluation mode.
+
+    Args:
+        state: the training. Its average is measured, if it has one.
+        split: this rank's batches of the split.
+        link: told after each batch that the process is alive. It may ask for a stop.
 
     Raises:
-        StopRequested: A rank was asked to stop; on all ranks after the same batch, with the state as it was before.
+        StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with buffers as before.
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
@@ -122,9 +141,12 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
 def _forwarded(
     state: TrainingState, split: EvaluationBatches, is_over: Callable[[], bool]
 ) -> Iterator[tuple[Batch, Any]]:
-    """Yield this rank's shares, and what forward returns for each; a collective.
+    """Yield each of this rank's shares of a split's global batches, and what forward returns for it; a collective.
 
-    is_over: asked after each global batch, whether no further one is to come.
+    Args:
+        state: the training whose network computes. If the recipe gathers rows with virtual ranks, the shares have them.
+        split: this rank's batches of the split.
+        is_over: called after each global batch; returns whether to leave out the others, alike on all ranks.
     """
     recipe, model = state.recipe, state.evaluated
 
@@ -155,12 +177,12 @@ def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Itera
     """Yield the rows of all ranks, one global batch of the test split after the other; each is a collective.
 
     Args:
-        rows: (m, ...), those of this rank's shares, on the host.
-        test: the batches that they are of.
-        device: by way of which the rows are exchanged.
+        rows: (m, ...), a row, such as a prediction, for each of this rank's samples in their order, on the host.
+        test: the batches that the samples are in.
+        device: the device that sends and receives.
 
     Yields:
-        The numbers of a batch's samples, (n,), and their rows, (n, ...), on the host.
+        The indices of a batch's samples in the split, (n,) int64, and their rows, (n, ...), on the host.
     """
     for samples, (start, stop) in test.whole():
         gathered = rows.new_zeros(len(samples), *rows.shape[1:], device=device)

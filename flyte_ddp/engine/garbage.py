@@ -10,8 +10,8 @@ Item = TypeVar("Item")
 def collected_between(items: Iterator[Item]) -> Generator[Item, None, None]:
     """Yield the items, one for each step, and collect garbage only between them.
 
-    Only young objects are collected, which takes microseconds. Otherwise each rank would stop for a collection at a
-    step of its own, and all others would wait for it each time.
+    Only young objects are collected, which takes microseconds. With Python's automatic collection, which is off until
+    the items end, each rank would stop at a step of its own, and the others would wait for it each time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -23,12 +23,16 @@ SETTLE_SECONDS = 0.1
 
 @record  # so that torchrun's report has the error of the rank that failed first
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
-    """Join the other ranks and train as one of them; rank 0 passes events to on_event.
+    """Join the ranks that torchrun has started, train as one of them, and return the result.
 
-    For hangs and lost ranks see under_watchdog.
+    The rank's place is in the variables RANK, WORLD_SIZE and so on. A watchdog ends it if ranks hang or are lost.
+
+    Args:
+        job: the training.
+        on_event: called with each event, on rank 0 alone.
 
     Raises:
-        PreemptedError: The rank was asked to stop; it has written a checkpoint first if that was possible.
+        PreemptedError: The rank was asked to stop by a signal. If it could, it has written a checkpoint first.
     """
     settings = job.settings
     environment = environment_from_variables(settings.backend)
@@ -39,7 +43,7 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
     def work(store: Store) -> TrainingResult:
         with process_group(environment, timeouts, store) as device:
             result = worker.train(environment, device, link, job)
-        # Without the interpreter's lock: gloo's thread needs it to drop the tensors of the last collective, and where
+        # This gives gloo's thread the interpreter's lock, which it needs to drop the tensors of the last collective. If
         # the interpreter ends meanwhile, torch aborts the process (torch 2.15, c10d::ProcessGroupGloo::runLoop)
         time.sleep(SETTLE_SECONDS)
         return result

@@ -19,28 +19,32 @@ from flyte_ddp.settings import TrainingSettings
 def fit(
     state: TrainingState, train: TrainBatches, split: EvaluationBatches, settings: TrainingSettings, link: Link
 ) -> Evaluated | None:
-    """Train from the state's position to the end of the last epoch, and evaluate in between.
+    """Train a recipe from the state's position until training is over; a collective.
+
+    Training is over after the last epoch, or once best_tracker has seen no improvement for settings.patience
+    evaluations. Each epoch is evaluated settings.evaluations_per_epoch times. Each evaluation goes into the progress
+    and is followed by a checkpoint.
 
     Args:
-        state: its progress has the evaluations in the end.
+        state: the training, which this changes.
         train: the batches of an epoch.
-        split: what to evaluate on: the validation split if there is one, else the test split.
-        settings: say how many epochs, evaluations of each, and log lines there are.
-        link: to the parent, which may ask for a stop.
+        split: the batches to evaluate on: the validation split if there is one, else the test split.
+        settings: the settings of the training.
+        link: the way to the parent process, which may ask for a stop.
 
     Returns:
-        The last evaluation; None if the training was resumed after its last epoch.
+        The last evaluation; None if the training was over when it was resumed.
 
     Raises:
-        StopRequested: A rank was asked to stop; there is a checkpoint.
-        NonFiniteError: A loss or gradient is not finite; the weights are those before it.
+        StopRequested: A rank was asked to stop. The checkpoint is saved.
+        NonFiniteError: A loss or gradient is not finite. After a bad step, the weights are those before it.
     """
     progress = state.progress
     evaluated: Evaluated | None = None
     while not _is_over(state, settings):
         done = sum(finished.epoch == progress.epoch for finished in progress.history)
         begin, end = (len(train) * number // settings.evaluations_per_epoch for number in (done, done + 1))
-        train_epoch(state, train, end, settings.log_interval, link)
+        train_until(state, train, end, settings.log_interval, link)
         state.compare_between_ranks()
         digest, started = state.digest(), time.perf_counter()
         try:
@@ -76,12 +80,21 @@ def _is_over(state: TrainingState, settings: TrainingSettings) -> bool:
     return state.progress.epoch >= settings.last_epoch or has_waited
 
 
-def train_epoch(state: TrainingState, train: TrainBatches, end: int, log_interval: int, link: Link) -> None:
-    """Step through the epoch up to the step end, where it is evaluated.
+def train_until(state: TrainingState, train: TrainBatches, end: int, log_interval: int, link: Link) -> None:
+    """Take the steps of the current epoch from the state's position up to an evaluation; a collective.
+
+    Steps are logged, and checkpoints that are due or were asked for are saved, in between.
+
+    Args:
+        state: the training, which this changes.
+        train: the batches of an epoch.
+        end: how many of the epoch's steps are done at the evaluation.
+        log_interval: log after each multiple of this many steps, and at the evaluation.
+        link: the way to the parent process, which may ask for a stop.
 
     Raises:
-        StopRequested: After a checkpoint, if any rank was asked to stop; on all ranks at the same step.
-        NonFiniteError: On all ranks alike, with the weights as before the bad step.
+        StopRequested: A rank was asked to stop, and the checkpoint is saved. All ranks raise it at the same step.
+        NonFiniteError: A loss or gradient is not finite. All ranks raise it, with the weights as before the bad step.
     """
     progress = state.progress
     assert progress.checkpoints

@@ -21,7 +21,9 @@ from flyte_ddp.whole_files import whole_file, writing_to
 
 @torch.inference_mode()
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
-    """Write the predictions (n, ...) for a shard of a split to a file in job.logs, in float32.
+    """Write a trained network's predictions for a shard of a split to job.logs/predictions-<shard>.npy.
+
+    The network computes in float32. A launcher calls this in a process of its own, without other ranks.
 
     Args:
         environment: this process's rank, device and threads.
@@ -29,7 +31,10 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         argument: the job, the name of the split, the shard's index from 0, and the number of shards.
 
     Returns:
-        The number n of rows.
+        The number of rows in the file: one for each sample of the shard, in order.
+
+    Raises:
+        InputError: The recipe returns no predictions.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine.hosts.machine import machine, moved
-from flyte_ddp.engine.hosts.places import Place, hardware, places_of_ranks
-from flyte_ddp.engine.hosts.unlike import unlike
+from flyte_ddp.engine.hosts.machine import describe_machine, note_machine
+from flyte_ddp.engine.hosts.places import Place, hardware, measure_places
+from flyte_ddp.engine.hosts.unlike import list_oddities
 from flyte_ddp.engine.job import Job, KeptModel, TrainingResult
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
@@ -196,10 +196,11 @@ class Progress:
             model: the network. Its layers are listed in RunStarted.
         """
         world = environment.world
-        self.places = places_of_ranks(environment, self._device, job, model)
+        self.places = measure_places(environment, self._device, job, model)
         hosts = [place.host for place in self.places]
         virtual_ranks: int | None = getattr(job.settings, "virtual_ranks", None)  # Lightning's settings have none
-        self.ran_on, moves = moved(self.ran_on, machine(self.places, plan.precision, job.options), virtual_ranks)
+        machine = describe_machine(self.places, plan.precision, job.options)
+        self.ran_on, moves = note_machine(self.ran_on, machine, virtual_ranks)
         has_gpus = self._device.type == "cuda"
         self._plan = plan
         self._stragglers = Stragglers(hosts, plan.slow_data, plan.meets_within, has_gpus)
@@ -230,7 +231,7 @@ class Progress:
             may_end_early=plan.may_end_early,
         )
         self._link.emit(self.started)
-        self.warn(self.epoch, self.step, unlike(self.places, job.options))
+        self.warn(self.epoch, self.step, list_oddities(self.places, job.options))
         self.go_on()
 
     def go_on(self) -> None:

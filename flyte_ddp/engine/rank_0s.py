@@ -10,7 +10,7 @@ from flyte_ddp.engine.torch_compat import broadcast_together
 
 
 def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
-    """Broadcast the tensor of the group's first rank, and return it on the device; a collective of the group.
+    """Broadcast the tensor of the group's first rank to `device` on all its ranks; a collective of the group.
 
     Args:
         value: on the first rank, the tensor to send. On the others, a tensor of the same shape and dtype, which may

@@ -27,7 +27,9 @@ class Readback:
         self._copies: deque[tuple[int, Tensor, Any]] = deque()
 
     def keep_pace(self, step_seconds: float) -> None:
-        """Set how many steps old the copies are, so that the device has work for about AHEAD_SECONDS.
+        """Set how many steps old the copies are that read() returns, so that the device has work for AHEAD_SECONDS.
+
+        On a CPU nothing changes.
 
         Args:
             step_seconds: the duration of recent steps, the same on all ranks.
@@ -36,7 +38,12 @@ class Readback:
             self.behind = max(1, min(MOST_STEPS, int(AHEAD_SECONDS / max(step_seconds, 1e-9))))
 
     def copy(self, step: int, tensor: Tensor) -> None:
-        """Start to copy the step's values of a tensor that later steps change."""
+        """Start to copy a tensor to the host, without waiting for the device.
+
+        Args:
+            step: the number of the step that the values are from.
+            tensor: the tensor, which later steps may change.
+        """
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
         copied.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event(blocking=True) if self._is_cuda else None
@@ -45,10 +52,12 @@ class Readback:
         self._copies.append((step, copied, event))
 
     def read(self) -> tuple[int, list[float]] | None:
-        """Return the number of the newest step that is old enough, and its values.
+        """Return the step number and the values of the copy that was started `behind` copies ago.
+
+        The host waits until the device has made that copy. Older copies are dropped.
 
         Returns:
-            None if there have not been so many steps since the last call of clear.
+            None if there have been too few copies since the last call of clear, or if that one was read already.
         """
         latest = None
         while len(self._copies) > self.behind:

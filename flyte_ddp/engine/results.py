@@ -32,9 +32,11 @@ MOST_PICTURES = 24
 
 
 def write_last(setup: SetUp, job: Job) -> None:
-    """Write the weights after the last epoch, if another epoch may be the best, and the final checkpoint; a collective.
+    """Write the weights as they are after the last epoch, and the final checkpoint, if they are wanted; a collective.
 
-    Rank 0 writes. It writes the checkpoint if that is requested, or if training stops early, to be continued.
+    Rank 0 writes both into job.logs. The weights are written if there is a validation split, by which another epoch may
+    be the best. The checkpoint is written with options.keep_checkpoint, or if settings.stop_after ends the training
+    before its last epoch.
     """
     state = setup.state
     with writing_to(job.logs, job.chosen_by):
@@ -50,12 +52,14 @@ def write_last(setup: SetUp, job: Job) -> None:
 
 
 def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
-    """Write the results, by rank 0; a collective.
+    """Write weights, predictions and pictures of a trained network, by rank 0; a collective.
+
+    Predictions and pictures of an earlier training in the same folder are deleted.
 
     Args:
-        setup: the training.
-        job: names the files.
-        tested: the evaluation on the test split.
+        setup: the training. It has the weights to write, those that are evaluated.
+        job: names the files, and goes into the metadata of the weights.
+        tested: the evaluation of these weights on the test split, with this rank's predictions.
 
     Returns:
         The digest of the weights.
@@ -65,7 +69,7 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     with writing_to(path.parent, job.chosen_by):
         digest = write_weights(setup, job, path, tested.measures)
         drawn = draw_pictures(setup.state, setup.test.split) if is_first or is_sharded(setup.state.model) else []
-        for name in (PREDICTIONS, PICTURES) if is_first else ():  # of an earlier training in the same folder
+        for name in (PREDICTIONS, PICTURES) if is_first else ():
             Path(job.logs, name).unlink(missing_ok=True)
         if tested.predictions is not None:
             write_predictions(tested.predictions, setup, Path(job.logs, PREDICTIONS))
@@ -79,8 +83,13 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
 
     Rank 0 writes them batch by batch, so that no rank ever has them all.
 
+    Args:
+        predictions: (n, ...), those of this rank's test samples.
+        setup: the training.
+        path: the file.
+
     Raises:
-        OSError: The file cannot be written; on rank 0 alone, once it has received the rows of the others.
+        OSError: Rank 0 cannot write the file. Rank 0 alone raises it, once it has received the rows of the others.
     """
     test = setup.test
     rows = gather(predictions, setup.test, setup.state.device)
@@ -109,13 +118,13 @@ def write_weights(
         job: goes into the metadata.
         path: the file.
         measures: the measures of these weights.
-        weights: by default those that are evaluated.
+        weights: the weights by name, without those that model() has frozen; by default those that are evaluated.
 
     Returns:
-        The digest of the weights.
+        The digest of the weights, the same on all ranks.
 
     Raises:
-        OSError: The file cannot be written; on rank 0 alone.
+        OSError: Rank 0 cannot write the file. Rank 0 alone raises it.
     """
     state = setup.state
     size = distributed.get_world_size()
@@ -139,6 +148,17 @@ def build_metadata(
     base_digest: str = "",
     weights_digest: str = "",
 ) -> ModelMetadata:
+    """Return what a weights file says about its weights.
+
+    Args:
+        recipe: the recipe, whose facts() are included.
+        job: the training or export.
+        headline: the name of the main measure.
+        measures: the measures of the weights.
+        training: what the weights were trained on: world_size, hardware and precision.
+        base_digest: the digest of the frozen weights that the file leaves out; empty without any.
+        weights_digest: the digest of the weights in the file.
+    """
     settings = job.settings
     return ModelMetadata(
         recipe=job.recipe,
@@ -157,10 +177,11 @@ def build_metadata(
 
 @torch.no_grad()
 def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tensor]]:
-    """Draw the recipe's pictures of the first test samples, if it has any; a collective if the network is sharded.
+    """Draw the recipe's pictures of the first test samples; a collective if the network is sharded.
 
     Returns:
-        A caption and a picture each.
+        At most MOST_PICTURES captions and pictures, as the recipe's pictures() returns them; none if the recipe does
+            not define it.
     """
     recipe = state.recipe
     count = min(len(test), MOST_PICTURES)
@@ -174,7 +195,12 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
 
 
 def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
-    """Write the pictures as an .npz for the report."""
+    """Write pictures to an .npz file for the report.
+
+    Args:
+        drawn: captions and pictures; a picture's numbers are from 0 to 1.
+        path: the file. It gets an array `captions`, and each picture as uint8 under its number.
+    """
     images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
     captions = np.array([caption for caption, _ in drawn])
     arrays: Any = {str(number): image for number, image in enumerate(images)}
@@ -187,13 +213,13 @@ def export_model(
 ) -> None:
     """Write weights as a plain state_dict of contiguous CPU tensors; the file appears whole or not at all.
 
-    A collective if weights are sharded.
+    If weights are sharded, rank 0 calls this while the others call fill(None, weights, device), which sends their rows.
 
     Args:
         weights: the weights by name.
         path: the file.
         metadata: written into the file, if given.
-        device: where the shards are.
+        device: the device that receives rows.
     """
     tensors: dict[str, Tensor] = with_room(weights)
     firsts = first_names(tensors)
@@ -202,7 +228,7 @@ def export_model(
     written = None
     try:
         with whole_file(path) as file:
-            # Tied weights once; of what is still to be filled, torch's checksums would be wrong
+            # Tied weights are saved once. Torch's checksums would be wrong where rows are still to be filled in
             save({name: copies[first] for name, first in firsts.items()}, file, checksums=is_whole)
             file.flush()
             written = Path(file.name)

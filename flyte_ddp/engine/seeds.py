@@ -15,24 +15,20 @@ from flyte_ddp.random_numbers import Use, derive_key
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Return the states of all generators that seed_all seeds."""
+    """Return the states of the global generators of Python, NumPy and torch, on the CPU and the current GPU."""
     on_gpu = _gpu_generator()
     state = on_gpu.get_state() if on_gpu else None
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), state
 
 
 def put_back_generators(states: tuple[Any, ...]) -> None:
-    """Restore the states of all generators.
-
-    Args:
-        states: what generator_states has returned.
-    """
-    of_python, of_numpy, of_torch, of_gpu = states
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.default_generator.set_state(of_torch)
+    """Restore the states of all generators that generator_states has returned."""
+    python_state, numpy_state, torch_state, gpu_state = states
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.default_generator.set_state(torch_state)
     if on_gpu := _gpu_generator():
-        on_gpu.set_state(of_gpu)
+        on_gpu.set_state(gpu_state)
 
 
 def _gpu_generator() -> torch.Generator | None:
@@ -40,7 +36,11 @@ def _gpu_generator() -> torch.Generator | None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch; torch's takes all 64 bits."""
+    """Seed the global generators of Python, NumPy and torch, on the CPU and the current GPU.
+
+    Args:
+        seed: 64 bits, of which NumPy takes the lower 32.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)

@@ -48,8 +48,8 @@ class SetUp:
         test: the batches of the test split.
         probed: what the probe found.
         precision: float32 or bfloat16.
-        remarks: what to tell of how training starts, such as with which weights.
-        warnings: what to tell whether training starts or goes on.
+        remarks: sentences on how this training begins, such as with which weights.
+        warnings: warnings that are also told when the training is resumed.
     """
 
     state: TrainingState
@@ -77,12 +77,12 @@ def set_up(
         device: the device on which this rank computes.
         job: the training.
         cache: the cache of blocks that the host's ranks share.
-        precision: the precision of the checkpoint to resume from. If empty, the settings decide, and all ranks
-            agree.
-        link: receives the events.
+        precision: "float32" or "bfloat16", the precision of the checkpoint to resume from. If empty, the settings
+            decide, and all ranks agree.
+        link: receives the events that tell what the set-up is doing.
 
     Returns:
-        The state, the batches, the splits to evaluate and the remarks.
+        The training at its beginning. Its checkpoint is not loaded yet.
 
     Raises:
         InputError: The recipe, its settings or its data are invalid.
@@ -91,9 +91,9 @@ def set_up(
     rank = environment.rank
     world_size = environment.world.size
     check_settings(settings, job.options, world_size)
-    if not precision:  # of ranks on unlike hardware, one that all of them have
-        is_other = choose_precision(settings.precision, device) == "float32"
-        precision = "float32" if any(on_any_rank([is_other], device)) else "bfloat16"
+    if not precision:  # ranks may have different hardware, and bfloat16 needs the support of all
+        is_float32 = choose_precision(settings.precision, device) == "float32"
+        precision = "float32" if any(on_any_rank([is_float32], device)) else "bfloat16"
     if job.options.compile:
         check_device(device)
     recipe = load_recipe(job, device)
@@ -167,10 +167,10 @@ def set_up(
 
 
 def make_best_tracker(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:
-    """Make the tracker that chooses the best epoch.
+    """Make the tracker that chooses the best epoch, by the headline or, if settings.choose_by says so, by the loss.
 
     Raises:
-        InputError: It is unknown whether higher or lower values are better.
+        InputError: The recipe does not say whether higher or lower values of the headline are better.
     """
     measure = headline if settings.choose_by == "headline" else "loss"
     lower = is_lower_better(recipe, measure)
@@ -183,7 +183,16 @@ def make_best_tracker(recipe: Recipe, headline: str, settings: TrainingSettings)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """Return the precision; for auto, bfloat16 if the hardware supports it: emulated, it is slower than float32."""
+    """Return the precision to compute in: the one that is set, or, for "auto", what this hardware is fast in.
+
+    Args:
+        precision: "float32", "bfloat16" or "auto".
+        device: the device of this rank.
+
+    Returns:
+        "float32" or "bfloat16". For "auto" it is bfloat16 if the GPU, or the CPU and torch's kernels for it, support
+            bfloat16 themselves. Emulated, it is slower than float32.
+    """
     if precision != "auto":
         return precision
     if device.type == "cuda":

@@ -24,12 +24,11 @@ from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.step_clock import StepPart
-from flyte_ddp.engine.parallel import make_parallel
 from flyte_ddp.engine.progress import Progress, StepFigures
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
-from flyte_ddp.engine.sharding.sharding import is_sharded, local, on_shards
-from flyte_ddp.engine.step import Step
+from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
+from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import any_batch_size, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
@@ -69,20 +68,20 @@ class TrainingState:
         """Set up the state of a training that begins.
 
         Args:
-            recipe: its methods make optimizer and schedule.
+            recipe: the recipe, whose methods make optimizer and schedule.
             model: the network, on the rank's device.
-            names: of the measures, "loss" first.
-            progress: a new one.
+            names: the names of the measures, "loss" first.
+            progress: a new Progress.
             train: the batches of an epoch.
-            device: of this rank.
+            device: the device of this rank.
             autocast: whether the network computes in bfloat16.
-            total_steps: of the whole training, for the schedule.
-            base: the weights that model() has frozen.
-            moving: names of frozen weights that forward changes nevertheless.
-            has_unused: see ReplicatedStep.
+            total_steps: the number of steps of the whole training, for the schedule.
+            base: the weights that model() has frozen, and that no checkpoint has; by default none.
+            moving: the names of frozen weights that forward changes nevertheless.
+            has_unused: whether a step may leave parameters unused on all ranks, as an expert's.
             gathers: whether the recipe calls all_gather().
-            average: of the weights; None without one.
-            log_gradients: whether events have the gradients of all parameters.
+            average: the moving average of the weights; None without one.
+            log_gradients: whether events have the norm of each parameter's gradient.
         """
         self.log_gradients, self.train, self.world_size = log_gradients, train, train.world_size
         self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
@@ -93,7 +92,7 @@ class TrainingState:
         virtual_ranks: int = recipe.settings.virtual_ranks
         self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, self.names, self.world_size, autocast)
-        self.parallel = make_parallel(step, virtual_ranks, has_unused)
+        self.parallel = _make_parallel(step, virtual_ranks, has_unused)
         if average and virtual_ranks and self.world_size > 1:
             # A copy from before the network had rank 0's weights
             rank_0s.take((*average.model.parameters(), *average.model.buffers()))
@@ -131,11 +130,11 @@ class TrainingState:
         return self.average.model if self.average else self.model
 
     def kept(self) -> KeptBuffers:
-        """Return a copy of what forward passes change."""
+        """Return a copy of what forward passes change, such as buffers. Its put_back() restores them in the network."""
         return self._buffers.kept(self._moving)
 
     def kept_of_evaluated(self) -> KeptBuffers:
-        """Return a copy of what forward passes of the network that is evaluated may change."""
+        """Return such a copy for the network that is evaluated, which may be the average."""
         if self._buffers_of_average:
             return self._buffers_of_average.kept(self._moving_of_average)
         return self.kept()
@@ -145,13 +144,14 @@ class TrainingState:
         return float(self.schedule.get_last_lr()[0])
 
     def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
-        """Update the weights once from this rank's shares of a global batch; a collective.
+        """Take one optimizer step with a global batch, and add its measures and requests to the progress; a collective.
 
         If the loss or a gradient is not finite, no rank changes the weights, in this step and in all later ones. The
         host waits for the device only if the optimizer cannot skip a step by itself.
 
         Args:
-            shares: this rank's shares of the global batch.
+            shares: this rank's samples of the global batch; with virtual ranks one Batch for each of its virtual ranks,
+                otherwise a single one.
             stop: whether this rank asks all ranks to stop.
             save: whether this rank asks for a checkpoint.
         """
@@ -165,12 +165,12 @@ class TrainingState:
             totals = self.audit.added_up(backward, shares, self.progress.epoch, self.progress.step)
         else:
             totals = self.parallel.added_up(partial(backward, shares))
-        # From here on no rank asks another: the totals are those of all ranks together, bit for bit the same on each,
-        # so flag, scale and clipping, which follow from them, are, too, and either all ranks step or none. Nor does the
-        # host wait for the device: they stay there, and an optimizer that can (_is_guarded) reads the flag
+        # The totals have the same bits on all ranks, and so have flag, scale and clipping, which follow from them. So
+        # either all ranks step or none, without another exchange. The host does not wait for the device, either: a
+        # guarded optimizer (_is_guarded) reads the flag there
         new = totals.measured
         self._buffers.broadcast(self._moving)
-        seed_all(derive_key(Use.OWN_STEP, shares[0].seed, 1))  # all ranks draw alike again, as an optimizer might
+        seed_all(derive_key(Use.OWN_STEP, shares[0].seed, 1))  # an optimizer may draw, alike on all ranks
         scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         self._norms = totals.norms * scale
         norm = torch.linalg.vector_norm(self._norms)
@@ -192,10 +192,15 @@ class TrainingState:
         self.progress.clock.lap(StepPart.COMPUTING)
 
     def _backward(self, asked: tuple[bool, bool], before: KeptBuffers | None, shares: Sequence[Batch]) -> None:
-        """Run the forward and backward passes of this rank's shares.
+        """Run the forward and backward passes of this rank's shares, micro-batch by micro-batch.
 
-        before: where a rank may have several shares, or compute them again, what forward passes change, as it was
-        before the step. Each share begins with it, and afterwards it is as the first share left it.
+        With virtual ranks, buffers are those of the step's begin before each share. In the end they are as the first
+        share left them.
+
+        Args:
+            asked: whether this rank asks to stop, and to save.
+            before: with virtual ranks, a copy of what forward passes change, from before the step; otherwise None.
+            shares: this rank's shares of the global batch.
         """
         after: KeptBuffers | None = None
         clock = self.progress.clock
@@ -205,7 +210,7 @@ class TrainingState:
             parts = self.cut_up(share)
             for number, part in enumerate(parts, 1):
                 is_last = share is shares[-1] and number == len(parts)
-                # Of a single value, batch norm's variance is no number
+                # Batch norm's variance of a single value is NaN
                 of_one = self.kept() if part.share.count == 1 else None
                 with any_batch_size(), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
@@ -221,38 +226,61 @@ class TrainingState:
             after.put_back()
 
     def cut_up(self, share: Batch) -> list[Batch]:
-        """Return the parts that a share is computed in, having seeded what is drawn in all of them."""
+        """Seed all generators for a share, and cut the share into the micro-batches that it is computed in.
+
+        With virtual ranks, all_gather() returns the rows that were gathered at the begin of the step in each of these.
+        """
         seed_part(share.seed, share.share.part)
         parts = self.parallel.parts(share, self.micro_batch)
         return [self._gathered.given_to(part) for part in parts] if self._gathered else parts
 
     @torch_compat.only_deterministic()
     def _gather(self, shares: Sequence[Batch], before: KeptBuffers) -> Gathered | None:
-        """Return what all_gather() returns for each part of a step; a collective. before: see _backward."""
+        """Compute the rows of the global batch that all_gather() is to return in this step; a collective.
+
+        Args:
+            shares: this rank's shares of the global batch.
+            before: a copy of what forward passes change. Each forward pass begins with it.
+
+        Returns:
+            The rows, and the gradients of the loss by them; None if the recipe gathers none in this step.
+        """
         step = self.parallel.module
         parts = [part for share in shares for part in self.parallel.parts(share, 0)]
         with any_batch_size():
             return gathered(self.recipe, step.outputs, step.trained, parts, before.put_back)
 
     def gradient_norms(self) -> dict[str, float]:
-        """Euclidean norm of each parameter's gradient in the last step, before clipping; makes the host wait."""
+        """Return the Euclidean norm of each parameter's gradient in the last step, before clipping, by name.
+
+        The host waits for the device.
+        """
         return dict(zip(self._gradients()[0], self._norms.tolist(), strict=True))
 
     def gradient_histograms(self) -> dict[str, tuple[list[float], list[float]]]:
-        """Return each gradient of the last step, after clipping, as counts of equal bins, and the bins' edges."""
-        names, gradients = self._gradients()
-        # in float64: float32 may have no edges of bins between two values that are next to one another
-        histograms = (np.histogram(gradient.cpu().double().numpy(), BINS) for gradient in gradients)
-        return {
-            name: (counts.tolist(), edges.tolist()) for name, (counts, edges) in zip(names, histograms, strict=True)
-        }
+        """Return a histogram of each parameter's gradient in the last step, after clipping, by name.
+
+        Returns:
+            The counts of BINS equal bins, and the BINS + 1 edges of the bins.
+        """
+        histograms = {}
+        for name, gradient in zip(*self._gradients(), strict=True):
+            # Float32 may have no edges of bins between two values that are next to one another
+            counts, edges = np.histogram(gradient.cpu().double().numpy(), BINS)
+            histograms[name] = counts.tolist(), edges.tolist()
+        return histograms
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
+        """Return names and gradients of the parameters that have gradients; of a sharded network, this rank's rows."""
         named = [(name, local(p.grad)) for name, p in self._trainable if p.grad is not None]
         return [name for name, _ in named], [gradient for _, gradient in named]
 
     def measures(self, pairs: Sequence[float]) -> dict[str, float]:
-        """Return the measures that are logged for these values and weights, which alternate."""
+        """Return the measures to report, by name.
+
+        Args:
+            pairs: the sum of values and the sum of weights of each measure, alternating.
+        """
         return ratios(self.recipe, self.names, pairs)
 
     def samples(self, sums: Sums) -> int:
@@ -260,29 +288,40 @@ class TrainingState:
         return self.train.samples_until(sums.steps)
 
     def figures(self) -> StepFigures:
-        """Return the last step's learning rate and norms of gradients; the host waits for the device."""
+        """Return the last step's learning rate and norms of gradients. The host waits for the device.
+
+        Norms by name are those of all parameters if log_gradients is set, otherwise the MOST_NORMS largest.
+        """
         norms = self.gradient_norms()
         largest = dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1)))
         return StepFigures(self.learning_rate, math.hypot(*norms.values()), norms if self.log_gradients else largest)
 
     def step_error(self, step: int) -> NonFiniteError:
-        """Repeat a step, from 0, and return an error that names what was not finite, and on which ranks; a collective.
+        """Repeat a step, and return an error that names what was not finite, and on which ranks; a collective.
 
-        The step itself cannot tell: its gradients are those of all ranks together.
+        The step itself cannot tell, because its gradients are those of all ranks together.
+
+        Args:
+            step: the first step of the current epoch, from 0, with a number that was not finite. The weights have not
+                changed since.
+
+        Returns:
+            An error about the loss of some ranks or, if all losses are finite, about the gradients of some ranks. If
+                these are finite, too, the sum of all ranks' gradients was not, and the error names all ranks.
         """
         epoch = self.progress.epoch
-        bad = [False, False]
-        for part in (part for share in next(self.train.steps(epoch, step)) for part in self.cut_up(share)):
-            with any_batch_size():
-                loss = self.parallel.module(part, (False, False), False)
-                gradients = self.parallel.own_gradients(loss)
-            norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-            bad_in_part = [not all(bool(one.isfinite()) for one in ones) for ones in ([loss], norms)]
-            bad = [was or now for was, now in zip(bad, bad_in_part, strict=True)]
-        of_ranks: list[Any] = [None] * self.world_size
-        distributed.all_gather_object(of_ranks, bad)
-        for what, flags in zip(("loss", "gradient"), zip(*of_ranks, strict=True), strict=True):
-            ranks = [rank for rank, flag in enumerate(flags) if flag]
+        is_bad = {"loss": False, "gradient": False}
+        for share in next(self.train.steps(epoch, step)):
+            for part in self.cut_up(share):
+                with any_batch_size():
+                    loss = self.parallel.module(part, (False, False), False)
+                    gradients = self.parallel.own_gradients(loss)
+                is_bad["loss"] |= not loss.isfinite()
+                is_bad["gradient"] |= not all(torch.linalg.vector_norm(gradient).isfinite() for gradient in gradients)
+        by_rank: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(by_rank, is_bad)
+        for what in is_bad:
+            ranks = [rank for rank, is_bad_there in enumerate(by_rank) if is_bad_there[what]]
             if ranks:
                 return NonFiniteError.in_step(what, ranks, epoch, step)
         return NonFiniteError.in_step("gradient", [*range(self.world_size)], epoch, step)  # in sum, or sharded
@@ -292,7 +331,13 @@ class TrainingState:
         return False
 
     def choose(self, finished: EpochFinished) -> None:
-        """Keep the weights if this evaluation, the last of the history, is among the best so far; a collective."""
+        """Keep the evaluated weights if they are among the best so far; a collective.
+
+        The single best are kept in memory and, with keep_best, the best few in files.
+
+        Args:
+            finished: the evaluation of these weights, the last one of the history.
+        """
         if self.best_tracker:
             weights = {name: local(weight) for name, weight in self.base.without(self.evaluated).items()}
             self.best_tracker.after_evaluation(len(self.progress.history) - 1, finished.validation, weights)
@@ -300,9 +345,10 @@ class TrainingState:
             self.best_models.after_evaluation()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs; tensors are those of the training itself, which the next step changes.
+        """Return all that a resume needs.
 
-        Of a sharded network they are this rank's, as Shards, which have room in a file, see `fill`.
+        Tensors are the training's own, which the next step changes. In place of sharded tensors are Shards, which have
+        this rank's rows.
         """
         content = {
             "model": self.base.without(self.model),
@@ -331,12 +377,15 @@ class TrainingState:
         return weights
 
     def compare_between_ranks(self) -> None:
-        """Compare the ranks' weights, or with audits all that a checkpoint has, after a step; a collective.
+        """Check that all ranks have the same weights, and that frozen ones have not changed; a collective.
 
-        Ranks of a sharded network have other rows, and are not compared.
+        With audits, the average and the state of the optimizer are compared, too. Ranks of a sharded network have
+        different rows, and are not compared. This is called between steps, before each checkpoint and evaluation.
 
         Raises:
-            InputError: A frozen weight has changed, though it did not in the trial, and no checkpoint has it.
+            InputError: A frozen weight that no checkpoint has was changed.
+            WrongBitsError: The ranks' weights differ, although they have the same hardware. On unlike hardware there is
+                a warning instead.
         """
         now = self._versions_of_base()
         if self._base_versions not in ({}, now) and self.base.has_changed():
@@ -354,23 +403,30 @@ class TrainingState:
         self.drift.compare(tensors, what, self.progress.epoch, self.progress.step - 1)
 
     def _versions_of_base(self) -> dict[str, int]:
-        """Return how often each weight that no checkpoint has was changed in place, by name."""
+        """Return how often each weight of the base, which no checkpoint has, was changed in place, by name."""
         named = self.model.state_dict(keep_vars=True) if self.base.names else {}
         return {name: version(weight) for name, weight in named.items() if name in self.base.names}
 
     def digest(self) -> str:
-        """Return the digest of the weights that are evaluated; a collective."""
+        """Return the digest of the weights that are evaluated, 16 hex digits; a collective."""
         return weights_digest(self.evaluated_weights(), self.base.digest, self.device)
 
     def load_weights(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Load weights, without the base, into the network or its average; a sharded network takes this rank's rows."""
+        """Load weights into the network or its average.
+
+        Args:
+            network: the network to train, or its average.
+            weights: all weights but those of the base, by name. Of a sharded weight they are this rank's rows.
+        """
         self.base.load(network, fitted(weights, network))
         self._base_versions = {}  # the base was copied onto itself
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what state_dict has returned, on any number of ranks.
 
-        The optimizer and best_tracker keep the tensors of saved; of what is sharded, saved has this rank's rows.
+        Args:
+            saved: the state, with this rank's rows of each sharded tensor. The optimizer and best_tracker keep its
+                tensors, so the caller must not use them any more.
         """
         self.load_weights(self.model, saved["model"])
         if self.average:
@@ -384,3 +440,12 @@ class TrainingState:
             self.micro_batch = saved["micro_batch"]
         if self.best_tracker:
             self.best_tracker.load_state_dict(saved["choice"])
+
+
+def _make_parallel(step: Step, virtual_ranks: int, has_unused: bool) -> SingleStep:
+    """Return the step of all ranks together: sharded, by virtual ranks, replicated, or that of a single rank."""
+    if is_sharded(step.model):
+        return ShardedStep(step, has_unused)
+    if virtual_ranks:
+        return ExactStep(step, virtual_ranks)
+    return ReplicatedStep(step, has_unused) if step.world_size > 1 else SingleStep(step)

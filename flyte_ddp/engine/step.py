@@ -56,11 +56,19 @@ class Step(nn.Module):
         self.autocast = autocast
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.sizes = [2 * len(names), 2]  # values and weights by name; requests to stop and to save
-        # Here and elsewhere of a type that is said: a user's model() may have set another default
+        # The dtype is explicit, here and elsewhere, because a user's model() may have changed torch's default
         self.carrier = nn.Parameter(torch.zeros(sum(self.sizes), dtype=torch.float32, device=recipe.device))
 
     def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of what is trained, and (2 k, samples) value and weight of each measure, alternating."""
+        """Run the forward pass, and compute the measures of each sample.
+
+        Args:
+            batch: n samples.
+
+        Returns:
+            The sum over the samples of the measure that is trained, the loss or objective, (); and (2 k, n) float32,
+                the value and weight of each of the k measures, alternating, without a graph.
+        """
         outputs = self.outputs(batch)
         pairs = self.pairs(outputs, batch)
         with torch.no_grad():
@@ -68,37 +76,47 @@ class Step(nn.Module):
         return pairs[trained_measure(self.names)][0].sum(), measured
 
     def outputs(self, batch: Batch) -> Any:
-        """Return what the network makes of a part."""
+        """Return what the recipe's forward makes of a batch, in the precision of the training."""
         self.recipe.share = batch.share
         with self._cast():
             return self.recipe.forward(self.model, batch.tree)
 
     def pairs(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return values and weights of each measure."""
+        """Return values and weights of each measure, both (samples,) float32, by its name."""
         self.recipe.share = batch.share
         with self._cast():
             return compute_pairs(self.recipe, outputs, batch, self.names)
 
     def trained(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the sum of what is trained, ()."""
+        """Return the sum over the samples of the measure that is trained, the loss or objective, ()."""
         return self.pairs(outputs, batch)[trained_measure(self.names)][0].sum()
 
     def _cast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.carrier.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def forward(self, *of_part: Any) -> Tensor:
-        """Return the sum of what is trained, (), times the number of ranks, with the sums that travel as a gradient."""
+        """Return the loss to call backward() on, (): the summed loss times the number of ranks.
+
+        Its backward pass also gives the carrier the sums of the measures and requests as a gradient.
+
+        Args:
+            *of_part: the arguments of summed().
+        """
         trained, sums = self.summed(*of_part)
         # backward(gradient) would save this product, but imports sympy
         return self.world_size * (trained + self.carrier @ sums)
 
     def summed(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> tuple[Tensor, Tensor]:
-        """Compute the sum of what is trained, and all else that the ranks add up, as the carrier's gradient.
+        """Run the forward pass, and compute all that the ranks add up besides the gradients.
 
         Args:
-            batch: a part of the rank's share.
-            requests: whether to stop, and to save.
-            is_last: whether this is the last of the parts that the rank's share is computed in.
+            batch: a part of this rank's samples of the step.
+            requests: whether this rank asks to stop, and to save. They count in the last part alone.
+            is_last: whether this is the last of the rank's parts in this step.
+
+        Returns:
+            The sum over the samples of the measure that is trained, (); and (2 k + 2,) float32, the sums of values and
+                weights of the k measures, alternating, and the two requests.
         """
         trained, each = self.computed(batch)
         with torch.no_grad():
@@ -109,12 +127,12 @@ class Step(nn.Module):
         return trained, sums
 
     def reaching(self, loss: Tensor) -> Tensor:
-        """Return the loss, whose backward pass then reaches all parameters."""
+        """Return the same loss, whose backward pass then gives each unused parameter a gradient of 0."""
         reached: Tensor = _Reaching.apply(loss, *self.trainable)
         return reached
 
     def split(self, sums: Tensor, norms: Tensor) -> "Totals":
-        """Split what the ranks have added up.
+        """Split the sums of all ranks into those of the measures and of the requests, and add the gradients' norms.
 
         Args:
             sums: the carrier's gradient, summed over all ranks.
@@ -156,17 +174,23 @@ class SingleStep(nn.Module):
             parameter.grad = None
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return the context of the backward pass of a part that is not the last one."""
+        """Return a context in which a backward pass only adds to this rank's gradients, before the rank's last part."""
         return nullcontext()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Return the parts that the rank's share is computed in, of at most so many samples."""
+        """Cut the rank's share of a global batch into parts of at most this many samples; 0 gives a single part."""
         return batch.parts(most)
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
-        """Run the forward and backward passes, and add up the gradients of all ranks.
+        """Run the forward and backward passes, and add up the gradients of all ranks; a collective.
 
-        Then each parameter has the sum of its gradients, or None if no sample of the batch has used it.
+        Afterwards each parameter has as its gradient the sum over the global batch, or None if no sample has used it.
+
+        Args:
+            backward: runs the forward and backward passes of this rank's samples.
+
+        Returns:
+            The sums of the measures and requests, and the norms of the summed gradients.
         """
         backward()
         sums = self.module.carrier.grad
@@ -174,10 +198,13 @@ class SingleStep(nn.Module):
         return self.module.split(sums, torch_compat.norms(list_gradients(self.module)))
 
     def finish_part(self, is_last: bool) -> None:
-        """Finish one of the rank's parts, after its backward passes; here there is nothing to do."""
+        """Do nothing. ExactStep, with virtual ranks, adds up the gradients of the part here."""
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        """Return the gradients of this rank's samples alone."""
+        """Return the loss's gradients by this rank's samples alone, without those of unused parameters.
+
+        Parameters keep the gradients that they have.
+        """
         gradients = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
         return [gradient for gradient in gradients if gradient is not None]
 
@@ -198,7 +225,7 @@ class ReplicatedStep(SingleStep):
         self.replicated = torch_compat.SettledBuckets(
             step, gradient_as_bucket_view=True, find_unused_parameters=has_unused
         )
-        # State.train_step does that (as an argument its name would depend on torch's version)
+        # TrainingState.train_step broadcasts buffers. As an argument its name would depend on torch's version
         self.replicated.broadcast_buffers = False
 
     def forward(self, *args: Any) -> Tensor:
@@ -209,13 +236,17 @@ class ReplicatedStep(SingleStep):
         return self.replicated.no_sync()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Return as many parts on each rank, for layers and losses that exchange something."""
+        """Cut the rank's share into parts, as many on each rank, since layers and losses may exchange something.
+
+        A part has at most so many samples; 0 gives a single part. A rank with fewer samples repeats a part, whose
+        repetition counts for nothing.
+        """
         return batch.parts(most, self.module.world_size)
 
 
 @functools.lru_cache(maxsize=1000)  # copying them to a device would make the host wait at each step
 def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return (len(values),) float32, which the caller must not change."""
+    """Return a cached tensor of these values, (len(values),) float32, which the caller must not change."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

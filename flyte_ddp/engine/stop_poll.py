@@ -12,22 +12,22 @@ POLL_SECONDS = 0.5  # about so often
 
 
 class StopPoll:
-    """The question whether any rank was asked to stop, which ranks ask one another now and then in one evaluation.
+    """An exchange of stop requests, about every POLL_SECONDS in one evaluation, so that all ranks leave it together.
 
-    When they ask follows from what they have exchanged, so all ask after the same batch. On a GPU the host reads the
-    answer before the last one, which is the same on all ranks, too, and does not wait for the newest.
+    The ranks time their batches, and exchange the times with the requests. So all choose the same batch for the next
+    exchange. On a GPU the host reads the answer of the exchange before, and does not wait for the newest.
 
     Attributes:
         is_agreed: whether the ranks leave the evaluation.
     """
 
     def __init__(self, device: torch.device, is_shared: Callable[[], bool] = lambda: True):
-        """Prepare the question.
+        """Prepare the exchanges of one evaluation.
 
         Args:
             device: where the collective's tensors are.
-            is_shared: called before each exchange; returns whether all ranks still evaluate. If not, the ranks ask no
-                more.
+            is_shared: returns whether all ranks still evaluate; the same on all ranks. It is called before each
+                exchange. If it returns False, there are no more exchanges.
         """
         self.is_agreed, self._is_shared = False, is_shared
         self._device, self._size = device, distributed.get_world_size()
@@ -35,7 +35,9 @@ class StopPoll:
         self._readback = Readback(device)
 
     def after_batch(self, stop: bool) -> bool:
-        """Return whether all ranks leave the evaluation now. Each calls it after each global batch; a collective.
+        """Exchange requests if it is time to, and return whether all ranks leave the evaluation now; a collective.
+
+        Each rank calls it after each global batch.
 
         Args:
             stop: whether this rank was asked to stop.
@@ -60,7 +62,7 @@ class StopPoll:
             stops, seconds = read[1]
             self.is_agreed = stops > 0
             pace = int(POLL_SECONDS * self._size / max(seconds, 1e-9))
-            self._every = max(1, min(pace, 2 * self._every))  # the first batches may be faster than others
+            self._every = max(1, min(pace, 2 * self._every))  # at most doubled: the first batches may be the fastest
 
     def at_end(self, stop: bool) -> bool:
         """Return whether any rank was asked to stop by the end of the evaluation; a collective."""

@@ -33,7 +33,7 @@ class Sums:
         return tuple(now - then for now, then in zip(self.pairs, before.pairs, strict=True))
 
     def asks(self, before: "Sums") -> bool:
-        """Return whether the steps since the sums before call for something other than the next step."""
+        """Return whether a step since those sums was not finite, or a rank has asked to stop or to save."""
         return self.steps < self.step or self.stop or self.saves > before.saves
 
 
@@ -52,11 +52,11 @@ class StepSums:
         self.readback = Readback(device)
 
     def add(self, totals: Totals, flag: Tensor) -> None:
-        """Add a step to the sums.
+        """Add a step to the sums on the device. The host does not wait.
 
         Args:
-            totals: what the step has measured, and what ranks asked for.
-            flag: whether this step, or one before it, was bad.
+            totals: the sums of the step's measures and requests over all ranks.
+            flag: (), 1 if a loss or gradient of this step, or of one before it, was not finite, else 0.
         """
         measured, asked, bad = self._parts
         measured.add_(totals.measured)
@@ -64,12 +64,27 @@ class StepSums:
         bad.add_(flag)
 
     def now(self, step: int, seconds: float) -> Sums:
-        """Return the sums of the newest step; the host waits for the device."""
+        """Return the sums up to the newest step. The host waits for the device.
+
+        Args:
+            step: the number of the epoch's steps so far.
+            seconds: the duration of the epoch's steps so far.
+        """
         self.readback.clear()
         return _make_sums(step, self.values.tolist(), seconds)
 
     def recent(self, step: int, seconds: float) -> Sums | None:
-        """Return the sums of a recent step, the same on all ranks, without waiting; None if it was before now()."""
+        """Start to copy the newest sums to the host, and return those that were copied some steps ago.
+
+        On a CPU those are the newest. The host waits no longer than until the device has reached that older step.
+
+        Args:
+            step: the number of the epoch's steps so far.
+            seconds: the duration of the epoch's steps so far.
+
+        Returns:
+            The sums, of the same step on all ranks; None if there were not enough steps since now() was last called.
+        """
         self.readback.copy(step, self.values)
         copied = self.readback.read()
         return _make_sums(*copied, seconds) if copied else None

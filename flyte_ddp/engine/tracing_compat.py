@@ -12,20 +12,20 @@ def uncompiled(module: Any) -> Any:
 
 
 def records_graphs(module: nn.Module) -> bool:
-    """Return whether torch compiles a layer, its calls or its forward into CUDA graphs.
-
-    The mode reduce-overhead does so.
-    """
+    """Return whether torch.compile was told to record a layer into CUDA graphs, as by mode="reduce-overhead"."""
     compiled = module, module._compiled_call_impl, vars(module).get("forward")
     asked = [getattr(one, "__dict__", {}).get("get_compiler_config") for one in compiled]
     return any(ask is not None and (ask() or {}).get("triton.cudagraphs") for ask in asked)
 
 
 def allow_compiling(times: int) -> None:
-    """Let torch.compile compile the same code so many times; past its own limit it would leave the code as it is.
+    """Let torch.compile compile the same code so many times, and make it choose kernels deterministically.
 
-    This also makes the compiler choose kernels without measuring them, or the same step would round otherwise after
-    another start.
+    Beyond its limit, torch.compile would run the code uncompiled. If it chose kernels by measuring them, the same step
+    would round differently after another start.
+
+    Args:
+        times: the limit to set, unless torch's is higher.
     """
     config = torch._dynamo.config
     torch._inductor.config.deterministic = True

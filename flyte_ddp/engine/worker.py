@@ -19,7 +19,7 @@ from flyte_ddp.engine.checkpoints.same_training import check_same_training
 from flyte_ddp.engine.checkpoints.writer import make_checkpoints
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
 from flyte_ddp.engine.drift import Drift
-from flyte_ddp.engine.evaluations import look_at_test
+from flyte_ddp.engine.evaluations import evaluate_test
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.load import load_named
 from flyte_ddp.engine.loop import fit
@@ -40,13 +40,19 @@ from flyte_ddp.settings import TrainingSettings
 
 
 def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
-    """Join the process group, train, and leave the group; see train."""
+    """Join the process group, train as one of its ranks, leave the group, and return the result.
+
+    Our launcher calls this in each process that it has started.
+    """
     with process_group(environment, job.options) as device:
         return train(environment, device, link, job)
 
 
 def train(environment: Environment, device: torch.device, link: Link, job: Job) -> TrainingResult:
-    """Train as this rank of the process group; rank 0 writes the weights to job.model_path."""
+    """Train what the job names, a recipe or a user's own loop, as one rank of the process group; a collective.
+
+    If there is a checkpoint of the job, the training goes on from it. Rank 0 writes the weights to job.model_path.
+    """
     settle_process(environment, job)
     check_same_training(environment, job)
     named = load_named(job)
@@ -57,7 +63,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
 
 
 def settle_process(environment: Environment, job: Job) -> None:
-    """Set what this process needs before it computes anything."""
+    """Configure torch and memory in this process, before it computes anything: reproducible sums, number of threads."""
     if not job.options.compile:
         leave_dynamo_out()
     keep_freed_memory()
@@ -107,8 +113,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         tested = fit(state, setup.train, setup.validation or setup.test, settings, link)
     write_last(setup, job)
     if setup.validation or tested is None:  # None: resumed after the last epoch
-        distributed.barrier()  # evaluating, the others would be taken for hanging while they wait for rank 0's files
-        tested = look_at_test(state, setup.test, settings.last_epoch, link)
+        distributed.barrier()  # ranks that waited for rank 0's files during the evaluation would be taken for hanging
+        tested = evaluate_test(state, setup.test, settings.last_epoch, link)
     link.heartbeat(WRITING)
     digest = write_results(setup, tested, job)
     tracker = state.best_tracker
@@ -118,7 +124,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
 
 
 def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
-    """Return what this training is going to do."""
+    """Return the numbers, names and remarks that are told at the start of a recipe's training."""
     recipe = setup.state.recipe
     return Plan(
         headline=setup.probed.headline,
@@ -142,8 +148,8 @@ def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, instead of returning it to the kernel page by page.
 
-    Once a mapped block is freed, blocks up to its size are allocated on the heap, which may keep twice as much free
-    (mallopt(3), M_MMAP_THRESHOLD). Without this, a step of mnist_cnn has 1,000 to 2,000 page faults, which take a tenth
-    of its time. Has no effect without glibc.
+    This allocates and frees one block of 31 MiB. After that, glibc allocates blocks up to this size on the heap, and
+    keeps up to twice as much of it free (mallopt(3), M_MMAP_THRESHOLD). Otherwise a step of mnist_cnn has 1,000 to
+    2,000 page faults, which take a tenth of its time. Without glibc it has no effect.
     """
     torch.empty(31 << 20, dtype=torch.uint8)  # bytes; the threshold grows to 32 MiB at most

@@ -15,10 +15,10 @@ from torch import distributed
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.hosts import links
-from flyte_ddp.engine.hosts.links import GPU_LINK, across
-from flyte_ddp.engine.hosts.machine import moved
-from flyte_ddp.engine.hosts.places import Place, lack_of_disk
-from flyte_ddp.engine.hosts.unlike import unlike as reasons_of
+from flyte_ddp.engine.hosts.links import GPU_LINK, rings_of_hosts
+from flyte_ddp.engine.hosts.machine import note_machine
+from flyte_ddp.engine.hosts.places import Place, check_disk
+from flyte_ddp.engine.hosts.unlike import list_oddities as reasons_of
 from flyte_ddp.engine.job import FINAL, Subject, make_job
 from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import NotLearning, RunStarted, list_digests
@@ -42,16 +42,16 @@ ON_ANOTHER = """if True:
 
 
 def test_each_machine_is_kept_and_other_hardware_is_remarked_upon():
-    assert moved([], ONE) == ([ONE], [])
-    assert moved([ONE], dict(ONE)) == ([ONE], [])
+    assert note_machine([], ONE) == ([ONE], [])
+    assert note_machine([ONE], dict(ONE)) == ([ONE], [])
     more = {**ONE, "ranks": 3}
-    machines, (remark,) = moved([ONE], more, 0)
+    machines, (remark,) = note_machine([ONE], more, 0)
     assert machines == [ONE, more]
     assert "from 2 ranks, and 3 go on from it: the result is not that" in remark
     assert "which only virtual_ranks would keep" in remark
-    assert moved([ONE], more, 4) == ([ONE, more], [])
+    assert note_machine([ONE], more, 4) == ([ONE, more], [])
     other = {**more, "hardware": "NVIDIA H100"}
-    machines, (remark,) = moved([ONE, more], other)
+    machines, (remark,) = note_machine([ONE, more], other)
     assert machines == [ONE, more, other]
     assert "other hardware (CPU, AVX512) than this (NVIDIA H100)" in remark
 
@@ -248,7 +248,7 @@ def test_each_link_of_a_ring_is_tried_once_and_no_rank_has_two_at_once():
         turns = [links._choose_turn(place, size) for place in range(size)]
         assert all(turn in (0, 1, 2) for turn in turns)
         assert all(one != other for one, other in itertools.pairwise([*turns, turns[0]])), turns
-    assert across(["a", "a", "b", "a", "b"]) == [[0, 2], [1, 4], [3]]
+    assert rings_of_hosts(["a", "a", "b", "a", "b"]) == [[0, 2], [1, 4], [3]]
 
 
 @pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "a"], ["a"]])
@@ -260,8 +260,8 @@ def test_a_rank_that_has_no_like_on_another_host_has_no_slow_link(hosts):
 
 def test_too_little_disk_for_the_weights_is_said(tmp_path):
     job = make_job(SUBJECT, RunOptions(), checkpoint_path=tmp_path / "not" / "yet" / "checkpoint")
-    assert lack_of_disk(job, 0) == lack_of_disk(make_job(SUBJECT), 2**60) == ""
-    reason = lack_of_disk(job, 2**50)
+    assert check_disk(job, 0) == check_disk(make_job(SUBJECT), 2**60) == ""
+    reason = check_disk(job, 2**50)
     assert re.match(
         rf"{tmp_path} has [\d.,]+ GiB free, and the weights take 1,048,576 GiB, in a checkpoint and", reason
     )

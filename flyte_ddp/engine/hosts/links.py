@@ -16,12 +16,10 @@ BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
 
 
 def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[float, float]:
-    """Measure the speed, in both directions at once, between this rank and the next in a ring of ranks.
+    """Measure how fast this rank exchanges data with the next rank of its two rings; a collective.
 
-    All must call it.
-
-    The first ring is that of its host's GPUs. The second has the ranks with the same place on the other hosts. All
-    ranks exchange at once, as in training.
+    The first ring has the ranks of one host. The second has one rank of each host, those at the same place on their
+    hosts. The speed is that in both directions at once, while the other ranks exchange, too, as in training.
 
     Args:
         hosts: the host of each rank.
@@ -29,36 +27,45 @@ def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[
         device: the rank's device.
 
     Returns:
-        GB/s in each ring; 0 if there is no such ring.
+        GB/s in the host's ring, which is measured between GPUs alone, and in the ring of hosts; 0 if a ring has one
+            rank, or was not measured.
     """
     if distributed.get_backend() != "nccl":
-        return 0.0, _speed(across(hosts), rank, torch.device("cpu"))
-    return _speed([*place_ranks(hosts).values()], rank, device), _speed(across(hosts), rank, device)
+        return 0.0, _measure_speed(rings_of_hosts(hosts), rank, torch.device("cpu"))
+    within = _measure_speed([*group_by_host(hosts).values()], rank, device)
+    return within, _measure_speed(rings_of_hosts(hosts), rank, device)
 
 
-def place_ranks(hosts: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ranks of each host."""
+def group_by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
+    """Return the ranks of each host, in order, from the host of each rank."""
     found: dict[str, list[int]] = {host: [] for host in hosts}
     for rank, host in enumerate(hosts):
         found[host].append(rank)
     return found
 
 
-def across(hosts: Sequence[str]) -> list[list[int]]:
-    """Return the first rank of each host, the second of each, and so on."""
-    rings = itertools.zip_longest(*place_ranks(hosts).values())
+def rings_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
+    """Return the first ranks of all hosts, then the second ranks of those that have two, and so on.
+
+    Args:
+        hosts: the host of each rank.
+    """
+    rings = itertools.zip_longest(*group_by_host(hosts).values())
     return [[rank for rank in ring if rank is not None] for ring in rings]
 
 
 def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
-    """Return the slowest speed measured between each pair of neighbouring hosts, in GB/s, by (from, to).
+    """Return the slowest speed that ranks have measured between each pair of neighbouring hosts, in GB/s.
 
     Args:
         hosts: the host of each rank.
-        speeds: GB/s from each rank to the next of its ring; the n-th ranks of all hosts are a ring.
+        speeds: GB/s from each rank to the next of its ring of hosts.
+
+    Returns:
+        Speeds by the hosts (from, to).
     """
     found: dict[tuple[str, str], float] = {}
-    for ring in across(hosts):
+    for ring in rings_of_hosts(hosts):
         if len(ring) < 2:  # a host has more ranks than all others
             continue
         for one, other in zip(ring, ring[1:] + ring[:1], strict=True):
@@ -67,19 +74,31 @@ def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[s
     return found
 
 
-def _speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> float:
+def _measure_speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> float:
+    """Measure the speed from this rank to the next of its ring, in GB/s; a collective of all ranks.
+
+    Neighbours exchange a message in one of three turns, and the fastest of ROUNDS exchanges counts.
+
+    Args:
+        rings: the ranks of each ring. Each rank is in one of them.
+        rank: this rank.
+        device: where the messages are.
+
+    Returns:
+        The speed; 0 if the rank is alone in its ring.
+    """
     if all(len(ring) < 2 for ring in rings):
         return 0.0
     ring = next(ring for ring in rings if rank in ring)
     size = len(ring)
-    at = ring.index(rank)
+    place = ring.index(rank)
     sent = torch.zeros(BYTES[device.type], dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     seconds = [float("inf")] * 3
     for turn in range(3):
-        is_next = _choose_turn(at, size) == turn
-        peer = ring[(at + 1) % size] if is_next else ring[at - 1]
-        is_idle = size == 1 or not (is_next or _choose_turn((at - 1) % size, size) == turn)
+        is_next = _choose_turn(place, size) == turn
+        peer = ring[(place + 1) % size] if is_next else ring[place - 1]
+        is_idle = size == 1 or not (is_next or _choose_turn((place - 1) % size, size) == turn)
         for _ in range(ROUNDS):
             distributed.barrier()
             started = time.perf_counter()
@@ -89,12 +108,16 @@ def _speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> f
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[turn] = min(seconds[turn], time.perf_counter() - started)
-    return sent.nbytes / seconds[_choose_turn(at, size)] / 1e9 if size > 1 else 0.0
+    return sent.nbytes / seconds[_choose_turn(place, size)] / 1e9 if size > 1 else 0.0
 
 
 def _choose_turn(place: int, size: int) -> int:
-    """Return the turn in which the link from this place of a ring to the next is measured.
+    """Return the turn, 0 to 2, in which the link from this place of a ring to the next is measured.
 
     A rank's two links share what it can send, so they never have the same turn.
+
+    Args:
+        place: the place in the ring, from 0.
+        size: the number of ranks of the ring.
     """
     return 2 if size % 2 and place == size - 1 else place % 2

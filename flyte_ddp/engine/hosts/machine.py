@@ -9,8 +9,8 @@ from flyte_ddp.engine.hosts.places import Place
 from flyte_ddp.settings import RunOptions
 
 
-def machine(places: Sequence[Place], precision: str, options: RunOptions) -> dict[str, Any]:
-    """Return what all ranks run on, in plain values."""
+def describe_machine(places: Sequence[Place], precision: str, options: RunOptions) -> dict[str, Any]:
+    """Return what all ranks together run on, and what else a result's bits may depend on, as plain values by name."""
     return {
         "hardware": " and ".join(dict.fromkeys(place.hardware for place in places)),
         "torch": str(torch.__version__),
@@ -22,18 +22,20 @@ def machine(places: Sequence[Place], precision: str, options: RunOptions) -> dic
     }
 
 
-def moved(
+def note_machine(
     ran_on: Sequence[dict[str, Any]], now: dict[str, Any], virtual_ranks: int | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compare the machines that a training has run on with the present one.
+    """Add the present machine to those that a training has run on, and remark on changes that may change its result.
 
     Args:
-        ran_on: the machines before.
-        now: the present machine.
-        virtual_ranks: their number; None if there can be none, as under Lightning.
+        ran_on: what describe_machine() returned at each earlier start that found another machine than the one before.
+        now: what describe_machine() returns now.
+        virtual_ranks: the number of virtual ranks, with which the number of ranks changes no result; None if there can
+            be none, as under Lightning.
 
     Returns:
-        The machines, the present one last, and remarks on what the bits now follow.
+        A new list of machines, the present one last and not twice; and a remark each if the hardware or, without
+            virtual ranks, the number of ranks is another one than before.
     """
     if not ran_on or ran_on[-1] == now:
         return [*ran_on[:-1], now], []

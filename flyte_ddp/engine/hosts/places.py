@@ -31,15 +31,16 @@ class Place(NamedTuple):
     """The place where a rank runs.
 
     Attributes:
-        device: the name by which a GPU is found among its host's.
-        hardware: what hardware() returns.
-        facts: facts by name that should be the same on all hosts.
-        figures: numbers by name that should be about as high on all hosts or GPUs; unlike.py compares them.
+        host: the name of the host.
+        device: the hardware, with the UUID by which a GPU is found among its host's.
+        hardware: the name of the GPU, or the CPU's instruction set as torch uses it.
+        facts: texts by name, such as versions, that should be the same on all hosts.
+        figures: numbers by name, such as GiB of memory, that should be about as high on all hosts or GPUs.
         product: the digest of a product of matrices, equal on all correct GPUs of a kind; 0 on a CPU.
         link: GB/s to the rank at the same place of the next host; 0 if there is one host.
-        clock: the host's time, read when all hosts' clocks should show the same.
-        slow_by: why the GPU keeps its clocks low, such as heat.
-        lacks: what its disk has too little of.
+        clock: time.time() of the host, read when all hosts' clocks should show the same.
+        slow_by: why the GPU keeps its clocks low, such as heat; empty if it does not.
+        lacks: a sentence on too small a disk; empty if there is room.
     """
 
     host: str
@@ -54,14 +55,14 @@ class Place(NamedTuple):
     lacks: str = ""
 
 
-def places_of_ranks(environment: Environment, device: torch.device, job: Job, model: nn.Module) -> list[Place]:
-    """Measure the host and GPU of each rank, and return them by rank; a collective.
+def measure_places(environment: Environment, device: torch.device, job: Job, model: nn.Module) -> list[Place]:
+    """Measure the host and device of each rank, and return the places of all ranks, by rank; a collective.
 
-    The list is the same on all ranks. On a GPU the test products take some tenths of a second, and memory for a moment.
+    On a GPU the test products take some tenths of a second, and memory for a moment.
 
     Args:
         environment: this rank's environment.
-        device: the device that is measured.
+        device: this rank's device.
         job: the training. Its checkpoint and model must fit on the disk.
         model: the network. The size of its weights tells how much disk space is needed.
     """
@@ -69,21 +70,21 @@ def places_of_ranks(environment: Environment, device: torch.device, job: Job, mo
     distributed.all_gather_object(hosts, environment.host)
     clock = time.time()  # all ranks are here now
     within, between = link_speeds(hosts, environment.rank, device)
-    teraflops, product = tried(device)
-    figures = {**room(device), "TFLOPS": teraflops, GPU_LINK: within}
+    teraflops, product = multiply_matrices(device)
+    figures = {**measure_memory(device), "TFLOPS": teraflops, GPU_LINK: within}
     kind = hardware(device)
-    number = serial(device)
+    uuid = get_uuid(device)
     own = Place(
         host=environment.host,
-        device=f"{kind}, {number}" if number else kind,
+        device=f"{kind}, {uuid}" if uuid else kind,
         hardware=kind,
         facts={**collect_facts(device), "code": job.code_version},
         figures={name: figure for name, figure in figures.items() if figure},
         product=product,
         link=between,
         clock=clock,
-        slow_by=why_slow(f"GPU-{number}") if number else "",
-        lacks=lack_of_disk(job, weights_bytes(model)),
+        slow_by=why_slow(f"GPU-{uuid}") if uuid else "",
+        lacks=check_disk(job, weights_bytes(model)),
     )
     places = [own] * environment.world.size
     distributed.all_gather_object(places, own)
@@ -97,20 +98,17 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def serial(device: torch.device) -> str:
-    """Return the UUID of a GPU; empty if torch does not know it."""
+def get_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU; empty on a CPU, and if torch does not know the UUID."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) if device.type == "cuda" else ""
 
 
 def collect_facts(device: torch.device) -> dict[str, str]:
-    """Return the versions and equipment of this host that should be the same on all hosts of a training.
-
-    Args:
-        device: this rank's device.
+    """Return the versions and equipment of this host and device that should be the same on all hosts of a training.
 
     Returns:
         Texts by name: the versions of Python and torch, the number of cores and, on a GPU, its name, its memory and
-        the driver's version. The driver is left out where a container hides it.
+            the driver's version. The driver is left out where a container hides it.
     """
     facts = {"Python": platform.python_version(), "torch": str(torch.__version__), "cores": str(available_cores())}
     if device.type == "cuda":
@@ -121,13 +119,11 @@ def collect_facts(device: torch.device) -> dict[str, str]:
     return facts
 
 
-def room(device: torch.device) -> dict[str, float]:
-    """Return how many GiB of memory this host and this GPU have for a training, by name.
+def measure_memory(device: torch.device) -> dict[str, float]:
+    """Return how many GiB this process may use of its host's memory, of /dev/shm and of its GPU, by name.
 
-    Memory that torch has already reserved on the GPU counts as free.
-
-    Args:
-        device: this rank's device.
+    The names are "GiB of memory", "GiB of /dev/shm" and "free GiB of GPU memory". Memory that torch has already
+    reserved on the GPU counts as free.
     """
     found = {"GiB of memory": usable_memory() / GIB}
     with suppress(OSError):
@@ -138,12 +134,12 @@ def room(device: torch.device) -> dict[str, float]:
     return found
 
 
-def tried(device: torch.device) -> tuple[float, int]:
-    """Multiply bfloat16 matrices on a GPU.
+def multiply_matrices(device: torch.device) -> tuple[float, int]:
+    """Multiply two bfloat16 matrices on a GPU several times, the same on each GPU, as a test of its speed and bits.
 
     Returns:
-        The TFLOPS of the fastest of several products, since a cold GPU is slow at first; and the digest of the product.
-            Both are 0 without a GPU.
+        The TFLOPS of the fastest product, since a cold GPU is slow at first; and the digest of the product, which all
+            correct GPUs of a kind have alike. Both are 0 on a CPU.
     """
     if device.type != "cuda":
         return 0.0, 0
@@ -158,18 +154,18 @@ def tried(device: torch.device) -> tuple[float, int]:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Return the bytes of this rank's part of the weights."""
+    """Return how many bytes of a network's weights a rank has: of a sharded network, its part; otherwise all."""
     count = sum(weight.nbytes for weight in model.parameters())
     return count // distributed.get_world_size() if is_sharded(model) else count
 
 
-def lack_of_disk(job: Job, weights: int) -> str:
+def check_disk(job: Job, weights: int) -> str:
     """Return a sentence on too small a disk; empty if there is room, or if this rank writes no checkpoint.
 
     The disk must have room for the weights twice: in the checkpoint and in the model.
 
     Args:
-        job: names the checkpoint's path, and what chose it.
+        job: the training. Without a checkpoint_path this rank writes none.
         weights: the bytes of this rank's part of the weights.
     """
     if not job.checkpoint_path:

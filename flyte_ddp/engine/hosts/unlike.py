@@ -18,8 +18,8 @@ SLOW_LINK, SLOW_LINK_OF_CPUS = 0.5, 0.1
 CLOCK_SECONDS = 5.0  # storages refuse requests of the wrong time after minutes
 
 
-def named(rank: int, place: Place) -> str:
-    """Return a rank with its host and device, for messages."""
+def name_rank(rank: int, place: Place) -> str:
+    """Return a rank's number with its host and device, for messages."""
     return f"rank {rank} on {place.host} ({place.device})"
 
 
@@ -31,14 +31,22 @@ def name_host(rank: int, place: Place) -> str:
 FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
     "GiB of memory": (name_host, 0.8),
     "GiB of /dev/shm": (name_host, 0.8),
-    "free GiB of GPU memory": (named, 0.8),
-    "TFLOPS": (named, 0.8),
-    GPU_LINK: (named, SLOW_LINK),
+    "free GiB of GPU memory": (name_rank, 0.8),
+    "TFLOPS": (name_rank, 0.8),
+    GPU_LINK: (name_rank, SLOW_LINK),
 }
 
 
-def unlike(places: Sequence[Place], options: RunOptions) -> list[str]:
-    """Return what is odd about the places. Raises RecoverableError instead if options.odd_hosts refuses odd ones."""
+def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
+    """Return a sentence on each way in which some hosts, GPUs or links differ from the others.
+
+    Args:
+        places: the place of each rank.
+        options: the options of the run, of which odd_hosts is read.
+
+    Raises:
+        RecoverableError: There are such sentences, and options.odd_hosts is "refuse".
+    """
     odd = [*_other_facts(places), *_low_figures(places), *_slow_links(places), *_other_clocks(places)]
     advised = [f"{reason}: an odd host may fail, or be slow; give the training hosts alike" for reason in odd]
     reasons = [*advised, *_wrong_gpus(places), *_slow_gpus(places), *_full_disks(places)]
@@ -48,10 +56,10 @@ def unlike(places: Sequence[Place], options: RunOptions) -> list[str]:
 
 
 def _other_facts(places: Sequence[Place]) -> Iterator[str]:
-    of_host = {place.host: place.facts for place in reversed(places)}
+    facts = {place.host: place.facts for place in reversed(places)}
     hosts = list(dict.fromkeys(place.host for place in places))
-    for name in dict.fromkeys(chain.from_iterable(of_host.values())):
-        values = {host: of_host[host].get(name, "none") for host in hosts}
+    for name in dict.fromkeys(chain.from_iterable(facts.values())):
+        values = {host: facts[host].get(name, "none") for host in hosts}
         most, _ = Counter(values.values()).most_common(1)[0]
         odd = [f"{host} has {value}" for host, value in values.items() if value != most]
         if odd:
@@ -77,29 +85,41 @@ def _slow_links(places: Sequence[Place]) -> Iterator[str]:
 
 
 def _other_clocks(places: Sequence[Place]) -> Iterator[str]:
-    of_host = {place.host: place.clock for place in places}
-    usual = statistics.median_low(of_host.values())
-    off = {host: clock - usual for host, clock in of_host.items()}
+    clocks = {place.host: place.clock for place in places}
+    usual = statistics.median_low(clocks.values())
+    off = {host: clock - usual for host, clock in clocks.items()}
     odd = [f"{host}'s by {seconds:+.0f} s" for host, seconds in off.items() if abs(seconds) > CLOCK_SECONDS]
     if odd:
         yield f"clocks are off: {listed(odd)}"
 
 
 def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield, for each kind of GPU whose products of two matrices differ, the ranks to blame, and the others."""
-    of_kind: dict[str, dict[int, int]] = defaultdict(dict)
+    """Compare a product of matrices between the GPUs of each kind, and yield the ranks whose product is wrong.
+
+    Args:
+        places: the place of each rank.
+        products: the digest of the product that each rank has computed.
+
+    Yields:
+        For each kind of GPU whose products differ, the ranks with another product than most, and the ranks with that of
+            most; or all ranks and none, if no product has a majority.
+    """
+    by_kind: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, (place, product) in enumerate(zip(places, products, strict=True)):
-        of_kind[place.hardware][rank] = product
-    for by_rank in of_kind.values():
+        by_kind[place.hardware][rank] = product
+    for by_rank in by_kind.values():
         odd, others = minority(by_rank)
         if odd:
             yield odd, others
 
 
 def minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Return the ranks with another value than more than half of all ranks have, and the ranks with that value.
+    """Divide ranks into those with another value than most, and those with the value that more than half of them have.
 
-    If no value is that common, return all ranks and none.
+    If no value is that common, return all ranks and none. If all values are equal, return none and all ranks.
+
+    Args:
+        values: the value of each rank.
     """
     value, count = Counter(values.values()).most_common(1)[0]
     if 2 * count <= len(values):
@@ -107,26 +127,27 @@ def minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
     return [rank for rank in values if values[rank] != value], [rank for rank in values if values[rank] == value]
 
 
-def all_named(ranks: Sequence[int], places: Sequence[Place]) -> str:
-    return listed([named(rank, places[rank]) for rank in ranks])
+def name_ranks(ranks: Sequence[int], places: Sequence[Place]) -> str:
+    """Return the numbers of these ranks with their hosts and devices, for messages. Few of many are named."""
+    return listed([name_rank(rank, places[rank]) for rank in ranks])
 
 
 def _wrong_gpus(places: Sequence[Place]) -> Iterator[str]:
     for odd, others in wrong_products(places, [place.product for place in places]):
         if others:
             yield (
-                f"a product of matrices has other bits on {all_named(odd, places)} than on most GPUs of its kind: "
+                f"a product of matrices has other bits on {name_ranks(odd, places)} than on most GPUs of its kind: "
                 "leave it out"
             )
         else:
             yield (
-                f"a product of matrices differs between {all_named(odd, places)}, which are of one kind, and without "
+                f"a product of matrices differs between {name_ranks(odd, places)}, which are of one kind, and without "
                 "a majority it cannot be told which of them is wrong: try each beside another one of its kind"
             )
 
 
 def _slow_gpus(places: Sequence[Place]) -> Iterator[str]:
-    slow = [f"{named(rank, place)} by {place.slow_by}" for rank, place in enumerate(places) if place.slow_by]
+    slow = [f"{name_rank(rank, place)} by {place.slow_by}" for rank, place in enumerate(places) if place.slow_by]
     if slow:
         yield f"GPUs slow themselves down, and all wait for them: {listed(slow)}: look at their cooling and power"
 

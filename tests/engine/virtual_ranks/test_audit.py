@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.audit import chosen
+from flyte_ddp.engine.audit import choose_part
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.blame import Cause, judge
@@ -222,11 +222,11 @@ def test_processors_that_compute_other_bits_are_named_before_the_first_step(tmp_
 def test_each_rank_of_many_is_audited_and_always_by_one_of_another_host():
     train = TrainBatches(Resident(torch.zeros(128), torch.device("cpu")), 128, 1, 0, 64, virtual_ranks=64)
     hosts = [f"host {rank // 8}" for rank in range(64)]
-    triples = [chosen(train, hosts, epoch, 0) for epoch in range(1000)]
+    triples = [choose_part(train, hosts, epoch, 0) for epoch in range(1000)]
     assert all(hosts[owner] != hosts[other] for _, owner, other in triples)
     assert all(part == owner for part, owner, _ in triples)
     assert len({owner for _, owner, _ in triples}) == len({other for _, _, other in triples}) == 64
-    assert triples == [chosen(train, hosts, epoch, 0) for epoch in range(1000)]
+    assert triples == [choose_part(train, hosts, epoch, 0) for epoch in range(1000)]
 
 
 def test_without_virtual_ranks_it_is_refused(train):
