@@ -13,7 +13,7 @@ from torch import Tensor
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.batches.lengths import get_lengths, padded
+from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.evaluation import Pairs, measure
 from flyte_ddp.engine.job import Job, Measured
@@ -149,7 +149,8 @@ def fetch_batch(recipe: Recipe, test: Split, indices: Tensor) -> Any:
     (tree,) = test.fetch([indices])
     count = len(indices)
     recipe.share = BatchShare(0, count, count, alone=True)
-    return padded(test, tree, indices, indices)
+    lengths = get_lengths(test)
+    return lengths.padded(tree, indices, indices) if lengths else tree
 
 
 def source_before(recipe: Recipe) -> str:

@@ -17,7 +17,7 @@ NARROWER = {np.dtype(np.longdouble): np.dtype(np.float64), np.dtype(np.clongdoub
 def to_tensor(array: np.ndarray) -> Tensor:
     """Return the array as a tensor, copied only if torch cannot hold it as it is.
 
-    That is an array with bytes swapped, negative strides, or floats of 80 bits, which become float64.
+    Arrays with swapped bytes, with negative strides or of floats of 80 bits, which become float64, are copied.
     """
     native = array.dtype.newbyteorder("=")
     kind = NARROWER.get(native, native)
@@ -27,9 +27,9 @@ def to_tensor(array: np.ndarray) -> Tensor:
 
 
 def with_dicts(tree: Any) -> Any:
-    """Return a tree with dicts in place of other mappings.
+    """Return a tree of tensors with dicts in place of other mappings, on all levels.
 
-    A tokenizer's BatchEncoding is such a mapping, into which no function for trees looks.
+    Functions for trees take other mappings, such as a tokenizer's BatchEncoding, for leaves.
     """
 
     def with_dict(leaf: Any) -> Any:

@@ -17,17 +17,17 @@ from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.random_numbers import Use, derive_key
 
-LOOKED_UP = 1 << 14  # how many of a rank's samples the order is asked for at once
+LOOKED_UP = 1 << 14  # how many of its samples a rank looks up in the order at once
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of a global batch.
+    """Samples of a global batch that one rank computes together.
 
     Attributes:
         tree: tensors (n, ...), single or nested.
         share: the place of these samples in the global batch.
-        seed: the seed of the step's random numbers.
+        seed: the seed of the random numbers that the step draws.
     """
 
     tree: Any
@@ -35,52 +35,61 @@ class Batch:
     seed: int = 0
 
     def parts(self, most: int, ranks: int = 0) -> list["Batch"]:
-        """Cut the batch into parts of at most this many samples; 0 gives a single part.
+        """Cut the batch into parts of consecutive samples.
 
         Args:
-            most: samples of a part.
-            ranks: gives each of so many ranks equally many parts. A rank with fewer borrows from itself.
+            most: how many samples a part has at most; 0 gives a single part.
+            ranks: the number of ranks that must have equally many parts of the global batch. If others have more parts,
+                the first part is repeated, marked as borrowed, so that it counts for nothing. 0 repeats none.
         """
         if not most:
             return [self]
         count = self.share.count
-        parts = (
-            [self]
-            if count <= most
-            else [
-                Batch(
-                    pytree.tree_map(lambda leaf, start=start: leaf[start : start + most], self.tree),
-                    replace(self.share, first=self.share.first + start, count=min(most, count - start)),
-                    self.seed,
-                )
-                for start in range(0, count, most)
-            ]
-        )
+        parts = [self] if count <= most else [self._cut(start, most) for start in range(0, count, most)]
         largest = -(-self.share.size // ranks) if ranks else 0
         again = replace(parts[0], share=replace(parts[0].share, borrowed=True))
         return parts + [again] * (-(-largest // most) - len(parts))
+
+    def _cut(self, start: int, most: int) -> "Batch":
+        """Return the samples from this one on, `most` at most."""
+        tree = pytree.tree_map(lambda leaf: leaf[start : start + most], self.tree)
+        count = min(most, self.share.count - start)
+        return replace(self, tree=tree, share=replace(self.share, first=self.share.first + start, count=count))
 
 
 class Order(Protocol):
     """An order of a split's samples in an epoch."""
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return the samples at these positions (n,), which increase: (n,) int64."""
+        """Return the indices, in the split, of the samples at these positions of the epoch.
+
+        Args:
+            positions: (n,) int64, ascending.
+
+        Returns:
+            (n,) int64.
+        """
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
-        """Yield the tensors of the samples (n,) of each of these steps, as Split.fetch does."""
+        """Yield the samples of each step, as a tree of tensors (n, ...) on the device.
+
+        Args:
+            parts: for each step the indices, in the split, of the samples, (n,) int64.
+            steps: the steps.
+        """
 
     def check_room(self) -> None:
-        """Raise InputError if this machine has too little room for the order's samples."""
+        """Raise InputError if this machine has too little disk for the blocks that the order needs at a time."""
 
 
 class Shuffled:
-    """An order in which each pass over the samples has its own key. With the key None, samples come as they are.
+    """An order that shuffles each pass over the samples by a key of its own.
 
     Args:
         split: the samples.
-        keys: the key of each pass.
-        origin: origin(step) returns the sample_seeds.Origin of this rank's samples.
+        keys: the key of each pass; None leaves the samples in the split's order.
+        origin: origin(step) returns the sample_seeds.Origin of this rank's samples, from which a Dataset's random
+            numbers follow.
     """
 
     def __init__(self, split: Split, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None):
@@ -105,24 +114,24 @@ class Shuffled:
 
 
 def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the rank's contiguous part of start..stop begins and ends.
+    """Divide range(start, stop) among the ranks, and return where this rank's slice begins and ends.
 
-    The parts' sizes differ by at most one, and a remainder goes to the first ranks, so rank 0 is the last to be without
-    samples.
+    The slices' sizes differ by at most one, and the first ranks have the larger ones.
     """
     first, last = (start + -(-(stop - start) * number // world_size) for number in (rank, rank + 1))
     return first, last
 
 
 def parts_of_rank(virtual_ranks: int, rank: int, world_size: int) -> range:
-    """Return which parts of a global batch a rank computes, divided as evenly as possible."""
+    """Return the numbers of the virtual ranks that a rank computes: consecutive ones, divided as evenly as possible."""
     return range(virtual_ranks * rank // world_size, virtual_ranks * (rank + 1) // world_size)
 
 
 class _Batches:
-    """A rank's shares of the global batches.
+    """A rank's shares of the global batches: the samples that it computes.
 
-    With virtual ranks, a global batch has so many parts, on any number of ranks, and each part of this rank is a share.
+    Without virtual ranks a rank has one share of each global batch. With them, a global batch has a part for each
+    virtual rank, on any number of ranks, and each part that this rank computes is a share.
     """
 
     def __init__(
@@ -146,22 +155,31 @@ class _Batches:
         return -(-self.samples // self.batch_size)
 
     def samples_until(self, step: int) -> int:
-        """Return the number of samples in the first `step` steps."""
+        """Return the number of samples in the first `step` steps of an epoch, over all ranks."""
         return min(self.samples, step * self.batch_size)
 
     def own(self, step: int) -> slice:
-        """Return this rank's share of a step's global batch, as a slice of the order."""
+        """Return which positions of the epoch's order this rank has in a step. The slice may be empty."""
         if self.virtual_ranks:
             return slice(self._cut(step, self.parts[0]).start, self._cut(step, self.parts[-1]).stop)
         return self._cut(step, self.rank, self.world_size)
 
     def _cut(self, step: int, number: int, count: int = 0) -> slice:
-        """Return one of so many parts of a step's global batch, by default of the virtual ranks'."""
+        """Return the positions of one part of a step's global batch.
+
+        Args:
+            step: the step.
+            number: the number of the part.
+            count: the number of parts; by default the number of virtual ranks.
+        """
         start, stop = self.samples_until(step), self.samples_until(step + 1)
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks))
 
     def sizes(self) -> list[int]:
-        """Return the sizes of the rank's shares in the first step and the last; with virtual ranks, of all parts."""
+        """Return how many samples this rank's share has in the first step, and in the last, which may be shorter.
+
+        With virtual ranks, return all sizes above 0 that a part of any rank has, each once, ascending.
+        """
         ends = 0, len(self) - 1
         if not self.virtual_ranks:
             return [own.stop - own.start for own in map(self.own, ends)]
@@ -169,7 +187,7 @@ class _Batches:
         return sorted({cut.stop - cut.start for cut in cuts} - {0})
 
     def shares(self) -> int:
-        """Return how many shares with samples this rank has in all steps."""
+        """Return how many shares with samples this rank has in all steps of an epoch together."""
         return sum(map(self._count_shares, range(len(self))))
 
     def _count_shares(self, step: int) -> int:
@@ -177,7 +195,7 @@ class _Batches:
         return sum(cut.start < cut.stop for cut in cuts)
 
     def parts_with_samples(self, step: int) -> list[int]:
-        """Return which of the virtual ranks' parts have samples; a short batch may leave some without."""
+        """Return the numbers of the virtual ranks that have samples in a step. A short batch may leave some without."""
         cuts = ((number, self._cut(step, number)) for number in range(self.virtual_ranks))
         return [number for number, cut in cuts if cut.start < cut.stop]
 
@@ -185,15 +203,18 @@ class _Batches:
         """Return the order of an epoch.
 
         Args:
-            keys: the key of each pass over the samples.
-            origin: as in Shuffled.
+            keys: the key of each pass over the samples; None leaves them in the split's order.
+            origin: origin(step) returns the sample_seeds.Origin of this rank's samples.
         """
         if isinstance(self.split, BlockSplit):
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
-        """Yield each step with the rank's shares and their tensors."""
+        """Yield each step with this rank's shares: the tensors of each, and its place in the global batch.
+
+        A rank without samples of its own in a step gets one sample of another rank, marked as borrowed.
+        """
         lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
         for step, tree in zip(steps, trees, strict=True):
@@ -209,7 +230,15 @@ class _Batches:
             yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
 
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
-        """Yield the rank's parts that have samples; if none has, yield the borrowed samples."""
+        """Cut this rank's samples of a step into those of its virtual ranks, and yield those that are not empty.
+
+        If all are empty, yield the borrowed sample as it is.
+
+        Args:
+            step: the step.
+            tree: the tensors of all of this rank's samples of the step.
+            share: their place in the global batch.
+        """
         if share.borrowed:
             yield tree, share
             return
@@ -220,18 +249,18 @@ class _Batches:
             count = cut.stop - cut.start
             if count:
                 # The part gets memory of its own, since a kernel's choice may depend on where a tensor begins
-                of_part = replace(share, first=share.first + rows.start, count=count, part=number)
-                yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), of_part
+                cut_share = replace(share, first=share.first + rows.start, count=count, part=number)
+                yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), cut_share
 
     def _computed(self, step: int) -> slice:
-        """Return the rank's share of a step's global batch, or the last sample before it if it is empty."""
+        """Return which positions this rank computes in a step: its own, or if it has none, the one before them."""
         own = self.own(step)
         return own if own.start < own.stop else slice(own.start - 1, own.start)
 
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
-        """Yield, for each step, the indices of the samples that this rank computes.
+        """Yield, for each step, the indices (n,) int64, in the split, of the samples that this rank computes.
 
-        Many steps are looked up at once, which costs less.
+        Many steps are looked up in the order at once, which costs less.
         """
         at_once = max(1, LOOKED_UP * self.world_size // self.batch_size)
         for start in range(0, len(steps), at_once):
@@ -241,11 +270,22 @@ class _Batches:
 
 
 class TrainBatches(_Batches):
-    """A rank's shares of the shuffled global batches; a pure function of seed, epoch and step.
+    """A rank's shares of the shuffled global batches of an epoch.
 
-    Nothing depends on what ran before or on the number of ranks. So a run that resumes in the middle of an epoch, even
-    with another world size, sees the same samples as an uninterrupted one. augment(tree, seed, share, epoch) changes
-    each batch.
+    The global batches follow from seed, epoch and step alone, and not from what ran before or from the number of ranks.
+    So a run that resumes in the middle of an epoch, even on other ranks, sees the same samples as an uninterrupted one.
+
+    Args:
+        split: the samples.
+        batch_size: samples of a global batch.
+        seed: the seed of the order and of the random numbers.
+        rank: this rank.
+        world_size: the number of ranks.
+        passes: how many passes over the samples an epoch has.
+        fraction: the part of these passes that an epoch really has, such as 0.1 for a trial.
+        length_window: so many batches are sorted by length together, where samples have lengths; 0 sorts none.
+        augment: augment(tree, seed, share, epoch) returns the tensors of a share to train on.
+        virtual_ranks: the number of virtual ranks; 0 for none.
     """
 
     def __init__(
@@ -270,16 +310,18 @@ class TrainBatches(_Batches):
         self._order(self._keys(0)).check_room()
 
     def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
-        """Yield all shares of steps(), one after the other."""
+        """Yield the rank's shares of an epoch one after the other. The arguments are those of steps()."""
         for shares in self.steps(epoch, first_step, end):
             yield from shares
 
     def steps(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[list[Batch]]:
-        """Yield the rank's shares of each global batch of an epoch. The epoch's last batch may be short.
+        """Yield the list of this rank's shares, augmented, of each global batch of an epoch.
+
+        The epoch's last global batch may be short.
 
         Args:
-            epoch: from 0.
-            first_step: the first step to yield.
+            epoch: the number of the epoch, from 0.
+            first_step: the first step to yield, from 0.
             end: the step to stop before; None is the epoch's end.
         """
         for step, shares in self._fetch(self._make_order(epoch), range(len(self))[first_step:end]):
@@ -324,12 +366,16 @@ class EvaluationBatches(_Batches):
             yield from shares
 
     def steps(self) -> Iterator[list[Batch]]:
-        """Yield the rank's shares of each global batch."""
+        """Yield the list of this rank's shares of each global batch of the split."""
         for step, shares in self._fetch(self.order, range(len(self))):
             yield [Batch(tree, share, derive_key(Use.TEST_STEP, step)) for tree, share in shares]
 
     def whole(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """Yield the samples (n,) int64 of each global batch, and where this rank's own begin and end among them."""
+        """Yield the indices of the samples of each global batch, (n,) int64, and which of these this rank evaluates.
+
+        Yields:
+            The indices in the split, and the first and last place, exclusive, of this rank's own among them.
+        """
         for step in range(len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)
             own = self.own(step)

@@ -30,14 +30,14 @@ VARIABLE = "DDP_CACHE_DIR"
 
 
 class BlockCache:
-    """The block files of this rank. Nothing is on disk before open() is called."""
+    """The files of the blocks that this rank needs, on its node's disk. Nothing is on disk before open() is called."""
 
     def __init__(self, environment: Environment, cache_bytes: int = 0):
         """Choose the folder.
 
         Args:
-            environment: this rank.
-            cache_bytes: for all ranks of the node; 0 is half of what is free.
+            environment: this rank's place among all ranks.
+            cache_bytes: the bytes for all ranks of the node together; 0 is half of what is free on the disk.
         """
         self.environment = environment
         self.cache_bytes = cache_bytes
@@ -47,7 +47,10 @@ class BlockCache:
         self._alive: IO[bytes] | None = None  # a file that is locked for as long as this rank lives
 
     def open(self) -> None:
-        """Create the folder. All ranks must call it, unless there is no process group; a second call does nothing."""
+        """Create this rank's folder, lock it, and remove folders that killed runs have left; a collective.
+
+        It also sets budget. A second call does nothing. Without a process group, the process is a rank of its own.
+        """
         if self._alive:
             return
         run = [secrets.token_hex(4)]
@@ -79,7 +82,7 @@ class BlockCache:
                 remove_if_left(self.node)
 
     def check(self, needed: int) -> None:
-        """Raise InputError if there is no room for so many bytes."""
+        """Raise InputError if this rank's blocks may not take so many bytes at a time."""
         if needed > self.budget:
             ranks = self.environment.world.local_size
             raise InputError(
@@ -92,7 +95,17 @@ class BlockCache:
         return self.folder / f"{name}.npy"
 
     def fetch(self, name: str, write: Callable[[Path], None]) -> None:
-        """Provide the block's file. write(path) is called if no rank of the node has the file."""
+        """Provide a block's file at path(name), from another rank of the node if one has it.
+
+        Threads and ranks may call this at the same time; each block is written once.
+
+        Args:
+            name: the name of the block.
+            write: write(path) writes the block to a new file. It is called if no rank of the node has the block.
+
+        Raises:
+            InputError: The file cannot be written; the message names DDP_CACHE_DIR. Errors of `write` stay as they are.
+        """
         path = self.path(name)
         with writing_to(self.root, VARIABLE), locked(self.node / f"{name}.lock"):
             if path.exists():
@@ -120,12 +133,9 @@ def locked(path: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def remove_if_left(folder: Path) -> None:
-    """Remove the folder of a run, or of its node, if no living rank uses it any more.
+    """Remove the folder of a run on this node, unless a living rank uses it.
 
-    A living rank holds a lock on its .alive file in the folder.
-
-    Args:
-        folder: the folder.
+    A living rank holds a lock on its .alive file in the folder. The caller holds the lock of the cache.
     """
     for alive in folder.glob("*.alive"):
         try:
@@ -136,17 +146,17 @@ def remove_if_left(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class Ahead:
+class Prefetcher:
     """Threads that fetch the blocks of an epoch in the order of their first use, as far as the cache has room.
 
     A block that a step waits for is fetched even if there is no room, so nothing waits forever.
     """
 
     def __init__(self, uses: Uses, sizes: np.ndarray, budget: int, threads: int):
-        """Plan the fetching.
+        """Plan the fetching. start() begins it.
 
         Args:
-            uses: the blocks to fetch.
+            uses: the blocks to fetch, and the steps that need each.
             sizes: (n,) bytes of each of these blocks.
             budget: the bytes that the cache has room for.
             threads: how many blocks to fetch at a time.
@@ -167,18 +177,24 @@ class Ahead:
         self._is_closed = False
 
     def start(self, fetch: Callable[[int], None], delete: Callable[[int], None]) -> None:
+        """Start the threads.
+
+        Args:
+            fetch: fetch(block) brings a block into the cache.
+            delete: delete(block) removes a block that no later step needs.
+        """
         self._fetch = fetch
         self._delete = delete
         for _ in range(min(self.threads, len(self.blocks))):
             threading.Thread(target=self._work, daemon=True).start()
 
     def wait(self, step: int, blocks: Iterable[int]) -> None:
-        """Wait until the blocks that a step needs are here, or until close() is called.
+        """Wait until the blocks that a step needs are in the cache, or until close() is called.
 
-        If a block could not be fetched, its error is raised.
+        If any block could not be fetched, raise the error of `fetch`.
 
         Args:
-            step: the step.
+            step: the step. Steps ascend from call to call.
             blocks: the numbers of the blocks that the step needs.
         """
         needed = set(blocks)
@@ -191,7 +207,7 @@ class Ahead:
                 raise self._failure
 
     def finish(self, step: int) -> None:
-        """Delete the blocks that no later step needs."""
+        """Delete the blocks whose last use was in this step or an earlier one."""
         with self._changed:
             self._finished = step
             self._delete_finished()
@@ -204,6 +220,7 @@ class Ahead:
             self._delete_finished()
 
     def _work(self) -> None:
+        """Fetch one block after the other, in one of the threads, until all are fetched, one fails, or close()."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._failure or self._may_go_on())
@@ -225,6 +242,7 @@ class Ahead:
                 self._delete_finished()
 
     def _may_go_on(self) -> bool:
+        """Return whether a thread may fetch the next block, or all are fetched; skip blocks of finished steps."""
         while self._next < len(self.blocks) and self.last[self.blocks[self._next]] <= self._finished:
             self._next += 1  # this rank had no sample of the block after all
         if self._next == len(self.blocks) or self.first[self._next] <= self._waiting:
@@ -240,11 +258,12 @@ class Ahead:
 
 
 def needed_bytes(uses: Uses, sizes: np.ndarray) -> int:
-    """Return the most bytes that are needed at a time.
+    """Return the most bytes that blocks take at a time, if each is there from its first use to its last.
 
     Args:
-        uses: the blocks, and when they are needed.
+        uses: the blocks, and the steps that need each.
         sizes: (n,) bytes of each of these blocks.
     """
-    times, changes = np.concatenate([uses.first, uses.last + 1]), np.concatenate([sizes, -sizes])
+    times = np.concatenate([uses.first, uses.last + 1])
+    changes = np.concatenate([sizes, -sizes])
     return int(np.cumsum(changes[np.lexsort([changes, times])]).max())

@@ -1,4 +1,4 @@
-"""The order of an epoch over blocks. It is a function of the epoch's key, so that nothing has to be remembered.
+"""The order of an epoch over blocks, which follows from the epoch's key, so that no list of samples is stored.
 
 1. The blocks are permuted and laid end to end, and that row of samples is cut into streams, spans of equal length.
 2. A stream is read from its first sample to its last, every second one backwards. So a block that is cut in two is at
@@ -35,7 +35,12 @@ class Uses:
     last: np.ndarray
 
     def also(self, blocks: np.ndarray, step: int) -> "Uses":
-        """Return the uses with these blocks, which the last step needs, too."""
+        """Return these uses, with further blocks that a step needs, too.
+
+        Args:
+            blocks: (k,) int64, which may be among these already.
+            step: a step that is not before any use.
+        """
         new = np.setdiff1d(blocks, self.blocks)
         last = np.where(np.isin(self.blocks, blocks), step, self.last)
         steps = np.full(len(new), step)
@@ -62,7 +67,14 @@ class BlockOrder:
     streams: int
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return the samples at these positions (n,) of the epoch, which increase: (n,) int64."""
+        """Return the indices, in the split, of the samples at these positions of the epoch.
+
+        Args:
+            positions: (n,) int64, ascending.
+
+        Returns:
+            (n,) int64.
+        """
         places, streams = np.divmod(self._sorted(positions.numpy()), self.used_streams)
         if self.key is not None:
             places = self._mixed(places, streams)
@@ -72,11 +84,16 @@ class BlockOrder:
         return torch.from_numpy(firsts + where - self._starts[indices])
 
     def streams_at(self, positions: Tensor) -> np.ndarray:
-        """Return the stream of each of these positions: (n,) int64."""
+        """Return which stream the sample at each of these positions is from: (n,) int64, ascending within a batch."""
         return self._sorted(positions.numpy()) % self.used_streams
 
     def uses(self, streams: range, steps: range) -> Uses:
-        """Return what these streams, which follow one another, need in these steps. The last uses may be later."""
+        """Return the blocks that some streams need in some steps, and the first and last step that needs each.
+
+        Args:
+            streams: the numbers of the streams.
+            steps: the steps. The first or last use of a block may be outside of them.
+        """
         first = np.full(len(self._blocks), np.iinfo(np.int64).max)
         last = np.full(len(self._blocks), -1)
         for stream in streams:
@@ -107,9 +124,14 @@ class BlockOrder:
 
     @cached_property
     def _blocks(self) -> np.ndarray:
-        """Return the permuted blocks, (blocks,) int64. Laid end to end, they begin and end at _starts and _ends."""
+        """Return the numbers of the permuted blocks, (blocks,) int64.
+
+        Laid end to end, the blocks begin and end at _starts and _ends.
+        """
         blocks = torch.arange(len(self.lengths))
-        return (blocks if self.key is None else shuffled(blocks, len(blocks), derive_key(Use.BLOCKS, self.key))).numpy()
+        if self.key is not None:
+            blocks = shuffled(blocks, len(blocks), derive_key(Use.BLOCKS, self.key))
+        return blocks.numpy()
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -121,15 +143,22 @@ class BlockOrder:
 
     @cached_property
     def _cuts(self) -> np.ndarray:
-        """Return where streams begin and end, (streams + 1,) int64. Streams that are a sample longer come first."""
+        """Return where streams begin and end in the row of samples, (streams + 1,) int64.
+
+        Streams that are a sample longer come first.
+        """
         each, longer = divmod(int(self._ends[-1]), self.used_streams)
         streams = np.arange(self.used_streams + 1)
         return streams * each + np.minimum(streams, longer)
 
     def _sorted(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions after the samples of each batch are sorted by stream.
+        """Sort the samples of each batch by stream, and return what is then at these positions.
 
-        Position k is a sample of stream k % streams, at place k // streams of it.
+        Before sorting, number k of the epoch is the sample of stream k % streams at place k // streams of it. The
+        numbers of these samples are returned, (n,) int64.
+
+        Args:
+            positions: (n,) int64, ascending.
         """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
         return np.concatenate(
@@ -141,11 +170,16 @@ class BlockOrder:
         return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
 
     def _mixed(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
-        """Return the places, shuffled within the window of each."""
+        """Return the places that take the turns of these, as each window of a stream is shuffled: (n,) int64.
+
+        Args:
+            places: (n,) int64, places in their streams.
+            streams: (n,) int64, the stream of each place.
+        """
         windows = places // self.window
         each = int(windows.max()) + 1
-        distinct, of = np.unique(streams * each + windows, return_inverse=True)
+        distinct, inverse = np.unique(streams * each + windows, return_inverse=True)
         keys = [derive_key(Use.BLOCK_WINDOW, self.key or 0, *divmod(int(one), each)) for one in distinct]
         starts = windows * self.window
         sizes = np.minimum(self.window, self._cuts[streams + 1] - self._cuts[streams] - starts)
-        return starts + shuffled(torch.from_numpy(places - starts), sizes, np.array(keys, np.uint64)[of]).numpy()
+        return starts + shuffled(torch.from_numpy(places - starts), sizes, np.array(keys, np.uint64)[inverse]).numpy()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flyte_ddp.data.blocks.blocks import Blocks, check_count, open_rows, to_tree
 from flyte_ddp.engine.batches.arrays import to_tensor
-from flyte_ddp.engine.batches.block_cache import Ahead, BlockCache, needed_bytes
+from flyte_ddp.engine.batches.block_cache import BlockCache, Prefetcher, needed_bytes
 from flyte_ddp.engine.batches.block_order import BlockOrder, Uses
-from flyte_ddp.engine.batches.loading import made_ahead
+from flyte_ddp.engine.batches.loading import prefetch
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.batches.sample_seeds import NOWHERE, Origin
 from flyte_ddp.engine.torch_compat import pytree
@@ -24,12 +24,18 @@ SPREAD_BLOCKS = 4  # how many blocks spread() takes samples from, at least
 HEADER_BYTES = 4096  # the header of a block's file, unless it has hundreds of arrays
 BATCHES_AHEAD = 2
 
-Computed = Callable[[int], slice]
+Computed = Callable[[int], slice]  # returns the positions of an epoch that this rank computes in a step
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The way of samples to a rank: the cache, the device, and whether they pass page-locked memory."""
+    """The way of samples to a rank.
+
+    Attributes:
+        cache: the cache of blocks on the node's disk.
+        device: the rank's device, which gets the tensors.
+        pin_memory: whether batches for a GPU are copied to page-locked memory first.
+    """
 
     cache: BlockCache
     device: torch.device
@@ -42,13 +48,13 @@ class BlockSplit:
     remedy = "look at its host's way to the storage and at its disk, or raise threads of Blocks"
 
     def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
-        """Fetch the first block, which shows the type of the rows.
+        """Open the cache, and fetch the first block, which shows the type of the rows; a collective.
 
         Args:
             blocks: the blocks.
             name: the name of the split.
-            reading: the way to this rank.
-            chosen: (n,) int64, the blocks that the split consists of; None is all of them.
+            reading: the way of samples to this rank.
+            chosen: (n,) int64, the numbers of the blocks that the split consists of; None is all of them.
         """
         for attribute in ("window", "streams", "threads"):
             check_count(f"{attribute} of Blocks", getattr(blocks, attribute))
@@ -70,11 +76,18 @@ class BlockSplit:
         return int(self.ends[-1])
 
     def find_blocks(self, samples: np.ndarray) -> np.ndarray:
-        """Return the block of each of these samples (n,): (n,) int64."""
+        """Return which of the split's blocks has each of these samples.
+
+        Args:
+            samples: (n,) int64, the indices of the samples.
+
+        Returns:
+            (n,) int64, places in `chosen`.
+        """
         return np.searchsorted(self.ends, samples, side="right")
 
     def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
-        """Divide the split into blocks to train on and blocks to validate on.
+        """Divide the split's blocks into two splits: one to train on, and one to validate on.
 
         The same blocks are held out on every machine and for any settings.seed.
 
@@ -82,7 +95,7 @@ class BlockSplit:
             fraction: the share of the blocks to hold out.
 
         Returns:
-            The blocks to train on, and the held-out ones.
+            The split to train on, and that of the held-out blocks.
 
         Raises:
             InputError: One of the two would have no block.
@@ -100,10 +113,9 @@ class BlockSplit:
         return kept, held
 
     def spread(self, count: int) -> Tensor:
-        """Return the indices of samples from a few blocks, which are spread over the split: (count,) int64.
+        """Choose samples for a trial, evenly from a few blocks that are far apart: (count,) int64 indices, ascending.
 
-        Args:
-            count: the number of samples.
+        Only a few blocks, SPREAD_BLOCKS if these have enough samples, must be fetched to read them.
         """
         blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
@@ -112,9 +124,14 @@ class BlockSplit:
         return to_tensor(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
-        """Yield the tensors of a few samples, in any order.
+        """Yield the samples of each part, as a tree of tensors (n, ...) on the device, after fetching their blocks.
 
-        Their blocks stay for the next call, if the cache has room.
+        This is for a few samples, such as those of trials; an epoch reads by in_order(). The blocks stay in the cache
+        for the next call, as far as it has room.
+
+        Args:
+            parts: (n,) int64 sample indices, in any order.
+            origins: not used, since blocks draw no random numbers.
         """
         rows = BlockRows(self)
         for part in parts:
@@ -125,11 +142,11 @@ class BlockSplit:
     def in_order(
         self, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
     ) -> "BlocksInOrder":
-        """Return the order in which an epoch reads its samples.
+        """Return the order of an epoch, which reads samples as the blocks are fetched.
 
         Args:
-            keys: the key of each pass.
-            batch_size: the number of samples of a batch.
+            keys: the key of each pass; None leaves blocks and samples in the split's order.
+            batch_size: the number of samples of a global batch.
             samples: the number of samples of the epoch.
             computed: computed(step) returns the slice of positions that this rank computes in that step.
 
@@ -145,7 +162,7 @@ class BlockSplit:
         return self.reading.cache.path(self._file(block))
 
     def bring(self, block: int) -> None:
-        """Fetch the block into the cache."""
+        """Fetch a block, by its place in `chosen`, into the cache, unless it is there."""
         number = int(self.chosen[block])
         self.reading.cache.fetch(self._file(block), lambda path: self.blocks.fetch(number, path))
 
@@ -153,11 +170,12 @@ class BlockSplit:
         self.reading.cache.delete(self._file(block))
 
     def forget(self) -> None:
-        """Drop the blocks that fetch() has kept."""
+        """Delete the blocks that fetch() has left in the cache."""
         while self._kept:
             self.drop(self._kept.pop())
 
     def _keep(self, blocks: set[int]) -> None:
+        """Fetch blocks, and leave them in the cache. If it would overflow, those of earlier calls are deleted first."""
         if self.sizes[list(self._kept | blocks)].sum() > self.reading.cache.budget:
             self.forget()
         for block in sorted(blocks):
@@ -172,7 +190,15 @@ class BlockSplit:
 
 
 class BlocksInOrder:
-    """A batches.Order whose blocks are fetched ahead, and deleted after their last use."""
+    """The order of an epoch over a split in blocks, which are fetched ahead, and deleted after their last use.
+
+    It implements batches.Order.
+
+    Args:
+        split: the samples.
+        order: the order.
+        computed: computed(step) returns the slice of positions that this rank computes in that step.
+    """
 
     def __init__(self, split: BlockSplit, order: BlockOrder, computed: Computed):
         self.split = split
@@ -181,8 +207,11 @@ class BlocksInOrder:
         self.at = order.at
 
     def uses(self, steps: range) -> Uses:
-        """Return what the streams of this rank's shares need in these steps."""
-        # The streams that a share begins and ends with depend on where its batch begins, modulo the streams
+        """Return the blocks that this rank needs in these steps, and the first and last step that needs each.
+
+        A rank's samples are from a range of streams, and it needs all blocks of these.
+        """
+        # Which streams a share begins and ends with depends on where its batch begins, modulo the number of streams
         last_step, is_short = divmod(self.order.samples, self.order.batch_size)
         shares = [self.computed(step) for step in range(min(last_step, self.order.used_streams))]
         ends = [self.order.streams_at(torch.tensor([share.start, share.stop - 1])) for share in shares]
@@ -190,12 +219,12 @@ class BlocksInOrder:
         uses = self.order.uses(streams, steps)
         if not is_short or last_step not in steps:
             return uses
-        # A short batch has fewer samples of each stream, so its shares may be of any streams streams
+        # A short batch has fewer samples of each stream, so its shares may be of any streams
         share = self.computed(last_step)
         return uses.also(self.split.find_blocks(self.at(torch.arange(share.start, share.stop)).numpy()), last_step)
 
     def check_room(self) -> None:
-        """Raise InputError, with the bytes needed at a time, if the cache is too small."""
+        """Raise InputError if the cache is too small for the blocks that an epoch needs at a time."""
         uses = self.uses(range(-(-self.order.samples // self.order.batch_size)))
         self.split.reading.cache.check(needed_bytes(uses, self.split.sizes[uses.blocks]))
 
@@ -203,7 +232,7 @@ class BlocksInOrder:
         split = self.split
         uses = self.uses(steps)
         rows = BlockRows(self.split)
-        ahead = Ahead(uses, split.sizes[uses.blocks], split.reading.cache.budget, split.blocks.threads)
+        prefetcher = Prefetcher(uses, split.sizes[uses.blocks], split.reading.cache.budget, split.blocks.threads)
         pins = split.reading.pin_memory and split.device.type == "cuda"
         gpu = torch.cuda.current_device() if pins else 0
 
@@ -211,18 +240,18 @@ class BlocksInOrder:
             if pins:
                 torch.cuda.set_device(gpu)  # a thread begins with the host's first GPU, whose memory pinning would take
             for step, part in zip(steps, parts, strict=True):
-                ahead.wait(step, split.find_blocks(part.numpy()).tolist())
+                prefetcher.wait(step, split.find_blocks(part.numpy()).tolist())
                 tree = pytree.tree_map(to_tensor, rows.read_batch(part.numpy()))
-                ahead.finish(step)
+                prefetcher.finish(step)
                 yield pytree.tree_map(Tensor.pin_memory, tree) if pins else tree
 
         split.forget()
-        ahead.start(split.bring, rows.drop)
+        prefetcher.start(split.bring, rows.drop)
         try:
-            for tree in made_ahead(read(), BATCHES_AHEAD):
+            for tree in prefetch(read(), BATCHES_AHEAD):
                 yield pytree.tree_map(lambda leaf: leaf.to(split.device, non_blocking=True), tree)
         finally:
-            ahead.close()
+            prefetcher.close()
 
 
 class BlockRows:
@@ -261,10 +290,16 @@ class BlockRows:
         return to_tree(rows, np.argsort(order))
 
     def drop(self, block: int) -> None:
+        """Close a block's file, and delete it from the cache."""
         self._opened.pop(block, None)  # a deleted file takes space for as long as it is open
         self.split.drop(block)
 
     def _open(self, block: int) -> np.ndarray:
+        """Return a memory map of a block's rows, (samples, bytes of a row) uint8, which stays open for later calls.
+
+        Raises:
+            DataError: The block has rows of another dtype or shape than the first block.
+        """
         if block not in self._opened:
             name = self.split.name_of(block)
             kind = get_row_type(self.split.row)
@@ -276,5 +311,5 @@ class BlockRows:
 
 
 def get_row_type(rows: np.ndarray) -> np.dtype:
-    """Return the type of a row."""
+    """Return the dtype of a row of an array, with the row's shape in it: two rows that differ in either differ."""
     return np.dtype((rows.dtype, rows.shape[1:])) if rows.shape[1:] else rows.dtype

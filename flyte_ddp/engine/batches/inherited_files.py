@@ -10,16 +10,19 @@ from functools import cache
 
 @cache
 def reopen_in_forks() -> None:
-    """Make every process that this one forks reopen its files, because a Dataset may have opened some before."""
+    """Make every process that this one forks later reopen its files, which a Dataset may have opened before.
+
+    On Linux alone. A second call does nothing.
+    """
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=reopen_files)
 
 
 def reopen_files() -> None:
-    """Open each regular file that is open for reading only once more, at the same offset, under the same number.
+    """Reopen each regular file that this process has open for reading only, at the same offset and descriptor.
 
-    A fork shares the offset with its parent and its siblings: one moves it between another's seek and read. Files that
-    are open for writing stay shared, since processes append to them in turn.
+    A fork shares offsets with its parent and siblings, so one process would move the offset between another's seek and
+    read. Files that are open for writing stay shared, since processes append to them in turn.
     """
     with suppress(OSError):  # /proc may not be mounted
         for number in map(int, os.listdir("/proc/self/fd")):

@@ -19,20 +19,25 @@ from flyte_ddp.random_numbers import Use, derive_key
 class Lengths:
     """The lengths of a split's samples, which all ranks know, so that they pad a global batch alike.
 
-    A rank's own longest sample would not do: random numbers belong to positions, and so need the same shapes on all
-    ranks.
+    If a rank padded to its own longest sample, shapes would depend on the number of ranks, and with them the random
+    numbers.
+
+    Attributes:
+        each: (n,) int64, the length of each sample.
+        is_padded: whether each of the sample's tensors is padded, in the order of pytree's leaves.
+        come_padded: whether the split returns all samples padded to the longest one of the split.
     """
 
     def __init__(self, each: Any, count: int, fetch: Callable[[Tensor], Any]):
         """Check the lengths, and find out which tensors to pad.
 
         Args:
-            each: (count,) whole numbers.
+            each: (count,) whole numbers, the length of each sample.
             count: the number of samples.
             fetch: fetch(indices (n,)) returns the samples' tensors, padded or not.
 
         Raises:
-            InputError: the lengths are not those of the samples.
+            InputError: No tensor's first dimension has these lengths in the shortest and the longest sample.
         """
         try:
             values = np.asarray(each)
@@ -59,18 +64,21 @@ class Lengths:
             )
 
     def of(self, indices: Tensor) -> "Lengths":
-        """Return the lengths of a part of the split."""
+        """Return the lengths of the samples with these indices, (n,) int64."""
         part = copy.copy(self)
         part.each = self.each[indices]
         return part
 
     def padded(self, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
-        """Pad a rank's samples with zeros up to the longest sample of the global batch.
+        """Pad a rank's samples with zeros, or cut padding off, to the length of the global batch's longest sample.
 
         Args:
-            tree: the rank's samples.
-            own: (n,) their indices.
-            global_indices: (N,) the indices of the global batch.
+            tree: the tensors (n, length, ...) of the rank's samples; some may have no lengths.
+            own: (n,) the indices of these samples.
+            global_indices: (N,) the indices of all samples of the global batch.
+
+        Raises:
+            DataError: A tensor is not as long as the lengths say.
         """
         longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)
@@ -84,31 +92,26 @@ class Lengths:
         return pytree.tree_unflatten(fitted, structure)
 
 
-def padded(split: Any, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
-    """Pad a rank's samples as Lengths.padded does. Returns the tree as it is if the split has no lengths."""
-    lengths = get_lengths(split)
-    return lengths.padded(tree, own, global_indices) if lengths else tree
-
-
 def get_lengths(split: Any) -> Lengths | None:
+    """Return the lengths of a split's samples; None if the recipe has not said that they have lengths."""
     return getattr(split, "lengths", None)
 
 
 class SimilarLengths:
     """An order of samples in which those of a batch have similar lengths.
 
-    The samples of each `window` batches are sorted, stably, and cut into batches again, which are shuffled. It needs no
-    more than the window's samples.
+    The samples of each `window` batches are sorted by length, stably, and cut into batches again, which are shuffled.
+    No more than a window is in memory. It implements batches.Order.
     """
 
     def __init__(self, order: Any, each: Tensor, samples: int, batch_size: int, window: int, key: int):
         """Sort within windows of another order.
 
         Args:
-            order: a random order.
-            each: the length of each sample.
+            order: a random batches.Order.
+            each: (n,) int64, the length of each sample of the split.
             samples: the number of samples of the epoch.
-            batch_size: samples of a batch.
+            batch_size: samples of a global batch.
             window: batches of a window.
             key: the key of this epoch.
         """
@@ -136,6 +139,7 @@ class SimilarLengths:
         return samples
 
     def _sort(self, number: int) -> Tensor:
+        """Return the samples of a window in their new order, (n,) int64. Only the epoch's last batch may be short."""
         first = number * self._width
         some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))
         *batches, last = some[self._each[some].argsort(stable=True)].split(self._batch_size)

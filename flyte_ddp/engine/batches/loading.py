@@ -30,8 +30,8 @@ from flyte_ddp.engine.batches.sample_seeds import (
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError
 
-# A forked worker has its first batch after 0.04 s. It must not use CUDA, and does not. A forkserver would belong to the
-# rank and import torch once more (6 s on two busy cores). macOS's libraries don't survive a fork.
+# A forked worker has its first batch after 0.04 s. A fork must not use CUDA, and workers do not. A forkserver would
+# import torch once more for each rank (6 s on two busy cores). macOS's libraries don't survive a fork.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 # A fork must not collect its parent's garbage. The store of a process group that has failed is such garbage: its end
 # waits for a thread, which a fork lacks, and is a segmentation fault.
@@ -42,10 +42,16 @@ T = TypeVar("T")
 
 
 class Streamed:
-    """The samples of a map-style Dataset, of which a few batches at a time are in memory.
+    """A split of the samples of a map-style Dataset, of which a few batches at a time are in memory.
 
     If the dataset has a method read_batch(indices (n,) int64 array), the method returns a whole batch, a tree of arrays
     (n, ...). It must not draw random numbers, which would depend on which samples are read together.
+
+    Args:
+        dataset: the Dataset.
+        device: the rank's device, which gets the tensors.
+        workers: the number of processes that read ahead; 0 reads in this one.
+        pin_memory: whether batches for a GPU are copied to page-locked memory first.
     """
 
     remedy = "look at what its host reads from, or raise loader_workers"
@@ -62,9 +68,17 @@ class Streamed:
         return len(self.dataset)
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
-        """Yield the tensors of each part, as Split.fetch does.
+        """Yield the samples of each part, as a tree of tensors (n, ...) on the device, which workers read ahead.
 
         The workers start with the first part and end with the last, or with this generator.
+
+        Args:
+            parts: (n,) int64 sample indices.
+            origins: where in the training each part is read, from which the Dataset's random numbers follow; by default
+                an evaluation.
+
+        Raises:
+            DataError: A sample cannot be read, or does not fit the others.
         """
         workers = self.workers
         indices: Any = ((part.numpy(), origin) for part, origin in zip(parts, origins, strict=False))
@@ -90,10 +104,10 @@ class Streamed:
             yield pytree.tree_map(lambda leaf: leaf.to(self.device, non_blocking=True), read.tensors())
 
 
-def made_ahead(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield the items, of which a thread makes so many before they are asked for.
+def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
+    """Yield the items, of which a thread computes so many before they are asked for.
 
-    What the thread raises is raised here.
+    An error that an item raises in the thread is raised here.
     """
     asked: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Future[T]] = SimpleQueue()
@@ -134,10 +148,7 @@ class _Read:
         self.problem = problem
 
     def pin_memory(self) -> "_Read":
-        """Return the batch in page-locked memory.
-
-        DataLoader calls this in a thread of the rank, if such memory was requested.
-        """
+        """Return a copy in page-locked memory. DataLoader calls this in a thread of the rank, if pin_memory is set."""
         return _Read(pytree.tree_map(lambda leaf: leaf.pin_memory(), self.tensors()), self.problem)
 
     def tensors(self) -> Any:
@@ -162,13 +173,19 @@ class _Reader(Dataset[Any]):
 
 
 def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, origin: Origin = None) -> Any:
-    """Return a tree of arrays (n, ...) of these samples.
+    """Read samples from a Dataset and stack them to a tree of arrays (n, ...).
+
+    Each sample draws from generators that are seeded for it alone. Afterwards the generators are as before.
 
     Args:
-        dataset: the Dataset.
+        dataset: the Dataset, or an object with read_batch(indices), which returns the tree itself.
         indices: (n,) the samples.
-        is_padded: whether samples are padded with zeros to the longest of them.
-        origin: where in the training the samples are read.
+        is_padded: whether samples of different lengths are padded with zeros to the longest of them.
+        origin: where in the training the samples are read, from which their random numbers follow; None is an
+            evaluation.
+
+    Raises:
+        DataError: Samples differ in structure or shape, or are no numbers. Errors of the Dataset stay as they are.
     """
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
@@ -192,6 +209,7 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
 
 
 def _stack(dataset: Any, indices: np.ndarray, leaves: Sequence[Any], is_padded: bool) -> np.ndarray:
+    """Stack one leaf of each sample to an array (n, ...), padded if is_padded, or raise DataError."""
     arrays = [np.asarray(leaf) for leaf in leaves]
     for index, leaf, array in zip(indices, leaves, arrays, strict=True):
         if array.dtype.kind not in KINDS:
@@ -218,7 +236,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """Make a loader worker end when its rank ends, in whatever way."""
+    """Make this process, a loader worker that has just started, end when its rank ends, in whatever way."""
     sys.excepthook = lambda *_: None  # keeps multiprocessing's thread from printing an error when the rank is killed
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -8,25 +8,27 @@ ROUNDS = 8
 
 
 def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -> Tensor:
-    """Return the samples (n,) int64 at these positions (n,) of a random order of range(size).
-
-    Each key has its own order.
+    """Return which numbers are at these positions of a random permutation of range(size), without making all of it.
 
     A Feistel network permutes the numbers of as many bits as size has. A number that leads out of range(size) is
     permuted again until it does not (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
 
     Args:
-        positions: (n,) int64.
-        size: one number, or (n,) for several orders at once.
-        key: one number, or (n,) for several orders at once.
+        positions: (n,) int64, each below size.
+        size: the size, or (n,) the size of each position's permutation.
+        key: the key, which chooses the permutation, or (n,) the key of each position's permutation.
+
+    Returns:
+        (n,) int64.
     """
-    sizes, keys = np.atleast_1d(np.asarray(size, np.uint64)), np.atleast_1d(np.asarray(key, np.uint64))
+    sizes = np.atleast_1d(np.asarray(size, np.uint64))
+    keys = np.atleast_1d(np.asarray(key, np.uint64))
     samples = _permuted(positions.numpy().astype(np.uint64), sizes, keys)
     outside = np.flatnonzero(samples >= sizes)
     while len(outside):
-        of_sizes, of_keys = (of if len(of) == 1 else of[outside] for of in (sizes, keys))
-        samples[outside] = _permuted(samples[outside], of_sizes, of_keys)
-        outside = outside[samples[outside] >= of_sizes]
+        sizes_outside, keys_outside = (each if len(each) == 1 else each[outside] for each in (sizes, keys))
+        samples[outside] = _permuted(samples[outside], sizes_outside, keys_outside)
+        outside = outside[samples[outside] >= sizes_outside]
     return torch.from_numpy(samples.astype(np.int64))
 
 
@@ -58,9 +60,15 @@ def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nd
 
 
 def _mixed(numbers: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
-    """Return well mixed bits for each number, key and round, by SplitMix64's finalizer.
+    """Return 32 pseudorandom bits for each number, key and round, by SplitMix64's finalizer.
 
-    The highest bits are the best ones.
+    Args:
+        numbers: (n,) uint64.
+        keys: (1,) or (n,) uint64.
+        number: the number of the round.
+
+    Returns:
+        (n,) uint64 below 2^32, the highest bits of the mix, which are its best ones.
     """
     mixed = numbers + (keys + np.uint64(number * 0x9E3779B97F4A7C15 % (1 << 64)))
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)

@@ -41,10 +41,18 @@ class Split(Protocol):
 
 
 class Resident:
-    """Tensors (N, ...) on a device, single or nested. Memory maps among them stay on disk."""
+    """A split of tensors (N, ...) that are on the device, single or nested. Memory maps among them stay on disk."""
 
     def __init__(self, data: Any, device: torch.device):
-        """Put the data on the device. Raises InputError if they cannot be trained on; the caller says which data."""
+        """Put the data on the device.
+
+        Args:
+            data: tensors and arrays with equally many rows, single or nested.
+            device: the rank's device.
+
+        Raises:
+            InputError: The data cannot be trained on. The message does not name the split; the caller adds that.
+        """
         self.device = device
         self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
@@ -85,6 +93,7 @@ class Resident:
 
 
 def _checked(leaf: Any) -> Any:
+    """Return a leaf of the data as it is, or raise InputError if it is no dense tensor or array of numbers."""
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a Dataset, got {type(leaf).__name__}")
     if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
@@ -147,9 +156,9 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
 
 
 def spread(split: Split, count: int) -> Tensor:
-    """Return samples from all over the split: (count,) int64.
+    """Choose samples for a trial, evenly from all over the split: (count,) int64 indices, ascending.
 
-    If the split is in blocks, they are from a few of these.
+    A split in blocks has them from a few blocks, which are far apart. If count exceeds the split, some come twice.
     """
     if isinstance(split, BlockSplit):
         return split.spread(count)

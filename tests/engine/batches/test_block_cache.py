@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flyte_ddp.engine.batches.block_cache import Ahead, BlockCache, needed_bytes
+from flyte_ddp.engine.batches.block_cache import BlockCache, Prefetcher, needed_bytes
 from flyte_ddp.engine.batches.block_order import Uses
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.launch.environment import Environment, World
@@ -134,7 +134,7 @@ class Fetches:
 
 
 def ahead_of(fetches, budget, threads=1):
-    ahead = Ahead(USES, np.array([10, 10, 10, 10]), budget, threads)
+    ahead = Prefetcher(USES, np.array([10, 10, 10, 10]), budget, threads)
     ahead.start(fetches.fetch, fetches.delete)
     return ahead
 
@@ -183,7 +183,7 @@ def test_what_is_fetched_beyond_the_end_is_left_to_the_next_epoch():
         fetches.fetch(block)
         may_go_on.wait()
 
-    ahead = Ahead(USES, np.array([10, 10, 10, 10]), 100, 1)
+    ahead = Prefetcher(USES, np.array([10, 10, 10, 10]), 100, 1)
     ahead.start(fetch_slowly, fetches.delete)
     fetches.ready.acquire()
     ahead.close()
