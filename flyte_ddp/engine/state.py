@@ -362,18 +362,19 @@ class TrainingState:
             "precision": self.precision,
             "choice": self.best_tracker.state_dict() if self.best_tracker else None,
         }
-        return self.layout.marked(content)
+        return self.layout.with_shards(content)
 
     def evaluated_weights(self) -> dict[str, Tensor | Shard]:
         """Return the weights of the network that is evaluated, without the base."""
-        weights: dict[str, Tensor | Shard] = self.layout.marked({"model": self.base.without(self.evaluated)})["model"]
+        content = self.layout.with_shards({"model": self.base.without(self.evaluated)})
+        weights: dict[str, Tensor | Shard] = content["model"]
         return weights
 
     def best_weights(self) -> dict[str, Tensor | Shard]:
         """Return the weights of the best evaluation so far, without the base."""
         assert self.best_tracker
-        marked = self.layout.marked({"choice": {"weights": self.best_tracker.weights}})
-        weights: dict[str, Tensor | Shard] = marked["choice"]["weights"]
+        content = self.layout.with_shards({"choice": {"weights": self.best_tracker.weights}})
+        weights: dict[str, Tensor | Shard] = content["choice"]["weights"]
         return weights
 
     def compare_between_ranks(self) -> None:

@@ -104,7 +104,7 @@ class BlockCache:
             write: write(path) writes the block to a new file. It is called if no rank of the node has the block.
 
         Raises:
-            InputError: The file cannot be written; the message names DDP_CACHE_DIR. Errors of `write` stay as they are.
+            InputError: The file cannot be written. The message names DDP_CACHE_DIR.
         """
         path = self.path(name)
         with writing_to(self.root, VARIABLE), locked(self.node / f"{name}.lock"):

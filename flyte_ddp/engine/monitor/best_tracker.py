@@ -14,7 +14,7 @@ STATE = ("best", "score", "improved", "waited", "weights")
 
 
 def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
-    """Return whether lower values of a measure are better; None if the recipe does not say so."""
+    """Return whether lower values of a measure are better; None if the recipe says neither that nor the opposite."""
     if measure == "loss" or measure in recipe.lower_is_better:
         return True
     return False if measure in (*recipe.percent, *recipe.higher_is_better) else None
@@ -50,16 +50,18 @@ class BestTracker:
 
     @property
     def is_over(self) -> bool:
-        """Return whether training has waited long enough."""
+        """Return whether training is to end, because `patience` evaluations have passed without an improvement."""
         return 0 < self.patience <= self.waited
 
     def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
         """Keep a copy of the weights if this evaluation is the best so far, and count how long none has improved.
 
+        An evaluation whose measure is missing or not finite is never the best.
+
         Args:
             number: the number of the evaluation, from 0.
-            measures: of the validation split; one that is missing or not finite is never the best.
-            weights: the weights that were evaluated.
+            measures: the measures of the validation split, by name.
+            weights: the weights that were evaluated, by name; of a sharded network, this rank's rows.
         """
         value = measures.get(self.measure, math.nan)
         signed = -value if self.is_lower_better else value
@@ -74,7 +76,11 @@ class BestTracker:
             self.waited = 0
 
     def chosen(self, last: int) -> int:
-        """Return the evaluation whose weights are returned: the last one if the measure has never been finite."""
+        """Return the number of the evaluation whose weights training returns: the best one.
+
+        Args:
+            last: the number of the last evaluation, which is returned if the measure has never been finite.
+        """
         return last if self.weights is None else self.best
 
     def state_dict(self) -> dict[str, Any]:

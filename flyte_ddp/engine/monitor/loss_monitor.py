@@ -43,13 +43,29 @@ class LossMonitor:
     remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
     def noted(self, epoch: int, step: int, reasons: Iterable[str]) -> list[NotLearning]:
-        """Record and return warnings for these reasons, which others have found."""
+        """Record a warning for each of these reasons, and return the warnings; the caller emits them.
+
+        Args:
+            epoch: the epoch, from 0.
+            step: the number of the epoch's steps so far.
+            reasons: sentences.
+        """
         warnings = [NotLearning(epoch, step, reason) for reason in reasons]
         self.warnings += warnings
         return warnings
 
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
-        """Record the mean loss of the latest samples, NaN if there is none. Returns a warning if the loss has leapt."""
+        """Record the mean training loss of the latest steps, and return a warning if the loss has leapt.
+
+        A loss has leapt if the mean of a window of at least WINDOW samples exceeds the lowest such mean by LEAP times
+        the loss of a constant prediction.
+
+        Args:
+            epoch: the epoch, from 0.
+            step: the number of the epoch's steps so far.
+            loss: the mean loss of these samples; NaN if none counts.
+            samples: the number of samples since the last call.
+        """
         if math.isnan(loss):
             return []
         self.loss_sum = self.loss_sum + loss * samples
@@ -71,14 +87,16 @@ class LossMonitor:
         return []
 
     def after_evaluation(self, finished: EpochFinished, step: int, mismatched: float = 0.0) -> list[NotLearning]:
-        """Record the mean loss of the test or validation split.
+        """Record whether the loss of an evaluation is no better than guessing, and return a warning if it newly is.
 
-        Returns a warning once the loss is no better than guessing, unless training has only just begun.
+        It is no better if it is above GUESSING times the loss of a constant prediction. In the first epochs, which may
+        be so bad, nothing is recorded.
 
         Args:
-            finished: the evaluation.
-            step: the step within the epoch.
-            mismatched: mean loss of outputs paired with other samples, which stands in for an unknown constant_loss.
+            finished: the evaluation, with a loss.
+            step: the number of the epoch's steps so far.
+            mismatched: the mean loss of outputs paired with other samples, which stands in for an unknown
+                constant_loss; 0 if it is unknown, too.
         """
         if finished.position < min(EARLY * self.epochs, MOST_EARLY):
             return []
@@ -96,7 +114,14 @@ class LossMonitor:
         )
 
     def not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
-        """Return a warning, once for each measure other than the loss, that it is NaN or infinite on a split."""
+        """Record and return a warning for each measure that is NaN or infinite on a split, unless it had one before.
+
+        Args:
+            names: the names of these measures, which are others than the loss.
+            split: "test" or "validation".
+            position: the number of epochs that have been trained, with fractions.
+            step: the number of the epoch's steps so far.
+        """
         new = [name for name in names if f"{split} {name}" not in self.broken]
         self.broken += [f"{split} {name}" for name in new]
         reason = (
@@ -107,7 +132,13 @@ class LossMonitor:
         return self.noted(_epoch(position), step, reasons)
 
     def weightless(self, split: str, position: float, step: int) -> list[NotLearning]:
-        """Return a warning, once for each split, that none of its samples counts for the loss."""
+        """Record and return a warning, once for each split, that none of the split's samples counts for the loss.
+
+        Args:
+            split: "test" or "validation".
+            position: the number of epochs that have been trained, with fractions.
+            step: the number of the epoch's steps so far.
+        """
         if f"{split} loss" in self.broken:
             return []
         self.broken.append(f"{split} loss")
@@ -118,7 +149,12 @@ class LossMonitor:
         return self._warn(_epoch(position), step, reason)
 
     def never_chosen(self, measure: str, position: float) -> list[NotLearning]:
-        """Return a warning that no evaluation was the best, since this measure has never been finite."""
+        """Record and return a warning that training returns the last weights, as no evaluation could be the best.
+
+        Args:
+            measure: the measure to choose by, which has never been finite on the validation split.
+            position: the number of epochs that have been trained, with fractions.
+        """
         return self._warn(
             _epoch(position),
             0,
@@ -141,5 +177,5 @@ class LossMonitor:
 
 
 def _epoch(position: float) -> int:
-    """Return the epoch, from 0, that has been trained up to this position."""
+    """Return the epoch, from 0, in which so many epochs, with fractions, had been trained."""
     return math.ceil(position) - 1

@@ -20,9 +20,15 @@ MOST_OPERATORS = 50
 
 @contextmanager
 def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
-    """Profile some of the block's optimizer steps into folder. Without a folder it does nothing.
+    """Profile the block's 5th to 10th optimizer steps, and write what they cost to a folder.
 
-    rank<n>.pt.trace.json opens in Perfetto, and in TensorBoard with its profiler plugin. Rank 0 adds operators.json.
+    Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard with its profiler plugin. Rank 0
+    adds operators.json, with the most expensive operators.
+
+    Args:
+        folder: the folder, which is created; empty to profile nothing.
+        rank: this rank.
+        optimizer: the optimizer whose steps are counted.
     """
     if not folder:
         yield
@@ -52,7 +58,11 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
 
 def operators(profiler: Any) -> list[dict[str, Any]]:
-    """Return the most expensive operators, by their own time on the GPU if there is one, else on the CPU."""
+    """Return the MOST_OPERATORS operators that took most time themselves, on the GPU if it was used, else on the CPU.
+
+    Returns:
+        For each operator its name, number of calls, and microseconds, those of all recorded steps together.
+    """
     rows = [
         {
             "name": row.key,

@@ -14,7 +14,7 @@ from torch import distributed
 
 from flyte_ddp.engine.batches.batches import Batch
 
-MOST_MARKS = 256  # so many marks may wait; then those that the device has reached are added up
+MOST_MARKS = 256  # with more marks than this, those that the device has reached are added up
 
 
 class StepPart(IntEnum):
@@ -27,7 +27,7 @@ class StepPart(IntEnum):
 
 
 class _Moment:
-    """A mark on a CPU, with the methods of torch.cuda.Event."""
+    """A moment on the host's clock, with the methods of torch.cuda.Event."""
 
     def record(self) -> None:
         self.seconds = time.perf_counter()
@@ -40,13 +40,13 @@ class _Moment:
 
 
 class StepClock:
-    """A clock that splits a rank's time at marks. It counts the steps since the last call of read_all or timed.
+    """A clock that splits a rank's time at marks into waiting for data, computing, and waiting for other ranks.
 
-    On a GPU the marks are events in its stream, so nobody waits for them, and the time is the device's own: nobody has
-    waited for data that come while the device still computes.
+    On a GPU the marks are events in its stream, so the host does not wait for them, and the time is the device's own.
+    Data that come while the device still computes cost no time.
 
     Attributes:
-        samples: the number of samples since the last call of read_all or timed.
+        steps, samples: their numbers since the last call of read_all or timed.
     """
 
     def __init__(self, device: torch.device):
@@ -55,7 +55,7 @@ class StepClock:
         self._set_to_zero()
 
     def lap(self, part: StepPart) -> None:
-        """Count the time since the last mark as this part."""
+        """Set a mark, and count the time since the mark before as this part of a step."""
         mark = torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else _Moment()
         mark.record()
         self._marks.append((part, mark))
@@ -64,13 +64,22 @@ class StepClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time of the block, a collective in the middle of a step, as waiting."""
+        """Count the time of the block as waiting for other ranks, and the time before it as computing.
+
+        The block is a collective in the middle of a step.
+        """
         self.lap(StepPart.COMPUTING)
         yield
         self.lap(StepPart.WAITING)
 
     def timed(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
-        """Yield the rank's shares of each step, and measure the time until they are there. The clock begins anew."""
+        """Yield the rank's shares of each step, and count the time until they are there as waiting for data.
+
+        The clock begins anew. The time between the end of a step and the next one counts as OTHER.
+
+        Args:
+            steps: the shares of each step. Fetching them may take time.
+        """
         self._marks.clear()
         self._set_to_zero()
         coming = iter(steps)
@@ -85,14 +94,14 @@ class StepClock:
             yield shares
 
     def read_all(self) -> np.ndarray:
-        """Return all ranks' times since the last call, and begin anew.
+        """Return all ranks' times since the last call of this method or of timed, and begin anew; a collective.
 
-        All ranks must call it, after the host waited for the device.
-
-        A log can afford an exchange of its own: for 512 ranks these are 16 kB, which all steps would carry otherwise.
+        It is called for a log line, after the host has waited for the device. Sums that travel with each step would be
+        16 kB larger for 512 ranks.
 
         Returns:
-            (ranks, 4): seconds of DATA, COMPUTING and WAITING, and the number of samples.
+            (ranks, 4) float64, the same on all ranks: seconds of DATA, COMPUTING and WAITING, and the number of
+                samples.
         """
         self._add_up()
         local = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)
@@ -111,7 +120,7 @@ class StepClock:
         self.samples = self.steps = 0
 
     def _add_up(self) -> None:
-        """Add up the parts whose marks the device has reached."""
+        """Add the times between the marks that the device has reached to those of their parts, and drop these marks."""
         reached = list(itertools.takewhile(lambda mark: mark[1].query(), self._marks))
         for (_, before), (part, after) in itertools.pairwise(reached):
             self._seconds[part] += before.elapsed_time(after) / 1e3

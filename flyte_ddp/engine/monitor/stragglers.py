@@ -9,7 +9,7 @@ from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.events import RanksTimed, SlowRank
 
 FACTOR = 1.25  # a rank is late if it needs more than so many times what a fast one needs
-LEAST_STEP_SECONDS = 0.002  # a late rank prolongs a step by this at least: less is the noise of short steps
+LEAST_STEP_SECONDS = 0.002  # a rank is late if it prolongs a step by this at least; less is the noise of short steps
 IN_A_ROW = 3  # a rank that is late in so many windows gets a warning
 WINDOW_SECONDS = 1.0  # a window has one log or more, and so many seconds: other programs would disturb shorter ones
 MOST_WARNINGS = 16  # keeps a large world that is slow from filling its page
@@ -47,27 +47,31 @@ class Stragglers:
         self._warned: set[tuple[int | str, str]] = set()
 
     def after_steps(self, epoch: int, step: int, steps: int, times: np.ndarray) -> list[SlowRank]:
-        """Record the latest steps, and return warnings of ranks that keep being late.
+        """Record the times of the latest steps, and return a warning of each rank that keeps being late.
+
+        A rank keeps being late if it is late in IN_A_ROW windows of at least WINDOW_SECONDS. A rank on a GPU of its own
+        that computes slowly is warned of once; otherwise there is one warning for each host and cause.
 
         Args:
-            epoch: from 0.
-            step: the step within the epoch.
-            steps: how many steps the times are of.
-            times: (ranks, 4) seconds waiting for data, computing, and waiting for the others; and samples.
+            epoch: the epoch, from 0.
+            step: the number of the epoch's steps so far.
+            steps: the number of the steps that the times are from.
+            times: (ranks, 4), each rank's seconds of waiting for data, of computing, and of waiting for the others in
+                these steps together; and its number of samples.
         """
         if self._meet_within:
             times = times.copy()
             least = times[:, StepPart.COMPUTING].min()
             times[:, StepPart.WAITING] += times[:, StepPart.COMPUTING] - least
             times[:, StepPart.COMPUTING] = least
-        needed = needed_by(times)
-        waited_for = (needed - fast(needed)).clip(0)
+        needed = needed_seconds(times)
+        waited_for = (needed - lower_quartile(needed)).clip(0)
         self._totals += np.column_stack([times[:, :SAMPLES], waited_for])
         self._window = self._window + times
         self._steps = self._steps + steps
         if self._window[0, :SAMPLES].sum() < WINDOW_SECONDS:
             return []
-        self._last.append((self._window, late(self._window, self._steps), self._steps))
+        self._last.append((self._window, find_late(self._window, self._steps), self._steps))
         self._window = np.zeros_like(times)
         self._steps = 0
         new = []
@@ -81,51 +85,65 @@ class Stragglers:
         return new
 
     def _judge(self, epoch: int, step: int) -> list[SlowRank]:
+        """Return a warning of each rank that was late in all of the last IN_A_ROW windows."""
         if len(self._last) < IN_A_ROW:
             return []
         each, were_late, steps = zip(*self._last, strict=True)
         times = np.sum(each, 0)
         count = sum(steps)
-        usual = fast(times)
+        usual = lower_quartile(times)
         slow_ranks = []
         in_data = ("data", StepPart.DATA)
         in_step = ("compute", StepPart.COMPUTING)
         for rank in np.flatnonzero(np.all(were_late, 0)).tolist():
             beyond = times[rank] - usual
             cause, part = in_data if beyond[StepPart.DATA] > beyond[StepPart.COMPUTING] else in_step
-            its, of_fast = (f"{of[part] / count * 1e3:,.1f} ms" for of in (times[rank], usual))
+            its, usual_time = (f"{seconds[part] / count * 1e3:,.1f} ms" for seconds in (times[rank], usual))
             host = self._hosts[rank]
             reason = (
-                f"rank {rank} on {host} is slow: it {WORDS[cause]} {its} in each step, a fast rank {of_fast} "
+                f"rank {rank} on {host} is slow: it {WORDS[cause]} {its} in each step, a fast rank {usual_time} "
                 f"({count} steps until step {step} of epoch {epoch + 1}): {self._remedies[cause]}"
             )
             slow_ranks.append(SlowRank(epoch, step, reason, rank, host, cause))
         return slow_ranks
 
     def so_far(self) -> RanksTimed:
+        """Return the event that shows the seconds of all steps of this attempt, by rank."""
         return RanksTimed(*self._totals.T.round(3).tolist())
 
 
-def late(times: np.ndarray, steps: int) -> np.ndarray:
-    """Return which ranks are late: (ranks,) bool.
+def find_late(times: np.ndarray, steps: int) -> np.ndarray:
+    """Return which ranks were late in some steps: (ranks,) bool.
 
-    A late rank took much longer in so many steps than a fast rank, and than its share of the samples explains.
+    A late rank took much longer than a fast rank, and than its share of the samples explains.
+
+    Args:
+        times: (ranks, 4), as in Stragglers.after_steps.
+        steps: the number of the steps that the times are from.
     """
-    needed = needed_by(times)
+    needed = needed_seconds(times)
     samples = times[:, SAMPLES]
-    fair = fast(needed) * (samples / max(1, fast(samples))).clip(1)  # ranks' shares of a small batch are uneven
+    share = samples / max(1, lower_quartile(samples))  # ranks' shares of a small batch are uneven
+    fair = lower_quartile(needed) * share.clip(1)
     return (needed > FACTOR * fair) & (needed - fair >= LEAST_STEP_SECONDS * steps)
 
 
-def needed_by(times: np.ndarray) -> np.ndarray:
-    """Return the seconds that each rank needed for itself: (ranks,)."""
+def needed_seconds(times: np.ndarray) -> np.ndarray:
+    """Return the seconds for which each rank waited for its data or computed: (ranks,).
+
+    Args:
+        times: (ranks, 4), as in Stragglers.after_steps.
+    """
     return times[:, StepPart.DATA] + times[:, StepPart.COMPUTING]
 
 
-def fast(of_ranks: np.ndarray) -> np.ndarray:
-    """Return the lower quartile, which for up to four ranks is their fastest.
+def lower_quartile(by_rank: np.ndarray) -> np.ndarray:
+    """Return the lower quartile of each column, as a fast rank's value, because more than half of ranks may be slow.
 
-    More than half of the ranks may be slow.
+    For up to four ranks it is the lowest value.
+
+    Args:
+        by_rank: (ranks, ...).
     """
-    quartile: np.ndarray = np.sort(of_ranks, axis=0)[(len(of_ranks) - 1) // 4]
+    quartile: np.ndarray = np.sort(by_rank, axis=0)[(len(by_rank) - 1) // 4]
     return quartile

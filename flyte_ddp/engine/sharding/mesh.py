@@ -15,22 +15,30 @@ _mesh: Any = None  # the mesh of the network that this process sharded last, in 
 
 
 def make_mesh(options: RunOptions, environment: Environment) -> Any:
-    """Create the mesh of ranks that fully_shard takes. All ranks must call it.
+    """Create the mesh of ranks that fully_shard takes, and remember it for copies() and counterparts(); a collective.
+
+    Args:
+        options: the options of the run. With sharding="hybrid" the ranks of each node share the rows, otherwise all.
+        environment: this rank's place among all ranks.
+
+    Returns:
+        torch's DeviceMesh; with several nodes and hybrid sharding (nodes, ranks of a node), otherwise (ranks,).
 
     Raises:
-        InputError: hybrid sharding finds nodes that differ.
+        InputError: With hybrid sharding, nodes have different numbers of ranks, or do not number them consecutively.
     """
     from torch.distributed.device_mesh import init_device_mesh  # this import is slow, and only sharding needs it
 
     global _mesh
     world = environment.world
-    nodes = _nodes(environment) if options.sharding == "hybrid" else 1
+    nodes = _count_nodes(environment) if options.sharding == "hybrid" else 1
     shape, names = ((nodes, world.local_size), ("nodes", "ranks")) if nodes > 1 else ((world.size,), ("ranks",))
     _mesh = init_device_mesh(world.device, shape, mesh_dim_names=names)
     return _mesh
 
 
-def _nodes(environment: Environment) -> int:
+def _count_nodes(environment: Environment) -> int:
+    """Return the number of nodes, or raise InputError if they cannot share rows among their ranks; a collective."""
     places: list[Any] = [None] * environment.world.size
     distributed.all_gather_object(places, (environment.local_rank, environment.world.local_size))
     sizes = [size for _, size in places]
@@ -48,10 +56,13 @@ def _nodes(environment: Environment) -> int:
 
 
 def copies() -> int:
-    """Return how many nodes have a copy of every row."""
+    """Return how many copies of the rows there are: with hybrid sharding one on each node, otherwise one."""
     return _mesh.size(0) if _mesh is not None and _mesh.ndim == 2 else 1
 
 
 def counterparts() -> Any:
-    """Return the group of this rank and those with the same rows. The first node's rank comes first."""
+    """Return the process group of the ranks with the same rows as this one, with hybrid sharding.
+
+    The first node's rank comes first.
+    """
     return _mesh.get_group(0)

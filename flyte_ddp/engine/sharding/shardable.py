@@ -16,7 +16,11 @@ from flyte_ddp.settings import RunOptions
 
 
 def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) -> None:
-    """Raise InputError if a recipe, or an option, needs something that sharding lacks."""
+    """Raise InputError if a recipe, an option or the environment does not go with sharding.
+
+    Examples are a recipe that names no fsdp_units, the option log_gradients, and a torch that is too old. The network
+    need not be built yet.
+    """
     from torch.distributed.fsdp import FSDPModule  # this import is slow, and only sharding needs it
 
     owner = type(recipe).__name__

@@ -18,9 +18,10 @@ from flyte_ddp.engine.torch_compat import pytree
 
 @dataclass(frozen=True)
 class Cut:
-    """A division of sharded tensors into parts of consecutive rows.
+    """The division of sharded tensors into parts of consecutive rows, one for each rank.
 
-    Rank 0 has the first part, and so on. The first ranks, which together have all parts, write them to files.
+    Rank 0 has the first part, and so on. With hybrid sharding the next node begins with the first part again. The ranks
+    that together have all parts once, the first ones, write them to files.
 
     Attributes:
         parts: the number of parts.
@@ -33,12 +34,12 @@ class Cut:
     writes: bool
 
     def rows(self, count: int) -> tuple[int, int]:
-        """Return the first and the last row, exclusive, of this rank's part of so many rows."""
+        """Return the first and the last row, exclusive, of this rank's part of a tensor with so many rows."""
         return cut_rows(count, self.part, self.parts)
 
 
 def cut() -> Cut:
-    """Return the division over all ranks or, with hybrid sharding, over those of each node."""
+    """Return the division of tensors over all ranks or, with hybrid sharding, over those of each node."""
     rank = distributed.get_rank()
     parts = distributed.get_world_size() // copies()
     return Cut(parts, rank % parts, writes=rank < parts)
@@ -46,15 +47,22 @@ def cut() -> Cut:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A sharded tensor of this shape, with this rank's rows."""
+    """A sharded tensor, as one rank knows it.
+
+    Attributes:
+        rows: this rank's rows of the tensor.
+        shape: the shape of the whole tensor.
+    """
 
     rows: Tensor
     shape: torch.Size
 
     def gather(self, room: Tensor | None, device: torch.device) -> None:
-        """Copy the rows of all ranks into the room that rank 0 has for them, by way of the device.
+        """Send this rank's rows to rank 0, which copies the rows of all ranks into one tensor; a collective.
 
-        All ranks must call it.
+        Args:
+            room: on rank 0 the tensor to fill, of the whole shape, on the CPU; None on the other ranks.
+            device: the device that sends and receives rows.
         """
         rank = distributed.get_rank()
         parts = cut().parts
@@ -74,7 +82,13 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def cut_rows(count: int, part: int, parts: int) -> tuple[int, int]:
-    """Return the first and the last row, exclusive, of a part of so many rows, as fully_shard cuts them."""
+    """Return the first and the last row, exclusive, of one part of a tensor, as fully_shard cuts it.
+
+    Args:
+        count: the number of rows of the tensor.
+        part: the number of the part, from 0.
+        parts: the number of parts. The last ones may be shorter, or empty.
+    """
     most = -(-count // parts)
     return min(part * most, count), min((part + 1) * most, count)
 
@@ -96,15 +110,15 @@ def with_room(content: Any) -> Any:
 
 
 def fill(path: Path | None, content: Any, device: torch.device) -> None:
-    """Copy the rows of all ranks' Shards into the file that rank 0 has saved with empty room for them.
+    """Fill in a file's sharded tensors, which rank 0 has saved empty, with the rows of all ranks; a collective.
 
-    Rank 0 maps the file and writes the rows of one rank after the other, so no tensor is ever whole in memory. If there
-    are Shards, all ranks must call it.
+    Rank 0 maps the file and writes the rows of one rank after the other, so no tensor is ever whole in memory. If the
+    content has no Shards, nothing is exchanged or written.
 
     Args:
         path: the file on rank 0, and None on the other ranks. If rank 0 passes None, because it could not write the
             file, no rank does anything.
-        content: the content that rank 0 saved, with Shards in place of the whole tensors.
+        content: the content of the file, with each rank's Shards in place of the sharded tensors.
         device: the device that sends and receives rows.
     """
     leaves = pytree.tree_leaves(content)
@@ -124,14 +138,14 @@ def fill(path: Path | None, content: Any, device: torch.device) -> None:
 
 
 class Layout:
-    """The tensors of a training's state that are sharded; none if the network is not."""
+    """The knowledge of which tensors of a training's state are sharded; none if the network is not."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer):
-        """Find the sharded tensors.
+        """Find the sharded weights.
 
         Args:
             model: the network.
-            optimizer: an optimizer of the sharded weights, not yet of this rank's rows.
+            optimizer: its optimizer, of the sharded weights: before on_shards() gives it this rank's rows instead.
         """
         weights = model.state_dict(keep_vars=True)
         self._weights = {name: weight for name, weight in weights.items() if is_shard(weight)}
@@ -139,7 +153,14 @@ class Layout:
         self._updated = {number: weight for number, weight in enumerate(updated) if is_shard(weight)}
 
     def _weight(self, path: tuple[Any, ...]) -> Tensor | None:
-        """Return the weight that the place in the state belongs to, if the weight is sharded."""
+        """Return the sharded weight whose values, average, optimizer state or best values so far are at a path.
+
+        Args:
+            path: the keys of pytree that lead to a leaf of the state.
+
+        Returns:
+            None if the leaf belongs to no weight, or to one that is not sharded.
+        """
         match [getattr(key, "key", None) for key in path]:
             case ["model" | "average", str(name)] | ["choice", "weights", str(name)]:
                 return self._weights.get(name)
@@ -147,28 +168,33 @@ class Layout:
                 return self._updated.get(number)
         return None
 
-    def marked(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with this rank's Shard in place of each sharded tensor.
+    def with_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with this rank's Shard in place of each sharded tensor. Nothing is copied.
 
         Tied weights share one Shard. A state without sharded tensors is returned as it is.
 
         Args:
-            state: the training's state.
+            state: the training's state, or some of its entries.
         """
         made: dict[tuple[Any, ...], Shard] = {}
 
         def mark(path: tuple[Any, ...], value: Any) -> Any:
             weight = self._weight(path) if isinstance(value, Tensor) else None
-            if weight is None or not value.ndim:  # an optimizer's number of steps has no rows has no rows
+            if weight is None or not value.ndim:  # an optimizer's number of steps has no rows
                 return value
             key = path if path[0].key == "optimizer" else (path[0], id(weight))
             return made.setdefault(key, Shard(local(value), weight.shape))
 
-        with_shards: dict[str, Any] = pytree.tree_map_with_path(mark, state) if self._weights else state
-        return with_shards
+        replaced: dict[str, Any] = pytree.tree_map_with_path(mark, state) if self._weights else state
+        return replaced
 
     def local(self, path: tuple[Any, ...], whole: Any) -> Any:
-        """Return this rank's rows of a tensor of the state, or of one that is still to be read."""
+        """Return this rank's rows of a whole tensor of the state; one that is not sharded as it is.
+
+        Args:
+            path: the keys of pytree that lead to the tensor.
+            whole: the tensor, or an object that reads it from a file when it is sliced.
+        """
         if self._weight(path) is None or not whole.ndim:
             return whole
         first, last = cut().rows(len(whole))
@@ -176,9 +202,7 @@ class Layout:
 
 
 def fitted(values: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Convert weights to the form that the network's load_state_dict takes.
-
-    A sharded weight becomes a DTensor of this rank's rows. Other weights stay as they are.
+    """Return weights as the network's load_state_dict takes them: sharded ones as DTensors, the others as they are.
 
     Args:
         values: the weights by name; this rank's rows if a weight is sharded.

@@ -1,9 +1,9 @@
 """The sharding of a network that is too large for one GPU, by torch's fully_shard.
 
 fully_shard is FSDP2 (Zhao et al. 2023, arXiv 2304.11277). Each rank keeps some rows of every weight, and of its
-gradient and optimizer state. A unit, such as a transformer's block, is made whole on all ranks just before it computes,
-and its gradients are added up and cut as soon as they are there. Weights that belong to no unit are the last unit,
-which is whole during all of the others' computation.
+gradient and optimizer state. A unit, such as a transformer's block, is made whole on all ranks just before it computes.
+Its gradients are added up over the ranks and cut into rows as soon as they are there. Weights that belong to no unit
+are the last unit, which is whole while the others compute.
 
 Networks that are not sharded pass through these functions as they are.
 """
@@ -54,17 +54,18 @@ BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam",
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Return whether a network, or a unit of it, is sharded."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded until shard() has imported it
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
 def is_shard(tensor: Any) -> bool:
-    """Return whether it is a sharded tensor, torch's DTensor, of which this rank has some rows."""
+    """Return whether an object is a sharded tensor, torch's DTensor, of which this rank has some rows."""
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a sharded tensor, in the same memory."""
+    """Return this rank's rows of a sharded tensor, in the same memory. Other tensors are returned as they are."""
     if not is_shard(tensor):
         return tensor
     rows: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
@@ -75,15 +76,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: str) -> None:
-    """Shard networks that are on the CPU, or have no values, with rank 0's weights. All ranks must call it.
+    """Shard networks in place, and move them to the device with rank 0's weights and buffers; a collective.
 
-    At most one unit is whole on the device.
+    Unit after unit is moved and sharded, so at most one is whole on the device.
 
     Args:
-        recipe: names the units.
-        networks: the network to train, and others.
+        recipe: the recipe, which names the units and has the device.
+        networks: the network to train and others, such as its average, on the CPU. On ranks other than 0 their tensors
+            may be on torch's meta device.
         mesh: what make_mesh returned.
-        precision: the precision that the first network is trained in.
+        precision: "float32" or "bfloat16", which the first network is trained in. Others are float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # this import is slow
 
@@ -91,19 +93,19 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: s
         is_cast = precision == "bfloat16" and network is networks[0]
         policy = _in_bfloat16(network) if is_cast else MixedPrecisionPolicy()
         for buffer in network.buffers():
-            _from_first(buffer, recipe.device)
+            _move_from_first(buffer, recipe.device)
         for unit in (*matching_layers(recipe, "fsdp_units", network).values(), network):
             for weight in unit.parameters():
                 if not is_shard(weight):
-                    _from_first(weight, recipe.device)
+                    _move_from_first(weight, recipe.device)
             # The last unit, too: torch would leave it whole after an evaluation
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
 
 def _in_bfloat16(network: nn.Module) -> Any:
-    """Return the policy that exchanges in bfloat16 the weights that autocast would make bfloat16 on each rank.
+    """Return the MixedPrecisionPolicy that exchanges in bfloat16 those weights that autocast would convert to it.
 
-    It gives the same numbers. Other weights, such as those of embeddings and norms, are exchanged as they are.
+    So the numbers stay the same. Other weights, such as those of embeddings and norms, are exchanged as they are.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -118,9 +120,10 @@ def _in_bfloat16(network: nn.Module) -> Any:
 
 
 def _is_cast(layer: nn.Module) -> bool:
-    """Return whether only torch's own code computes with the layer's weights.
+    """Return whether autocast converts all of a layer's weights to bfloat16 before it computes with them.
 
-    A class derived from torch's, or a hook before the layer, such as spectral_norm's, may compute in float32.
+    It does so in torch's own layers that CAST lists. A class derived from these with a forward of its own, or a hook
+    before the layer, such as spectral_norm's, may compute in float32.
     """
     kinds = [kind for kind in CAST if isinstance(layer, kind)]
     pairs = product(kinds, OVERRIDDEN)
@@ -128,8 +131,8 @@ def _is_cast(layer: nn.Module) -> bool:
     return bool(kinds) and is_own and not torch_compat.has_forward_pre_hooks(layer)
 
 
-def _from_first(tensor: Tensor, device: torch.device) -> None:
-    """Move a tensor to the device, with rank 0's values."""
+def _move_from_first(tensor: Tensor, device: torch.device) -> None:
+    """Move a tensor, as the same object, to the device, and overwrite it with rank 0's values; a collective."""
     if tensor.is_meta:
         give_room(tensor, device)
     else:
@@ -138,10 +141,12 @@ def _from_first(tensor: Tensor, device: torch.device) -> None:
 
 
 def give_room(tensor: Tensor, device: torch.device) -> None:
-    """Allocate memory on the device for a tensor without values. It stays the same object, and tied.
+    """Allocate memory on the device for a tensor on torch's meta device, which stays the same object, and so tied.
+
+    Its values are undefined.
 
     Raises:
-        RuntimeError: another tensor is a view of it.
+        RuntimeError: Another tensor is a view of this one.
     """
     room = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
     is_parameter = isinstance(tensor, nn.Parameter)
@@ -149,20 +154,27 @@ def give_room(tensor: Tensor, device: torch.device) -> None:
 
 
 def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
-    """Exchange the weights of a sharded network as they are while the block runs, to compute without autocast."""
+    """Exchange a sharded network's weights in their own dtype while the block runs, for evaluations in float32.
+
+    A network that isn't sharded is left alone.
+    """
     return torch_compat.gathered_as_they_are(unit for unit in model.modules() if is_sharded(unit))
 
 
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
-    """Let the block try a sharded network, which cannot be copied; then restore its weights and buffers.
+    """Restore a sharded network's weights and buffers after the block, which tries the network itself, not a copy.
 
-    Gradients are set to zero. Nothing is restored if the block raises. A network that isn't sharded is left alone.
+    A sharded network cannot be copied. Its gradients are set to zero after the block. Nothing is restored if the block
+    raises. A network that isn't sharded is left alone.
+
+    Args:
+        recipe: the recipe, for messages.
+        model: the network.
 
     Raises:
-        InputError: The block raised one of torch's errors on sharding that can be explained, such as a weight
-            outside of
-            its unit.
+        InputError: The block raised one of torch's errors on sharding that can be explained, such as that of a weight
+            that is used outside of its unit.
     """
     if not is_sharded(model):
         yield
@@ -202,7 +214,8 @@ class ShardedStep(SingleStep):
 
         Args:
             step: the step of one rank.
-            has_unused: as in ReplicatedStep. It makes the host wait in each step.
+            has_unused: whether steps may leave parameters unused on all ranks, as an expert's. If so, the host waits
+                for the device in each step.
         """
         super().__init__(step)
         self._has_unused = has_unused
@@ -212,15 +225,24 @@ class ShardedStep(SingleStep):
         return self.module.reaching(self.module(*args))
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Cut the batch into as many parts on each rank, since all ranks are needed to make a unit whole."""
+        """Cut the rank's share into parts, as many on each rank, since all ranks are needed to make a unit whole.
+
+        A part has at most so many samples; 0 gives a single part. A rank with fewer samples repeats a part, whose
+        repetition counts for nothing.
+        """
         return batch.parts(most, self.module.world_size)
 
     def added_up(self, backward: Callable[[], None]) -> Totals:
-        """Compute the gradients, and their norms over all shards, counting each row's part once.
+        """Run the forward and backward passes, and compute the norms of the gradients over all ranks; a collective.
 
-        All ranks must call it.
+        The network adds up the gradients by itself; each rank has its rows of the sums. A weight that no rank has used
+        has no gradient then, if has_unused is set. (Torch gives it a gradient of 0.)
 
-        A weight that no rank has used gets a gradient of 0 from torch, and loses it here.
+        Args:
+            backward: runs the forward and backward passes of this rank's samples.
+
+        Returns:
+            The sums of the measures and requests, and the norms of the whole gradients.
         """
         backward()
         sums = self.module.carrier.grad
@@ -238,17 +260,18 @@ class ShardedStep(SingleStep):
         return self.module.split((totals[: len(sums)] / self.module.world_size).float(), norms)
 
     def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        """Return nothing, because a rank's gradients are added to the others' at once."""
+        """Return an empty list, because a rank's gradients are added to the others' at once."""
         return []
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:
-    """Make the optimizer of a sharded network update this rank's rows.
+    """Make the optimizer of a sharded network, in place, update this rank's rows, and return it.
 
-    The rows are plain tensors, so that fused optimizers work, too.
+    The rows are plain tensors, so that fused optimizers work, too. Hooks give them their gradients before each step. An
+    optimizer of weights that are not sharded is returned as it is.
 
     Raises:
-        InputError: the optimizer does not treat each number by itself.
+        InputError: The optimizer is none of BY_ELEMENT, which update each number without looking at the others.
     """
     updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     weights = [weight for weight in updated if is_shard(weight)]
