@@ -1,8 +1,8 @@
-"""Whether ranks compute what they should: a part of a global batch must have the same bits each time, on any rank.
+"""The audit of steps: with virtual ranks, a part of a global batch must have the same bits each time, on any rank.
 
-That needs virtual ranks. What differs is code that draws or counts by itself; a processor that computes wrongly now and
-then, which Meta's Llama 3 met six times in 54 days on 16,384 GPUs (arXiv 2407.21783, table 5); or, from the first step
-on, a processor of another kind.
+Bits differ if code draws or counts by itself; if a processor computes wrongly now and then, which Meta's Llama 3 met
+six times in 54 days on 16,384 GPUs (arXiv 2407.21783, table 5); or, from the first step on, if processors are of
+different kinds.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ from flyte_ddp.engine.blame import Cause, Verdict, judge
 from flyte_ddp.engine.drift import RANKS, Warn, describe_difference, gather_numbers
 from flyte_ddp.engine.hosts.places import Place, multiply_matrices
 from flyte_ddp.engine.hosts.unlike import name_ranks, wrong_products
-from flyte_ddp.engine.step import SingleStep, Totals
+from flyte_ddp.engine.step import Totals
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
 from flyte_ddp.errors import InputError, WrongBitsError
@@ -223,22 +223,6 @@ class Audit:
         return {rank: digests[rank] for rank in sorted(ranks)}
 
 
-def make_audit(step: SingleStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn) -> Audit | None:
-    """Make the audit of a step.
-
-    Args:
-        step: the step of all ranks together.
-        train: the batches that the steps compute.
-        every: audit one step in this many, and the first; with 0, only the first.
-        places: the place of each rank.
-        warn: called on all ranks with a warning.
-
-    Returns:
-        None without virtual ranks, where a part may have other bits each time.
-    """
-    return Audit(step, train, every, places, warn) if isinstance(step, ExactStep) else None
-
-
 def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:
     """Choose a part of a global batch and two ranks that compute it, at random and alike on all ranks.
 
@@ -254,18 +238,8 @@ def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int
     key = derive_key(Use.AUDIT, train.seed, epoch, step)
     parts = train.parts_with_samples(step)
     part = parts[key % len(parts)]
-    owner = find_owner(part, train.virtual_ranks, len(hosts))
+    size = len(hosts)
+    owner = next(rank for rank in range(size) if part in parts_of_rank(train.virtual_ranks, rank, size))
     elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[owner]]
-    others = elsewhere or [rank for rank in range(len(hosts)) if rank != owner] or [owner]
+    others = elsewhere or [rank for rank in range(size) if rank != owner] or [owner]
     return part, owner, others[key // len(parts) % len(others)]
-
-
-def find_owner(part: int, virtual_ranks: int, world_size: int) -> int:
-    """Return the rank that computes this part of a global batch.
-
-    Args:
-        part: the number of the part.
-        virtual_ranks: the number of parts.
-        world_size: the number of ranks.
-    """
-    return next(rank for rank in range(world_size) if part in parts_of_rank(virtual_ranks, rank, world_size))

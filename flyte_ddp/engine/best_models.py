@@ -115,6 +115,7 @@ class BestModels(Observer):
         return models
 
     def _keep(self, number: int, weights: Weights) -> None:
+        """Write an evaluation's weights if it is among the best, and forget the one it displaces; a collective."""
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:
             return

@@ -1,4 +1,4 @@
-"""Why digests of one part of a batch differ: by the code that computes it, by a processor, or from rank to rank."""
+"""The reason why digests of one part of a batch differ: code that computes the part, a processor, or other ranks."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -9,6 +9,8 @@ from flyte_ddp.engine.hosts.unlike import minority
 
 
 class Cause(Enum):
+    """A reason why digests differ."""
+
     CODE = "a rank differs from itself each time, as code does that draws, or counts, outside of torch's reach"
     PROCESSOR = "some ranks were wrong at times, or multiply wrongly, too"
     RANKS = "ranks differ from one another, and agree with themselves"

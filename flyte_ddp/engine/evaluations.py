@@ -66,7 +66,8 @@ def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, li
         NonFiniteError: A test sample's loss is not finite.
         StopRequested: A rank was asked to stop.
     """
-    tracker, started = state.best_tracker, time.perf_counter()
+    tracker = state.best_tracker
+    started = time.perf_counter()
     if tracker and tracker.weights is not None:
         state.load_weights(state.evaluated, tracker.weights)
     chosen = state.progress.history[tracker.chosen(len(state.progress.history) - 1) if tracker else -1]
@@ -107,7 +108,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
-    before, poll = state.kept_of_evaluated(), StopPoll(state.device)
+    before = state.kept_of_evaluated()
+    poll = StopPoll(state.device)
     rows: list[Tensor] = []
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
     by_part = torch.zeros(split.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)

@@ -46,7 +46,8 @@ def fit(
         begin, end = (len(train) * number // settings.evaluations_per_epoch for number in (done, done + 1))
         train_until(state, train, end, settings.log_interval, link)
         state.compare_between_ranks()
-        digest, started = state.digest(), time.perf_counter()
+        digest = state.digest()
+        started = time.perf_counter()
         try:
             evaluated = evaluate(state, split, link)
         except StopRequested:

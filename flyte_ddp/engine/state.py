@@ -83,10 +83,18 @@ class TrainingState:
             average: the moving average of the weights; None without one.
             log_gradients: whether events have the norm of each parameter's gradient.
         """
-        self.log_gradients, self.train, self.world_size = log_gradients, train, train.world_size
-        self.recipe, self.names, self.device, self.micro_batch = recipe, tuple(names), device, recipe.micro_batch
-        self.model, self.base, self.average = model, base or FrozenBase(model), average
-        self._buffers, self._moving = Buffers(model), [model.get_parameter(name) for name in moving]
+        self.recipe = recipe
+        self.model = model
+        self.names = tuple(names)
+        self.train = train
+        self.device = device
+        self.base = base or FrozenBase(model)
+        self.average = average
+        self.log_gradients = log_gradients
+        self.world_size = train.world_size
+        self.micro_batch = recipe.micro_batch
+        self._buffers = Buffers(model)
+        self._moving = [model.get_parameter(name) for name in moving]
         self._buffers_of_average = Buffers(average.model) if average else None
         self._moving_of_average = [average.model.get_parameter(name) for name in moving] if average else []
         virtual_ranks: int = recipe.settings.virtual_ranks
@@ -138,10 +146,6 @@ class TrainingState:
         if self._buffers_of_average:
             return self._buffers_of_average.kept(self._moving_of_average)
         return self.kept()
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.schedule.get_last_lr()[0])
 
     def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
         """Take one optimizer step with a global batch, and add its measures and requests to the progress; a collective.
@@ -293,8 +297,9 @@ class TrainingState:
         Norms by name are those of all parameters if log_gradients is set, otherwise the MOST_NORMS largest.
         """
         norms = self.gradient_norms()
+        learning_rate = float(self.schedule.get_last_lr()[0])
         largest = dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1)))
-        return StepFigures(self.learning_rate, math.hypot(*norms.values()), norms if self.log_gradients else largest)
+        return StepFigures(learning_rate, math.hypot(*norms.values()), norms if self.log_gradients else largest)
 
     def step_error(self, step: int) -> NonFiniteError:
         """Repeat a step, and return an error that names what was not finite, and on which ranks; a collective.
@@ -397,10 +402,12 @@ class TrainingState:
         self._base_versions = now
         if not self.drift or is_sharded(self.model):
             return
-        content, is_audited = self.state_dict(), bool(self.audit and self.audit.every)
-        compared = [content[part] for part in (("model", "average", "optimizer") if is_audited else ("model",))]
-        tensors = [leaf for leaf in torch_compat.pytree.tree_leaves(compared) if isinstance(leaf, Tensor)]
+        is_audited = bool(self.audit and self.audit.every)
+        parts = ("model", "average", "optimizer") if is_audited else ("model",)
         what = "weights, or the optimizer," if is_audited else "weights"
+        content = self.state_dict()
+        leaves = torch_compat.pytree.tree_leaves([content[part] for part in parts])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.drift.compare(tensors, what, self.progress.epoch, self.progress.step - 1)
 
     def _versions_of_base(self) -> dict[str, int]:

@@ -29,9 +29,13 @@ class StopPoll:
             is_shared: returns whether all ranks still evaluate; the same on all ranks. It is called before each
                 exchange. If it returns False, there are no more exchanges.
         """
-        self.is_agreed, self._is_shared = False, is_shared
-        self._device, self._size = device, distributed.get_world_size()
-        self._every, self._batches, self._since = 1, 0, time.perf_counter()
+        self.is_agreed = False
+        self._is_shared = is_shared
+        self._device = device
+        self._size = distributed.get_world_size()
+        self._every = 1  # batches from one exchange to the next
+        self._batches = 0  # since the last exchange
+        self._since = time.perf_counter()  # the time of the last exchange
         self._readback = Readback(device)
 
     def after_batch(self, stop: bool) -> bool:
@@ -50,11 +54,13 @@ class StopPoll:
         return self.is_agreed
 
     def _exchange(self, stop: bool) -> None:
+        """Add up stop requests and the duration of a batch over all ranks; set is_agreed, and when to do so again."""
         now = time.perf_counter()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # filled without a copy that the host awaits
         sums[0] = float(stop)
         sums[1] = (now - self._since) / self._batches
-        self._batches, self._since = 0, now
+        self._batches = 0
+        self._since = now
         distributed.all_reduce(sums)
         self._readback.copy(0, sums)
         read = self._readback.read()

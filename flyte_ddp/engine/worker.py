@@ -10,7 +10,7 @@ from torch import distributed
 
 from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
-from flyte_ddp.engine.audit import make_audit
+from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
@@ -31,6 +31,7 @@ from flyte_ddp.engine.progress import Plan
 from flyte_ddp.engine.results import write_last, write_results, write_weights
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded
+from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.events import Event, StartUp, forward_to_all
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -102,7 +103,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         torch.cuda.reset_peak_memory_stats(device)
     places = progress.places
     state.drift = Drift(places, device, progress.warn) if len(places) > 1 else None
-    state.audit = make_audit(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
+    if isinstance(state.parallel, ExactStep):  # otherwise a part may have other bits each time
+        state.audit = Audit(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
     emit: Callable[[Event], None] = link.emit
     if job.options.keep_best:
         state.best_models = BestModels(state, job, emit, partial(write_weights, setup, job))

@@ -329,6 +329,7 @@ class TrainBatches(_Batches):
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
     def _make_order(self, epoch: int) -> Order:
+        """Return the order of an epoch: shuffled and, if that is wanted, with similar lengths in each batch."""
         keys = self._keys(epoch)
         lengths = get_lengths(self.split)
         order = self._order(keys, lambda step: (keys[0], self._computed(step).start))

@@ -31,6 +31,7 @@ def reopen_files() -> None:
 
 
 def _reopen(number: int) -> None:
+    """Reopen the file of this descriptor, if it is a regular file that is open for reading only."""
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
         return

@@ -57,7 +57,7 @@ class Resident:
         self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
         leaves, self._structure = pytree.tree_flatten(with_dicts(data))
-        leaves = [leaf if isinstance(_checked(leaf), np.memmap) else _as_tensor(leaf) for leaf in leaves]
+        leaves = [_checked(leaf) for leaf in leaves]
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
             shapes = listed([str(tuple(leaf.shape)) for leaf in leaves]) or "no tensors"
@@ -92,8 +92,12 @@ class Resident:
         return read.to(self.device, non_blocking=True)
 
 
-def _checked(leaf: Any) -> Any:
-    """Return a leaf of the data as it is, or raise InputError if it is no dense tensor or array of numbers."""
+def _checked(leaf: Any) -> Tensor | np.memmap:
+    """Return a leaf of the data as a tensor, but a memory map as it is.
+
+    Raises:
+        InputError: The leaf is no dense tensor, or array of numbers.
+    """
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a Dataset, got {type(leaf).__name__}")
     if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
@@ -101,10 +105,8 @@ def _checked(leaf: Any) -> Any:
         raise InputError(f"data must be dense tensors, got a {kind} one: pad it, call to_dense(), or return a Dataset")
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in KINDS:
         raise InputError(f"data must be numbers, got {leaf.dtype.name}: leave it out, or encode it as numbers")
-    return leaf
-
-
-def _as_tensor(leaf: Tensor | np.ndarray) -> Tensor:
+    if isinstance(leaf, np.memmap):
+        return leaf
     return leaf.detach() if isinstance(leaf, Tensor) else to_tensor(leaf)
 
 

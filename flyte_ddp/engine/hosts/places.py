@@ -22,7 +22,8 @@ from flyte_ddp.launch.limits import usable_memory
 from flyte_ddp.launch.nvml import why_slow
 from flyte_ddp.text import GIB, gib
 
-MATRIX, PRODUCTS = 4096, 10  # matrices for all of a GPU's cores, and how many products: 3 ms in total on an H100
+MATRIX = 4096  # rows and columns, which keep all of a GPU's cores busy
+PRODUCTS = 10  # 3 ms in total on an H100
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -56,6 +56,7 @@ def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
 
 
 def _other_facts(places: Sequence[Place]) -> Iterator[str]:
+    """Yield a clause on each fact, such as a version, that differs between hosts."""
     facts = {place.host: place.facts for place in reversed(places)}
     hosts = list(dict.fromkeys(place.host for place in places))
     for name in dict.fromkeys(chain.from_iterable(facts.values())):
@@ -133,6 +134,7 @@ def name_ranks(ranks: Sequence[int], places: Sequence[Place]) -> str:
 
 
 def _wrong_gpus(places: Sequence[Place]) -> Iterator[str]:
+    """Yield a sentence on each kind of GPU of which some multiply wrongly."""
     for odd, others in wrong_products(places, [place.product for place in places]):
         if others:
             yield (
