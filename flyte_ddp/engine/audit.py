@@ -71,7 +71,9 @@ class Audit:
         self._device = step.module.carrier.device
         self._is_first = True
 
-    def added_up(self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int, call: int = 0) -> Totals:
+    def add_up_gradients(
+        self, backward: Backward, shares: Sequence[Batch], epoch: int, step: int, call: int = 0
+    ) -> Totals:
         """Add up the gradients of a step over all ranks, and audit the step if it is due; a collective.
 
         The audit is due in the first step and in each step whose number is a multiple of `every`. When the audit finds
@@ -93,15 +95,15 @@ class Audit:
         """
         is_first = self._is_first
         self._is_first = False
-        add_up = partial(self._step.added_up, partial(backward, shares), call)
+        add_up = partial(self._step.add_up_gradients, partial(backward, shares), call)
         if not is_first and (not self.every or (epoch * len(self.train) + step + 1) % self.every):
             return add_up()
         part, owner, other = choose_part(self.train, [place.host for place in self._places], epoch, step)
         ranks = {*range(len(self._places))} if is_first else {owner, other}
         compute = partial(
-            self._step.compute_gradient_digest, part, partial(backward, [self._sent(shares, part, owner)])
+            self._step.compute_gradient_digest, part, partial(backward, [self._send_part(shares, part, owner)])
         )
-        found = self._digests(compute, ranks)
+        found = self._collect_digests(compute, ranks)
         if len({*found.values()}) > 1:
             verdict = self._judge(compute, {rank: [digest] for rank, digest in found.items()})
             if not is_first or verdict.cause is not Cause.RANKS:
@@ -131,7 +133,7 @@ class Audit:
             The verdict: the cause and the ranks to blame.
         """
         ranks = range(len(self._places))
-        again = [self._digests(compute, ranks) for _ in range(REPEATS)]
+        again = [self._collect_digests(compute, ranks) for _ in range(REPEATS)]
         digests = {rank: [*found.get(rank, []), *(one[rank] for one in again)] for rank in ranks}
         products = gather_numbers(torch.tensor(multiply_matrices(self._device)[1], device=self._device))
         wrong = {rank for rank in ranks if products[rank] != self._places[rank].product}  # other bits than at the start
@@ -155,9 +157,14 @@ class Audit:
 
         Different processors may compute different bits.
 
+        Args:
+            verdict: the ranks that differ, with Cause.RANKS.
+            epoch: the number of the epoch, from 0.
+            step: the number of the step in the epoch, from 0.
+
         Raises:
-            WrongBitsError: Audits are on, and the ranks have the same hardware.
-            InputError: Audits are on, and the hardware differs.
+            WrongBitsError: Later steps are audited, too, and the ranks have the same hardware.
+            InputError: Later steps are audited, too, and the hardware differs.
         """
         kinds = {self._places[rank].hardware for rank in (*verdict.odd, *verdict.others)}
         if self.every and len(kinds) == 1:
@@ -170,7 +177,7 @@ class Audit:
             raise InputError(f"audit_every must be 0 where processors differ, got {self.every}: {reason}")
         self._warn(epoch, step, [reason])
 
-    def _sent(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
+    def _send_part(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
         """Broadcast one part of the global batch from its owner to all ranks; a collective.
 
         Tensors have the owner's strides on all ranks, because torch chooses kernels by strides.
@@ -193,12 +200,12 @@ class Audit:
         batch, devices = outlines[0]
         leaves, structure = pytree.tree_flatten((own or batch).tree)
         sent = [
-            self._sent_leaf(leaf, device, owner) if isinstance(leaf, Tensor) else leaf
+            self._send_tensor(leaf, device, owner) if isinstance(leaf, Tensor) else leaf
             for leaf, device in zip(leaves, devices, strict=True)
         ]
         return replace(batch, tree=pytree.tree_unflatten(sent, structure))
 
-    def _sent_leaf(self, leaf: Tensor, device: str, owner: int) -> Tensor:
+    def _send_tensor(self, leaf: Tensor, device: str, owner: int) -> Tensor:
         """Broadcast a tensor from its owner, and return it; a collective.
 
         Args:
@@ -211,7 +218,7 @@ class Audit:
         distributed.broadcast(in_memory.view(torch.uint8), owner)
         return sent.to("cpu") if device == "cpu" else sent
 
-    def _digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
+    def _collect_digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
         """Compute the digest of a part's gradients on these ranks, and return the digests by rank; a collective of all.
 
         Args:

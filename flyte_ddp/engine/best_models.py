@@ -115,7 +115,10 @@ class BestModels(Observer):
         return models
 
     def _keep(self, number: int, weights: Weights) -> None:
-        """Write an evaluation's weights if it is among the best, and forget the one it displaces; a collective."""
+        """Write an evaluation's weights if it is among the best, and forget the one it displaces; a collective.
+
+        If the file cannot be written, emit an event about that.
+        """
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:
             return

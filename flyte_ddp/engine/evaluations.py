@@ -114,7 +114,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
     by_part = torch.zeros(split.virtual_ranks or 1, 2 * len(state.names) + 2, dtype=torch.float64, device=state.device)
     with in_own_types(model):
-        for batch, outputs in _forwarded(state, split, lambda: poll.after_batch(link.stop_requested)):
+        for batch, outputs in _forward_all(state, split, lambda: poll.after_batch(link.stop_requested)):
             sums = by_part[batch.share.part if split.virtual_ranks else 0]
             sums[:-2] += sum_measures(compute_pairs(recipe, outputs, batch, state.names))
             if split.is_mixed and batch.share.count > 1:
@@ -140,7 +140,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     return Evaluated(measures, mean, predictions, broken, poll.at_end(link.stop_requested))
 
 
-def _forwarded(
+def _forward_all(
     state: TrainingState, split: EvaluationBatches, is_over: Callable[[], bool]
 ) -> Iterator[tuple[Batch, Any]]:
     """Yield each of this rank's shares of a split's global batches, and what forward returns for it; a collective.

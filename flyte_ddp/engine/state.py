@@ -166,9 +166,9 @@ class TrainingState:
             self._gathered = self._gather(shares, before)
         backward = partial(self._backward, (stop, save), before)
         if self.audit:
-            totals = self.audit.added_up(backward, shares, self.progress.epoch, self.progress.step)
+            totals = self.audit.add_up_gradients(backward, shares, self.progress.epoch, self.progress.step)
         else:
-            totals = self.parallel.added_up(partial(backward, shares))
+            totals = self.parallel.add_up_gradients(partial(backward, shares))
         # The totals have the same bits on all ranks, and so have flag, scale and clipping, which follow from them. So
         # either all ranks step or none, without another exchange. The host does not wait for the device, either: a
         # guarded optimizer (_is_guarded) reads the flag there

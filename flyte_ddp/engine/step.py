@@ -59,7 +59,7 @@ class Step(nn.Module):
         # The dtype is explicit, here and elsewhere, because a user's model() may have changed torch's default
         self.carrier = nn.Parameter(torch.zeros(sum(self.sizes), dtype=torch.float32, device=recipe.device))
 
-    def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run the forward pass, and compute the measures of each sample.
 
         Args:
@@ -95,18 +95,18 @@ class Step(nn.Module):
         return torch.autocast(self.carrier.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def forward(self, *of_part: Any) -> Tensor:
-        """Return the loss to call backward() on, (): the summed loss times the number of ranks.
+        """Return the loss to call backward() on, (): the loss summed over the samples, times the number of ranks.
 
         Its backward pass also gives the carrier the sums of the measures and requests as a gradient.
 
         Args:
-            *of_part: the arguments of summed().
+            *of_part: the arguments of compute_sums().
         """
-        trained, sums = self.summed(*of_part)
+        trained, sums = self.compute_sums(*of_part)
         # backward(gradient) would save this product, but imports sympy
         return self.world_size * (trained + self.carrier @ sums)
 
-    def summed(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> tuple[Tensor, Tensor]:
+    def compute_sums(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> tuple[Tensor, Tensor]:
         """Run the forward pass, and compute all that the ranks add up besides the gradients.
 
         Args:
@@ -118,7 +118,7 @@ class Step(nn.Module):
             The sum over the samples of the measure that is trained, (); and (2 k + 2,) float32, the sums of values and
                 weights of the k measures, alternating, and the two requests.
         """
-        trained, each = self.computed(batch)
+        trained, each = self.compute(batch)
         with torch.no_grad():
             sums = torch.empty_like(self.carrier)
             measured, asked = sums.split(self.sizes)
@@ -126,17 +126,17 @@ class Step(nn.Module):
             asked.copy_(constants(tuple(float(request and is_last) for request in requests), sums.device))
         return trained, sums
 
-    def reaching(self, loss: Tensor) -> Tensor:
+    def reach_all(self, loss: Tensor) -> Tensor:
         """Return the same loss, whose backward pass then gives each unused parameter a gradient of 0."""
         reached: Tensor = _Reaching.apply(loss, *self.trainable)
         return reached
 
     def split(self, sums: Tensor, norms: Tensor) -> "Totals":
-        """Split the sums of all ranks into those of the measures and of the requests, and add the gradients' norms.
+        """Return the Totals of a step: split the sums into those of measures and requests, and put the norms beside.
 
         Args:
             sums: the carrier's gradient, summed over all ranks.
-            norms: the norms of the parameters' gradients.
+            norms: the norm of each parameter's gradient, summed over all ranks.
         """
         measured, asked = sums.split(self.sizes)
         return Totals(measured, asked, norms)
@@ -164,7 +164,7 @@ class SingleStep(nn.Module):
         self.module = step
 
     def forward(self, *of_part: Any) -> Tensor:
-        trained, sums = self.module.summed(*of_part)
+        trained, sums = self.module.compute_sums(*of_part)
         carrier = self.module.carrier  # past autograd, where nothing is reduced: a tenth of a small network's step
         carrier.grad = sums if carrier.grad is None else carrier.grad + sums
         return trained if trained.requires_grad else trained + 0 * carrier.sum()
@@ -181,7 +181,7 @@ class SingleStep(nn.Module):
         """Cut the rank's share of a global batch into parts of at most this many samples; 0 gives a single part."""
         return batch.parts(most)
 
-    def added_up(self, backward: Callable[[], None]) -> Totals:
+    def add_up_gradients(self, backward: Callable[[], None]) -> Totals:
         """Run the forward and backward passes, and add up the gradients of all ranks; a collective.
 
         Afterwards each parameter has as its gradient the sum over the global batch, or None if no sample has used it.
@@ -230,7 +230,7 @@ class ReplicatedStep(SingleStep):
 
     def forward(self, *args: Any) -> Tensor:
         loss: Tensor = self.replicated(*args)
-        return loss if self._has_unused else self.module.reaching(loss)
+        return loss if self._has_unused else self.module.reach_all(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.replicated.no_sync()

@@ -32,7 +32,7 @@ def is_batch_norm(layer: nn.Module) -> bool:
 
 @contextmanager
 def any_batch_size() -> Iterator[None]:
-    """Let batch norm have a single row on this rank; torch refuses that before it calls the operator."""
+    """Let batch norm train on a single sample on this rank while the block runs, which torch refuses."""
     check = F._verify_batch_size  # type: ignore[attr-defined]
     F._verify_batch_size = lambda size: None  # type: ignore[attr-defined]
     try:
@@ -42,9 +42,12 @@ def any_batch_size() -> Iterator[None]:
 
 
 def name_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name, including defaults.
+    """Return the arguments of one of torch's operations by name, including defaults.
 
-    A TorchDispatchMode receives positional arguments without names, and no defaults.
+    Args:
+        operation: the operation, as a TorchDispatchMode receives it.
+        args: its positional arguments.
+        kwargs: its other arguments, without those that have their default value.
     """
     declared = operation._schema.arguments
     defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
@@ -82,7 +85,7 @@ class SettledBuckets(DistributedDataParallel):
 
 
 def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters in the order in which DistributedDataParallel counts them, each once."""
+    """Yield the names and parameters in the order in which DistributedDataParallel numbers them, tied ones once."""
     seen = set[int]()
     for layer_name, layer in module.named_modules():
         for name, weight in layer.named_parameters(recurse=False):
@@ -93,10 +96,10 @@ def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
-    """Turn DistributedDataParallel's error about unused parameters into one that names them.
+    """Turn DistributedDataParallel's error about unused parameters, if the block raises it, into one with their names.
 
     Args:
-        replicated: the network.
+        replicated: the network that computes in the block.
 
     Raises:
         InputError: Parameters had no gradient in the step before.
@@ -177,13 +180,13 @@ def has_forward_pre_hooks(layer: nn.Module) -> bool:
 def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
     """Make a fused optimizer skip its steps while flag is 1, and otherwise divide the gradients in place.
 
-    A fused optimizer checks the flag on the device, so the host does not wait. torch.amp.GradScaler uses the same
-    mechanism, but it also scales the loss and waits for the device.
+    A fused optimizer reads both tensors on the device in each step, so the host does not wait. torch.amp.GradScaler
+    uses the same mechanism, but it also scales the loss and waits for the device.
 
     Args:
         optimizer: the optimizer.
-        flag: a tensor that is 1 if steps are to be skipped, and else 0.
-        divisor: a tensor that the gradients are divided by.
+        flag: () float32, 1 if steps are to be skipped, and else 0. The caller changes it in place.
+        divisor: () float32, what the gradients are divided by. The caller changes it in place.
 
     Returns:
         False, without any change, if the optimizer cannot do so.
@@ -263,9 +266,9 @@ def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
 
 
 def prefer_deterministic() -> None:
-    """Make operations deterministic where possible, and warn otherwise.
+    """Make torch's operations deterministic in this process, and let torch warn of each that cannot be.
 
-    Tensors from torch.empty are not filled.
+    Tensors from torch.empty are not filled, as they would be by torch's default then.
 
     torch.use_deterministic_algorithms(True, warn_only=True) is public, but it imports the compiler, which takes longer
     than torch itself.

@@ -75,9 +75,9 @@ class BlockOrder:
         Returns:
             (n,) int64.
         """
-        places, streams = np.divmod(self._sorted(positions.numpy()), self.used_streams)
+        places, streams = np.divmod(self._sort_batches(positions.numpy()), self.used_streams)
         if self.key is not None:
-            places = self._mixed(places, streams)
+            places = self._shuffle_windows(places, streams)
         where = np.where(streams % 2 == 0, self._cuts[streams] + places, self._cuts[streams + 1] - 1 - places)
         indices = np.searchsorted(self._ends, where, side="right")
         firsts = (np.cumsum(self.lengths) - self.lengths)[self._blocks[indices]]
@@ -85,7 +85,7 @@ class BlockOrder:
 
     def streams_at(self, positions: Tensor) -> np.ndarray:
         """Return which stream the sample at each of these positions is from: (n,) int64, ascending within a batch."""
-        return self._sorted(positions.numpy()) % self.used_streams
+        return self._sort_batches(positions.numpy()) % self.used_streams
 
     def uses(self, streams: range, steps: range) -> Uses:
         """Return the blocks that some streams need in some steps, and the first and last step that needs each.
@@ -151,7 +151,7 @@ class BlockOrder:
         streams = np.arange(self.used_streams + 1)
         return streams * each + np.minimum(streams, longer)
 
-    def _sorted(self, positions: np.ndarray) -> np.ndarray:
+    def _sort_batches(self, positions: np.ndarray) -> np.ndarray:
         """Sort the samples of each batch by stream, and return what is then at these positions.
 
         Before sorting, number k of the epoch is the sample of stream k % streams at place k // streams of it. The
@@ -161,15 +161,13 @@ class BlockOrder:
             positions: (n,) int64, ascending.
         """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
-        return np.concatenate(
-            [self._sorted_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps]
-        )
+        return np.concatenate([self._sort_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps])
 
-    def _sorted_batch(self, step: int) -> np.ndarray:
+    def _sort_batch(self, step: int) -> np.ndarray:
         batch = np.arange(step * self.batch_size, min((step + 1) * self.batch_size, self.samples))
         return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
 
-    def _mixed(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
+    def _shuffle_windows(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
         """Return the places that take the turns of these, as each window of a stream is shuffled: (n,) int64.
 
         Args:

@@ -23,16 +23,16 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
     """
     sizes = np.atleast_1d(np.asarray(size, np.uint64))
     keys = np.atleast_1d(np.asarray(key, np.uint64))
-    samples = _permuted(positions.numpy().astype(np.uint64), sizes, keys)
+    samples = _permute(positions.numpy().astype(np.uint64), sizes, keys)
     outside = np.flatnonzero(samples >= sizes)
     while len(outside):
         sizes_outside, keys_outside = (each if len(each) == 1 else each[outside] for each in (sizes, keys))
-        samples[outside] = _permuted(samples[outside], sizes_outside, keys_outside)
+        samples[outside] = _permute(samples[outside], sizes_outside, keys_outside)
         outside = outside[samples[outside] >= sizes_outside]
     return torch.from_numpy(samples.astype(np.int64))
 
 
-def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _permute(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Permute numbers of a fixed number of bits with a Feistel network.
 
     The number of bits is the one that size needs, but at least 2. In each round one half of the bits is changed by a
@@ -54,12 +54,12 @@ def _permuted(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nd
     low = numbers & low_mask
     high = numbers >> low_bits
     for number in range(0, ROUNDS, 2):
-        low ^= _mixed(high, keys, number) & low_mask
-        high ^= _mixed(low, keys, number + 1) & high_mask
+        low ^= _mix(high, keys, number) & low_mask
+        high ^= _mix(low, keys, number + 1) & high_mask
     return high << low_bits | low
 
 
-def _mixed(numbers: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
+def _mix(numbers: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
     """Return 32 pseudorandom bits for each number, key and round, by SplitMix64's finalizer.
 
     Args:

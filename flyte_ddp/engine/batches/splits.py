@@ -57,7 +57,7 @@ class Resident:
         self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
         leaves, self._structure = pytree.tree_flatten(with_dicts(data))
-        leaves = [_checked(leaf) for leaf in leaves]
+        leaves = [_convert_leaf(leaf) for leaf in leaves]
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
             shapes = listed([str(tuple(leaf.shape)) for leaf in leaves]) or "no tensors"
@@ -92,7 +92,7 @@ class Resident:
         return read.to(self.device, non_blocking=True)
 
 
-def _checked(leaf: Any) -> Tensor | np.memmap:
+def _convert_leaf(leaf: Any) -> Tensor | np.memmap:
     """Return a leaf of the data as a tensor, but a memory map as it is.
 
     Raises:

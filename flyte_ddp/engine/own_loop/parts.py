@@ -62,13 +62,14 @@ class ExactGradients:
     """The gradients of the mean loss over the parts of a global batch.
 
     Attributes:
-        add_up: does what Audit.added_up does, given the number of the call in its step, from 0.
+        add_up: does what Audit.add_up_gradients does, given the number of the call in its step, from 0.
     """
 
     def __init__(self, model: nn.Module, virtual_ranks: int):
         self._step = _LossStep(model)
         self.parallel = ExactStep(self._step, virtual_ranks)
-        self.add_up: AddUp = lambda backward, shares, call: self.parallel.added_up(partial(backward, shares), call)
+        step = self.parallel
+        self.add_up: AddUp = lambda backward, shares, call: step.add_up_gradients(partial(backward, shares), call)
         self._weights = [*model.parameters()]
         self._is_trained = [weight.requires_grad for weight in self._weights]
         self._buffers = Buffers(model)
@@ -150,7 +151,7 @@ class _LossStep(Step):
         names = [name for name, _ in model.named_parameters()]
         self._places = [(name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
-    def computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the mean loss of the part, (), and (2, 1) float64, that loss and its weight 1."""
         before = self._versions()
         loss = self.loss_of(batch.tree)

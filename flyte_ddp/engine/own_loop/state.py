@@ -147,7 +147,7 @@ class LoopState:
         if self.exact:
             every = self._job.options.audit_every
             self.audit = audit = Audit(self.exact.parallel, self.batches, every, progress.places, progress.warn)
-            self.exact.add_up = lambda backward, shares, call: audit.added_up(
+            self.exact.add_up = lambda backward, shares, call: audit.add_up_gradients(
                 backward, shares, progress.epoch, progress.step, call
             )
 

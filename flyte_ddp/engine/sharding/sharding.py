@@ -222,7 +222,7 @@ class ShardedStep(SingleStep):
         step.model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
 
     def forward(self, *args: Any) -> Tensor:
-        return self.module.reaching(self.module(*args))
+        return self.module.reach_all(self.module(*args))
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
         """Cut the rank's share into parts, as many on each rank, since all ranks are needed to make a unit whole.
@@ -232,7 +232,7 @@ class ShardedStep(SingleStep):
         """
         return batch.parts(most, self.module.world_size)
 
-    def added_up(self, backward: Callable[[], None]) -> Totals:
+    def add_up_gradients(self, backward: Callable[[], None]) -> Totals:
         """Run the forward and backward passes, and compute the norms of the gradients over all ranks; a collective.
 
         The network adds up the gradients by itself; each rank has its rows of the sums. A weight that no rank has used

@@ -72,7 +72,7 @@ class ExactStep(SingleStep):
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         self._part = -1 if batch.share.borrowed else batch.share.part
-        trained, measured = self.module.computed(batch)
+        trained, measured = self.module.compute(batch)
         with torch.no_grad():
             if not batch.share.borrowed:
                 self._measured[batch.share.part] += measured.sum(1)
@@ -99,7 +99,7 @@ class ExactStep(SingleStep):
         return [copied(part) for part in super().parts(batch, most)]
 
     @torch_compat.only_deterministic()
-    def added_up(self, backward: Callable[[], None], call: int = 0) -> Totals:
+    def add_up_gradients(self, backward: Callable[[], None], call: int = 0) -> Totals:
         """Add up the gradients of all ranks exactly, or make all of them NaN if one is not finite; a collective.
 
         backward is called twice if the units of the sum are not known yet, as in the first step, or don't fit. The host
@@ -230,7 +230,7 @@ class ExactStep(SingleStep):
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
         """Return the digest of the gradients of this part, which backward computes: () int64.
 
-        The gradients are in no sum. It must be called before added_up.
+        The gradients are in no sum. It must be called before add_up_gradients.
         """
         self._is_looking = True
         self.zero_grad()
