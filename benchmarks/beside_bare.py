@@ -161,9 +161,9 @@ def alternate(environment: Environment, link: Link, job: Job) -> Pairs:
                 yield shares
 
         with patch.object(train, "steps", between):
-            loop_epoch(state, train, *arguments)
+            loop_steps(state, train, *arguments)
 
-    loop_epoch = loop.train_epoch
-    with patch.object(loop, "train_epoch", alternating):
+    loop_steps = loop.train_until
+    with patch.object(loop, "train_until", alternating):
         worker.run(environment, link, job)
     return pairs

@@ -11,7 +11,7 @@ import torch
 from flyte_ddp.engine import loop, worker
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.loop import train_epoch
+from flyte_ddp.engine.loop import train_until
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -40,11 +40,11 @@ def count_cost(environment: Environment, link: Link, job: Job) -> Cost:
 
     def counted(*arguments: Any) -> None:
         started, processor_started = time.perf_counter(), time.process_time()
-        train_epoch(*arguments)
+        train_until(*arguments)
         seconds, processor_seconds = time.perf_counter() - started, time.process_time() - processor_started
         costs.append(Cost(seconds, processor_seconds, own_bytes()))
 
-    with patch.object(loop, "train_epoch", counted):
+    with patch.object(loop, "train_until", counted):
         worker.run(environment, link, job)
     return costs[-1]
 
@@ -69,11 +69,11 @@ def compare_with_fixed_batch(environment: Environment, link: Link, job: Job) -> 
         fixed, steps = FixedBatch(state, shares), train.steps
         with patch.object(train, "steps", lambda *position: fixed.between(steps(*position))):
             started = clock(state.device)
-            train_epoch(state, train, *arguments)
+            train_until(state, train, *arguments)
             seconds = clock(state.device) - started - fixed.away_seconds
         rates.append(Rates(train.samples / seconds, fixed.samples / fixed.seconds))
 
-    with patch.object(loop, "train_epoch", alternating):
+    with patch.object(loop, "train_until", alternating):
         worker.run(environment, link, job)
     return rates[-1]
 
