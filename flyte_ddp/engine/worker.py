@@ -73,6 +73,7 @@ def settle_process(environment: Environment, job: Job) -> None:
 
 
 def _train(environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache) -> TrainingResult:
+    """Set up the job's recipe, resume it from a checkpoint if there is one, train it, and write the results."""
     link.emit(StartUp("reading the recipe and its data"))
     with checked_imports(job.root, job.files):
         setup = set_up(environment, device, job, cache, link=link)

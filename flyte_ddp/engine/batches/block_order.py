@@ -168,7 +168,7 @@ class BlockOrder:
         return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
 
     def _shuffle_windows(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
-        """Return the places that take the turns of these, as each window of a stream is shuffled: (n,) int64.
+        """Return which place of its stream each place has after each window of the stream is shuffled: (n,) int64.
 
         Args:
             places: (n,) int64, places in their streams.

@@ -114,7 +114,7 @@ class LossMonitor:
         )
 
     def not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
-        """Record and return a warning for each measure that is NaN or infinite on a split, unless it had one before.
+        """Record and return a warning of each measure that is NaN or infinite on a split, once for measure and split.
 
         Args:
             names: the names of these measures, which are others than the loss.
