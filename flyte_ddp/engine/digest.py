@@ -74,14 +74,16 @@ def _compute_own_sum(value: Tensor | Shard) -> Tensor:
 
 
 def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
-    """Compute the digest's sum of a tensor's numbers, or of a part of them; the parts' sums add up to the tensor's.
+    """Compute a checksum of a tensor's bits, or of a part of them; the parts' checksums add up to the tensor's.
+
+    It is the sum over the tensor's words of 32 bits of (word + random key of its position) squared.
 
     Args:
-        numbers: the numbers, in order.
+        numbers: the numbers of the tensor, or of the part, in order.
         first: the index in the whole tensor of the first of these numbers.
 
     Returns:
-        () int64, modulo 2^64.
+        () int64, modulo 2^64, on the tensor's device.
     """
     words = numbers.contiguous().view(-1).view(WORDS.get(numbers.itemsize, torch.int32))
     first *= max(1, numbers.itemsize // 4)

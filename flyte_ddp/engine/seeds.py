@@ -49,11 +49,11 @@ def seed_all(seed: int) -> None:
 
 
 def seed_part(step_seed: int, part: int, call: int = 0) -> None:
-    """Seed all generators for one part of a step's batch.
+    """Seed the global generators of Python, NumPy and torch for one part of a step's global batch.
 
     Args:
         step_seed: the seed of the step, which follows from the training's seed, the epoch and the step.
-        part: the number of the part, or of the rank where each rank computes one part.
+        part: the number of the virtual rank that the part is of; without virtual ranks, that of the rank.
         call: how many times the step has called `backward` before.
     """
     seed_all(derive_key(Use.PART, step_seed, part, call))

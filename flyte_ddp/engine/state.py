@@ -172,13 +172,13 @@ class TrainingState:
         # The totals have the same bits on all ranks, and so have flag, scale and clipping, which follow from them. So
         # either all ranks step or none, without another exchange. The host does not wait for the device, either: a
         # guarded optimizer (_is_guarded) reads the flag there
-        new = totals.measured
+        measured = totals.measured
         self._buffers.broadcast(self._moving)
         seed_all(derive_key(Use.OWN_STEP, shares[0].seed, 1))  # an optimizer may draw, alike on all ranks
-        scale = new[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
+        scale = measured[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         self._norms = totals.norms * scale
         norm = torch.linalg.vector_norm(self._norms)
-        total = norm + new[self._trained] + new[self._trained + 1]
+        total = norm + measured[self._trained] + measured[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
         self.progress.sums.add(totals, self.flag)
         if self.recipe.clip_norm:
@@ -215,15 +215,15 @@ class TrainingState:
             for number, part in enumerate(parts, 1):
                 is_last = share is shares[-1] and number == len(parts)
                 # Batch norm's variance of a single value is NaN
-                of_one = self.kept() if part.share.count == 1 else None
+                before_part = self.kept() if part.share.count == 1 else None
                 with any_batch_size(), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
                     if self.world_size > 1:
                         torch_compat.after_backward(loss, partial(clock.lap, StepPart.COMPUTING))
                     loss.backward()
                     clock.lap(StepPart.WAITING if self.world_size > 1 else StepPart.COMPUTING)
-                if of_one:
-                    of_one.replace_not_finite()
+                if before_part:
+                    before_part.replace_not_finite()
             after = after or (self.kept() if before else None)
             self.parallel.finish_part(share is shares[-1])
         if after:

@@ -119,7 +119,7 @@ def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
 
 @contextmanager
 def last_layers_first(module: nn.Module) -> Iterator[None]:
-    """Reverse the order of a network's layers while the block runs.
+    """Make a network's named_modules() list the layers in reverse order while the block runs.
 
     The block wraps the network in DistributedDataParallel, which then fills its buckets with the last layers first.
     """
@@ -153,7 +153,7 @@ def copy_network(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
 
 
 def copy_with_hooks(model: nn.Module) -> nn.Module:
-    """Return a copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
+    """Return a deep copy of a network with the hooks on its parameters' gradients, which deepcopy leaves out."""
     copied = copy_network(model)
     for new, old in zip(copied.parameters(), model.parameters(), strict=True):
         if old.requires_grad:
@@ -279,7 +279,7 @@ def prefer_deterministic() -> None:
 
 @contextmanager
 def only_deterministic() -> Iterator[None]:
-    """Refuse operations without a deterministic version while the block runs. It also works as a decorator.
+    """Make operations without a deterministic version raise an error while the block, or decorated function, runs.
 
     Nothing is refused if the recipe has turned deterministic algorithms off.
 

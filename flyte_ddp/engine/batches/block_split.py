@@ -262,12 +262,10 @@ class BlockRows:
         self._opened: dict[int, np.ndarray] = {}  # (n, bytes of a row) uint8, from which rows are taken fastest
 
     def read_batch(self, samples: np.ndarray) -> Any:
-        """Read samples from the files of their blocks.
-
-        The blocks must be in the cache.
+        """Read samples from the files of their blocks, which must be in the cache.
 
         Args:
-            samples: (n,) int64, the indices of the samples.
+            samples: (n,) int64, the indices of the samples in the split, in any order.
 
         Returns:
             A tree of arrays (n, ...), in the order of `samples`.

@@ -130,7 +130,7 @@ class Subset:
 
 
 def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
-    """Divide a split into samples to train on and samples to validate on.
+    """Divide a split at random into two splits: one to train on, and one to validate on.
 
     The same samples are held out on every machine and for any settings.seed. So runs can be compared, and a training
     that starts from another one's weights has not seen its validation samples. A split in blocks holds out whole
@@ -141,7 +141,7 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
         fraction: the share of the samples to hold out.
 
     Returns:
-        The samples to train on, and the held-out ones.
+        The split to train on, and that of the held-out samples, which read from the given split.
 
     Raises:
         InputError: One of the two would be empty.

@@ -44,7 +44,10 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 
 
 def check_weights(recipe: Recipe, model: nn.Module) -> None:
-    """Raise InputError for a weight without dimensions, one with a gradient hook, or one that two FSDP units share."""
+    """Raise InputError for a weight that cannot be sharded.
+
+    It has no dimensions, or a hook on its gradient, or it is tied to a weight that is in another FSDP unit.
+    """
     where = code_location(recipe, "model")
     units = matching_layers(recipe, "fsdp_units", model)
     firsts: dict[int, tuple[str, str | None]] = {}
