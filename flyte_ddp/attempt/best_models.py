@@ -2,114 +2,97 @@
 
 import itertools
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.storage_folder import StorageFolder
 from flyte_ddp.manifest import models_beside
-from flyte_ddp.whole_files import temporary_beside
 
 LIST = "list.json"  # the file in the storage that maps names beside the checkpoint to the storage's files 0, 1, 2, …
 
 
-def get_file(platform: Platform, url: str, path: Path) -> None:
-    """Download a file, whole or not at all."""
-    beside = temporary_beside(path)
-    try:
-        platform.get(url, beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-class StoredModels:
-    """The best models beside the checkpoint in a folder of the storage.
+class StoredModels(StorageFolder):
+    """The best models beside a checkpoint on this machine, and beside its copy in the storage.
 
     Each model is uploaded once, before the first checkpoint that needs it. Nothing is removed from the storage, but a
     file's name is used again once the stored checkpoint does without the file. So there are at most twice as many files
     as models kept.
     """
 
-    def __init__(self, platform: Platform, folder: str, path: Path):
-        """Remember where the models are.
+    def __init__(self, platform: Platform, path: Path, url: str):
+        """Begin without models in the storage.
 
         Args:
             platform: the platform.
-            folder: the folder of the checkpoint in the storage.
             path: the checkpoint on this machine.
+            url: the folder of the checkpoint's copy.
         """
-        self._platform = platform
-        self._path = path
-        self._url = f"{folder}/{models_beside(path).name}"
-        self._stored: dict[str, str] = {}  # names in the storage, by names beside the checkpoint
-        self._listed: dict[str, str] | None = {}  # the content of the storage's list; None if it is unknown
+        folder = models_beside(path)
+        super().__init__(platform, f"{url}/{folder.name}", folder)
+        self._stored: dict[str, str] = {}  # the storage's files that its list may name, by names beside the checkpoint
 
-    def get(self) -> None:
+    def fetch_all(self) -> None:
         """Download the models that the storage has for its checkpoint, and put them beside the local checkpoint.
 
         A model that is missing in the storage is left out, because the ranks can do without it.
         """
-        list_path = self._path.with_name(LIST)
-        local = models_beside(self._path)
-        try:
-            get_file(self._platform, f"{self._url}/{LIST}", list_path)
-        except FileNotFoundError:
-            # If ranks have left the checkpoint on this machine, there is no list, and the files have their own names
-            for model in Path(self._url.removeprefix("file://")).glob("*.pt"):
-                local.mkdir(exist_ok=True)
-                get_file(self._platform, f"{self._url}/{model.name}", local / model.name)
-            return
-        self._stored = self._listed = _read_list(list_path)
-        local.mkdir(exist_ok=True)
-        for name, file in self._stored.items():
-            with suppress(FileNotFoundError):  # the ranks can do without a missing model
-                get_file(self._platform, f"{self._url}/{file}", local / name)
+        self._stored = _read_list(self.fetch_text(LIST))
+        # If ranks have left the checkpoint on this machine, there is no list, and the files have their own names
+        own = {model.name: model.name for model in Path(self.url.removeprefix("file://")).glob("*.pt")}
+        for name, file in (self._stored or own).items():
+            with suppress(FileNotFoundError):
+                self.fetch(file, self.folder / name)
 
-    def put(self, folder: Path, put_checkpoint: Callable[[], None]) -> None:
+    def put_all(self, models: Path, put_checkpoint: Callable[[], None]) -> None:
         """Upload the models that the storage lacks, and then the checkpoint.
 
         The list of models names the old and the new ones while the checkpoint is uploaded, and only the new ones
         afterwards. So the list has every model that the stored checkpoint needs, whenever the process is killed.
 
         Args:
-            folder: a folder with all models that the checkpoint needs, NAME.pt.
+            models: a folder with all models that the checkpoint needs, NAME.pt.
             put_checkpoint: uploads the checkpoint.
+
+        Raises:
+            OSError: The storage fails.
         """
-        before = self._stored
-        free = (file for file in map(str, itertools.count()) if file not in before.values())
-        now = {file.name: before.get(file.name) or next(free) for file in sorted(folder.glob("*.pt"))}
-        for name in now.keys() - before.keys():
-            self._platform.put(folder / name, f"{self._url}/{now[name]}")
-        self._list(folder, {**before, **now})
+        names = sorted(model.name for model in models.glob("*.pt"))
+        for name in names:
+            if name not in self._stored:
+                file = unused(self._stored.values())
+                self.put(models / name, file)
+                self._stored[name] = file
+        if self._stored:
+            self.put_text(json.dumps(self._stored), LIST)
         put_checkpoint()
-        self._list(folder, now)
-
-    def _list(self, folder: Path, stored: dict[str, str]) -> None:
-        if stored == self._listed:
-            return
-        self._stored = {**self._stored, **stored}
-        self._listed = None
-        (folder / LIST).write_text(json.dumps(stored))
-        self._platform.put(folder / LIST, f"{self._url}/{LIST}")
-        self._stored = self._listed = stored
+        needed = {name: self._stored[name] for name in names}
+        if needed != self._stored:
+            self.put_text(json.dumps(needed), LIST)
+            self._stored = needed
 
 
-def _read_list(path: Path) -> dict[str, str]:
+def unused(names: Iterable[str]) -> str:
+    """Return the first of the names 0, 1, 2, … that is not among these."""
+    taken = {*names}
+    return next(name for name in map(str, itertools.count()) if name not in taken)
+
+
+def _read_list(text: str) -> dict[str, str]:
     """Read the storage's list of models, and drop entries that this library would not have written.
 
     The file may be damaged, or somebody else's.
 
     Args:
-        path: the downloaded list, a JSON file.
+        text: the list as JSON; empty if there is none.
 
     Returns:
         The files in the storage ("0", "1", …) by the models' names beside the checkpoint (NAME.pt). It is empty if
-        the file is no JSON object.
+        the text is no JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return {}
     pairs = content.items() if isinstance(content, dict) else ()

@@ -1,54 +1,62 @@
 """The place of checkpoints between attempts: the user's folder for local runs, the platform's storage otherwise."""
 
-import contextvars
-import itertools
-import math
-import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from flyte_ddp.attempt.best_models import StoredModels, get_file
+from flyte_ddp.attempt.best_models import StoredModels, unused
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.errors import InputError, RecoverableError
+from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread, patiently
+from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, Observer
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.grace import GRACE_VARIABLE
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import models_beside, read_manifest, remove_checkpoint, shards_beside, write_manifest
-from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
-from flyte_ddp.whole_files import LEFTOVER_SECONDS, link_or_copy, temporary_beside, writing_to
+from flyte_ddp.text import explain_error
+from flyte_ddp.whole_files import LEFTOVER_SECONDS, link_or_copy, writing_to
 
-WAITS = (2.0, 10.0, 60.0)  # seconds before each further try; the storage's client retries several times by itself
 ELSEWHERE = "elsewhere"  # the file in which an attempt without a checkpoint leaves the URL of an earlier one
 PRIVATE = "-"  # marks the name of a folder whose checkpoint no other process may continue from
 ABANDONED_SECONDS = 30 * 86400.0  # the age at which another training removes a local checkpoint
-Value = TypeVar("Value")
 
 
-class Store(Observer):
-    """A store that leaves checkpoints where rank 0 writes them.
+class CheckpointStore(StorageFolder, Observer):
+    """A training's checkpoint on this machine, with its shards and best models beside it, and their copies.
+
+    Nothing is uploaded unasked: local runs leave the checkpoint where rank 0 writes it. On many nodes, each rank has
+    such a store as the engine's RankStorage.
 
     Attributes:
         path: the checkpoint on this machine.
-        folder: the folder of the checkpoint: a URL in the platform's storage, or a folder of this machine.
+        url: the folder of the checkpoint: a URL in the platform's storage, or a folder of this machine.
         is_given: whether the checkpoint is the one that options.resume_from names.
     """
 
-    def __init__(self, path: Path, platform: Platform, folder: str = ""):
+    def __init__(self, platform: Platform, path: Path, url: str = "", is_by_ranks: bool = False):
+        """Open the store.
+
+        Args:
+            platform: the platform.
+            path: the checkpoint on this machine.
+            url: the attribute; empty is the path's own folder.
+            is_by_ranks: whether ranks upload and download the files of a sharded checkpoint themselves.
+        """
+        super().__init__(platform, url or str(path.parent), path.parent)
         self.path = path
-        self.folder = folder or str(path.parent)
         self.is_given = False
-        self._platform = platform
-        self._models = StoredModels(platform, self.folder, path)
+        self._is_by_ranks = is_by_ranks
+        self._models = StoredModels(platform, path, self.url)
+        self._taken: set[str] = set()  # the folders of shards that the manifest in the storage may name
+        self._lock = threading.Lock()  # held while a checkpoint, or a manifest of ranks, replaces the one before
 
     def fetch_given(self, url: str) -> None:
         """Download the checkpoint that the user names, unless this training already has one.
@@ -62,32 +70,34 @@ class Store(Observer):
         """
         if not url or self.path.exists():
             return
-        if not patiently(f"cannot tell whether {url} has a checkpoint", lambda: self._fetch(url.rstrip("/"))):
+        if not patiently(f"cannot tell whether {url} has a checkpoint", lambda: self._find(url.rstrip("/"))):
             raise InputError(
                 f"RunOptions.resume_from must be a folder with a checkpoint in it, got {url}: it is named in the log "
                 "and in the report of the execution that was not finished; without it, training starts anew"
             )
         self.is_given = True
 
-    def _fetch(self, url: str) -> str:
+    def _find(self, url: str) -> str:
         """Download the checkpoint of a folder in the storage, or of the folder that its file ELSEWHERE names.
+
+        Args:
+            url: the folder; empty is none.
 
         Returns:
             The folder that had the checkpoint; empty if there is none.
         """
-        with suppress(FileNotFoundError):
-            self._get_checkpoint(url)
-            return url
-        if url == self.folder:  # this attempt's own file ELSEWHERE is for the next attempt
+        if not url:
             return ""
         with suppress(FileNotFoundError):
-            elsewhere = self.path.with_name(ELSEWHERE)
-            get_file(self._platform, f"{url}/{ELSEWHERE}", elsewhere)
-            return self._fetch(elsewhere.read_text())
-        return ""
+            self._fetch_checkpoint(url)
+            return url
+        is_own = url == self.url  # this attempt's own file ELSEWHERE is for the next attempt
+        return "" if is_own else self._find(StorageFolder(self._platform, url).fetch_text(ELSEWHERE))
 
-    def _get_checkpoint(self, url: str) -> None:
+    def _fetch_checkpoint(self, url: str) -> None:
         """Download a folder's checkpoint and the files beside it, and put the checkpoint at its path.
+
+        Ranks download shards themselves: the manifest gets the URL of these for them.
 
         Args:
             url: the folder.
@@ -95,53 +105,38 @@ class Store(Observer):
         Raises:
             FileNotFoundError: The folder has no checkpoint.
         """
-        beside = temporary_beside(self.path)
-        models = StoredModels(self._platform, url, self.path)
-        try:
-            self._platform.get(f"{url}/{self.path.name}", beside)
-            if manifest := read_manifest(beside):
-                self.get_shards(url, beside, manifest)
-            models.get()
-            os.replace(beside, self.path)
-        finally:
-            beside.unlink(missing_ok=True)
-        if url == self.folder:
+        there = StorageFolder(self._platform, url, self.folder)
+        models = StoredModels(self._platform, self.path, url)
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            checkpoint = Path(folder, self.path.name)
+            there.fetch(self.path.name, checkpoint)
+            manifest = read_manifest(checkpoint)
+            shards = f"{shards_beside(self.path).name}/{manifest['folder']}" if manifest else ""
+            if manifest and self._is_by_ranks:
+                write_manifest(checkpoint, {**manifest, "url": f"{url}/{shards}"})
+            elif manifest:
+                self._taken = {manifest["folder"]}
+                for name in manifest["files"]:
+                    with suppress(FileNotFoundError):  # ranks refuse an incomplete checkpoint, and name what is missing
+                        there.fetch(f"{shards}/{name}")
+            models.fetch_all()
+            checkpoint.replace(self.path)
+        if url == self.url:
             self._models = models
 
-    def get_shards(self, url: str, manifest_file: Path, manifest: dict[str, Any]) -> None:
-        folder = shards_beside(self.path) / manifest["folder"]
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in manifest["files"]:
-            with suppress(FileNotFoundError):  # ranks refuse an incomplete checkpoint, and name what is missing
-                get_file(self._platform, f"{url}/{folder.parent.name}/{folder.name}/{name}", folder / name)
+    # --- the engine's RankStorage ---
+
+    def put_manifest(self, file: Path) -> None:
+        """Upload the models that a sharded checkpoint needs, then its manifest. Raises OSError."""
+        with self._lock:
+            self._models.put_all(self._models.folder, lambda: self.put(file))
+
+    def get(self, url: str, file: Path) -> None:
+        """Download a file. Raises FileNotFoundError, or RecoverableError if the storage fails."""
+        patiently(f"cannot read {url}", lambda: self._platform.get(url, file))
 
 
-def patiently(problem_with: str, call: Callable[[], Value]) -> Value:
-    """Call a function, and call it again after a while if storage fails.
-
-    Args:
-        problem_with: the beginning of the error.
-        call: the function.
-
-    Raises:
-        FileNotFoundError: the storage says that there is no such file.
-        RecoverableError: storage still fails after the last try.
-    """
-    for seconds in (*WAITS, None):
-        try:
-            return call()
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # each storage has its own errors
-            problem = f"{type(error).__name__}: {one_line(error)}"
-        if seconds is None:
-            break
-        say(f"The checkpoint cannot be read yet, next try in {seconds:g} s: {problem}")
-        time.sleep(seconds)
-    raise RecoverableError(f"{problem_with}: {problem}: check access")
-
-
-class PlatformStore(Store):
+class PlatformStore(CheckpointStore):
     """A store that uploads checkpoints to the platform's storage, from which the next attempt restores them.
 
     A thread uploads, so that training never waits. While the thread is busy, only the newest checkpoint is kept for
@@ -149,23 +144,19 @@ class PlatformStore(Store):
     names.
     """
 
-    def __init__(self, path: Path, platform: Platform):
-        super().__init__(path, platform, platform.checkpoint_url())
-        self._new = threading.Event()
-        self._closing = False
-        self._stored: os.stat_result | None = None  # the status of the checkpoint that is in the storage
-        self._taken: set[str] = set()  # the folders of shards that the manifest in the storage may name
-        say(f"Checkpoints: {self.folder}")
-        # Only in this thread's context does the platform know its storage
-        self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._upload,), daemon=True)
-        self._thread.start()
+    def __init__(self, platform: Platform, is_by_ranks: bool = False):
+        super().__init__(platform, platform.working_folder() / "checkpoint", platform.checkpoint_url(), is_by_ranks)
+        self._stored: tuple[int, ...] = ()  # the version of the checkpoint that is in the storage
+        say(f"Checkpoints: {self.url}")
+        self.uploads = UploadThread(self._upload)
 
     def restore(self, resume: bool) -> None:
         """Download the newest checkpoint, if there is one.
 
         The attempt's own checkpoint comes first; it exists if only the processes were restarted. Without one, and with
         resume, the previous attempt's checkpoint is downloaded and saved as this attempt's own. Until then, a file
-        tells the next attempt where the checkpoint is.
+        tells the next attempt where the checkpoint is. If ranks download the shards, it stays at that file, because
+        copying all shards would take long.
 
         Args:
             resume: whether the previous attempt's checkpoint may be used.
@@ -173,115 +164,73 @@ class PlatformStore(Store):
         Raises:
             RecoverableError: The storage does not deliver the checkpoint.
         """
-        previous = self._platform.previous_checkpoint_url()
-        if resume:
-            point_to_previous(self._platform)
-        urls = [self.folder, previous] if resume and previous else [self.folder]
-
-        def find() -> str:
-            return next(filter(None, map(self._fetch, urls)), "")
-
+        previous = self._platform.previous_checkpoint_url() if resume else ""
+        problem = f"cannot tell whether {previous or self.url} has a checkpoint"
+        found = ""
         try:
-            if url := patiently(f"cannot tell whether {urls[-1]} has a checkpoint", find):
-                self.hand_on(url)
-        except RecoverableError:
-            if resume:
-                point_to_previous(self._platform)  # the storage may have failed at the first call, too
-            raise
-
-    def hand_on(self, url: str) -> None:
-        """Make the checkpoint that was found in this folder this attempt's own."""
-        if manifest := read_manifest(self.path):
-            self._taken = {manifest["folder"]}
-        self._new.set()
+            found = patiently(problem, lambda: self._find(self.url) or self._find(previous))
+        finally:
+            if found != self.url:
+                point_to(self._platform, found or previous)
+        self.uploads.wake()
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
-        self._new.set()
+        self.uploads.wake()
 
-    def close(self) -> None:
-        """Wait without a limit until the newest checkpoint is uploaded, and end the uploading thread."""
-        self.close_by(math.inf)
-
-    def close_by(self, until: float) -> bool:
-        """Upload the newest checkpoint if it is not in the storage yet, and end the uploading thread.
-
-        An upload that fails is only a warning.
-
-        Args:
-            until: when to stop waiting, on the clock of time.monotonic(); math.inf waits without a limit.
-
-        Returns:
-            Whether the thread has ended. If it has not, the upload is still running.
-        """
-        self._closing = True
-        self._new.set()
-        self._thread.join(None if until == math.inf else max(0.0, until - time.monotonic()))
-        return not self._thread.is_alive()
-
-    def _upload(self) -> None:
-        while True:
-            self._new.wait()
-            self._new.clear()
-            closing = self._closing
-            try:
-                if self.path.exists() and not (self._stored and self._is_still(self._stored)):
-                    self.put_newest()
-            except Exception as error:  # each storage has its own errors; the next upload may succeed
-                warn(f"a checkpoint was not uploaded: {type(error).__name__}: {error}")
-            if closing:
-                return
-
-    def put_newest(self) -> None:
-        models = models_beside(self.path)
-        folder = temporary_beside(self.path)
-        pinned = folder / self.path.name
-        status = self.path.stat()
+    def _upload(self, is_last: bool) -> None:
         try:
-            folder.mkdir()
+            if self.path.exists() and self._version() != self._stored:
+                self._put_newest()
+        except Exception as error:  # the next upload may succeed
+            warn(f"a checkpoint was not uploaded: {explain_error(error)}")
+
+    def _version(self) -> tuple[int, ...]:
+        """Return numbers that are others once the checkpoint at the path has been replaced."""
+        status = self.path.stat()
+        return status.st_dev, status.st_ino, status.st_mtime_ns
+
+    def _put_newest(self) -> None:
+        """Upload the checkpoint at the path, unless its ranks do so, or have replaced it by a newer one.
+
+        The ranks remove files once they have written newer ones, so the files get second names first.
+        """
+        version = self._version()
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            pinned = Path(folder, self.path.name)
             try:
-                link_or_copy(self.path, pinned)  # the ranks remove the files once they have written newer ones
-                if manifest := read_manifest(pinned):
-                    self.pin_shards(manifest, folder)
+                link_or_copy(self.path, pinned)
+                manifest = read_manifest(pinned) or {}
+                if manifest and self._is_by_ranks:
+                    return
+                for name in manifest.get("files", ()):
+                    link_or_copy(shards_beside(self.path) / manifest["folder"] / name, pinned.with_name(name))
             except FileNotFoundError:
-                if self._is_still(status):
+                if self._version() == version:
                     raise
-            for model in models.glob("*.pt"):
+            for model in models_beside(self.path).glob("*.pt"):
                 with suppress(FileNotFoundError):  # the newest checkpoint does without a model that is gone
-                    link_or_copy(model, folder / model.name)
-            if self._is_still(status):  # the event of a newer checkpoint would follow
-                self._models.put(folder, partial(self.put_checkpoint, pinned, manifest))
-                self._stored = status
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+                    link_or_copy(model, pinned.with_name(model.name))
+            with self._lock:
+                if self._version() == version:  # the event of a newer checkpoint would follow
+                    self._models.put_all(pinned.parent, partial(self._put_checkpoint, pinned, manifest))
+                    self._stored = version
 
-    def _is_still(self, status: os.stat_result) -> bool:
-        """Return whether the checkpoint at the path is still the one with this status."""
-        now = self.path.stat()
-        return os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
-
-    def pin_shards(self, manifest: dict[str, Any], folder: Path) -> None:
-        for name in manifest["files"]:
-            link_or_copy(shards_beside(self.path) / manifest["folder"] / name, folder / name)
-
-    def put_checkpoint(self, pinned: Path, manifest: dict[str, Any] | None) -> None:
+    def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any]) -> None:
         """Upload a checkpoint. For a sharded one, upload the files beside it first, and the manifest last.
 
         Nothing is removed from the storage. The folders of shards use a few numbers as names, again and again.
 
         Args:
             pinned: the checkpoint, or the manifest of a sharded one. The files of its shards lie beside it.
-            manifest: the content of the manifest; None for a checkpoint that is not sharded.
+            manifest: the content of the manifest; empty for a checkpoint that is not sharded.
         """
-        url = f"{self.folder}/{self.path.name}"
-        if manifest is None:
-            return self._platform.put(pinned, url)
-        slot = next(name for name in map(str, itertools.count()) if name not in self._taken)
-        for name in manifest["files"]:
-            self._platform.put(pinned.with_name(name), f"{self.folder}/{shards_beside(self.path).name}/{slot}/{name}")
-        self._taken.add(slot)  # stays taken if an error leaves it unknown whether the manifest has arrived
-        renamed = pinned.with_name("manifest")
-        write_manifest(renamed, {**manifest, "folder": slot})
-        self._platform.put(renamed, url)
+        slot = unused(self._taken)
+        if manifest:
+            for name in manifest["files"]:
+                self.put(pinned.with_name(name), f"{shards_beside(self.path).name}/{slot}/{name}")
+            write_manifest(pinned, {**manifest, "folder": slot})
+            self._taken.add(slot)  # stays taken if an error leaves it unknown whether the manifest has arrived
+        self.put(pinned, self.path.name)
         self._taken = {slot}
 
 
@@ -290,24 +239,21 @@ def point_to_previous(platform: Platform) -> None:
 
     The next attempt only knows this attempt, which may end before it has its data or a checkpoint of its own.
     """
-    if not platform.is_local() and (previous := platform.previous_checkpoint_url()):
-        point_to(platform, previous)
+    if not platform.is_local():
+        point_to(platform, platform.previous_checkpoint_url())
 
 
 def point_to(platform: Platform, url: str) -> None:
-    elsewhere = platform.working_folder() / ELSEWHERE
-    elsewhere.write_text(url)
-    with suppress(Exception):  # if storage cannot be written to, Flyte does not even get this attempt's outcome
-        platform.put(elsewhere, f"{platform.checkpoint_url()}/{ELSEWHERE}")
-
-
-NewStore = Callable[[Path, Platform], PlatformStore]
+    """Tell the next attempt to look for its checkpoint in the folder at the URL, unless the URL is empty."""
+    if url:
+        with suppress(OSError):  # if storage cannot be written to, Flyte does not even get this attempt's outcome
+            StorageFolder(platform, platform.checkpoint_url()).put_text(url, ELSEWHERE)
 
 
 @contextmanager
 def checkpoint_store(
-    platform: Platform, key: str, resume: bool, resume_from: str = "", stored: NewStore = PlatformStore
-) -> Iterator[Store]:
+    platform: Platform, key: str, resume: bool, resume_from: str = "", is_by_ranks: bool = False
+) -> Iterator[CheckpointStore]:
     """Open the store of this training's checkpoint, with the checkpoint to resume from at its path.
 
     With resume, that is an earlier attempt's checkpoint. If there is none, it is the one in the folder resume_from. In
@@ -319,7 +265,7 @@ def checkpoint_store(
         key: the digest of everything that determines the training's result.
         resume: whether to resume from an earlier attempt.
         resume_from: the folder of a checkpoint that the user names; empty is none.
-        stored: creates the store outside of local runs.
+        is_by_ranks: whether ranks on many nodes upload and download the files of a sharded checkpoint themselves.
 
     Raises:
         InputError: The folder resume_from has no checkpoint.
@@ -328,31 +274,30 @@ def checkpoint_store(
     """
     if platform.is_local():
         with _local_folder(key) as folder:
-            path = folder / "checkpoint"
+            local = CheckpointStore(platform, folder / "checkpoint")
             if not resume:
-                remove_checkpoint(path)
-            store = Store(path, platform)
-            store.fetch_given(resume_from)
-            yield store
+                remove_checkpoint(local.path)
+            local.fetch_given(resume_from)
+            yield local
             shutil.rmtree(folder, ignore_errors=True)  # only a successful training gets here
         return
-    store = stored(platform.working_folder() / "checkpoint", platform)
+    store = PlatformStore(platform, is_by_ranks)
     try:
         store.restore(resume)
         store.fetch_given(resume_from)
         yield store
     except PreemptedError as stopped:
-        if store.close_by(stopped.until):
+        if store.uploads.close(stopped.until):
             raise
         raise PreemptedError(
             f"{stopped}; its checkpoint was not uploaded within the grace, so a resume begins with the one before it: "
             f"if the platform gives longer, say so by {GRACE_VARIABLE}"
         ) from None
     except BaseException:
-        store.close()
+        store.uploads.close()
         raise
     else:
-        store.close()
+        store.uploads.close()
 
 
 @contextmanager

@@ -1,10 +1,8 @@
 """Uploads of a run's logs to the platform's storage while the run lasts: nothing else remains of a lost pod."""
 
-import contextvars
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,11 +13,12 @@ from click import ClickException
 
 from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
 from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread
 from flyte_ddp.events import Observer, Printed
 from flyte_ddp.launch.failures import describe_error
 from flyte_ddp.launch.rank import printed_lines
-from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say, warn
+from flyte_ddp.text import explain_error
 
 UPLOAD_SECONDS = 5.0  # time between two rounds of uploads; a round takes 17 ms of CPU time for three files
 BYTES_PER_SECOND = 4e6  # the limit per file: storage cannot append, so a file that has grown is uploaded as a whole
@@ -74,66 +73,47 @@ def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str 
             raise attempt_error(platform, to_failure(platform, error), format_urls(platform)) from None
         raise
     finally:
-        uploads.close()
+        uploads.thread.close(time.monotonic() + CLOSE_SECONDS)
 
 
-class Uploads:
-    """A thread that uploads a run's logs and report to the platform's storage whenever they have changed.
+class Uploads(StorageFolder):
+    """The uploads of a run's logs and report to the platform's storage, whenever they have changed.
 
     Failed uploads are tried again in the next round.
     """
 
     def __init__(self, platform: Platform, run: Path, url: str):
-        self._platform = platform
-        self._run = run
-        self._url = url
-        self._sent: dict[Path, tuple[int, int]] = {}
-        self._due: dict[Path, float] = {}
-        self._closing = threading.Event()
-        self._failing = False
-        # Only in this thread's context does the platform know its storage
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(self._work,), name=f"logs of {run.name}", daemon=True
-        )
-        self._thread.start()
+        super().__init__(platform, url, run)
+        self._sent: dict[Path, tuple[int, int]] = {}  # each file's time of change and size, as of its last upload
+        self._due: dict[Path, float] = {}  # when each file may be uploaded again, on the clock of time.monotonic()
+        self._is_failing = False
+        self.thread = UploadThread(self._upload, UPLOAD_SECONDS)
 
-    def close(self) -> None:
-        """Wait for a last round, at most CLOSE_SECONDS.
-
-        As a daemon, the thread does not keep the process from ending.
-        """
-        self._closing.set()
-        self._thread.join(CLOSE_SECONDS)
-
-    def _work(self) -> None:
-        while not self._closing.wait(UPLOAD_SECONDS):
-            self._round()
-        self._due.clear()
-        self._round()
-
-    def _round(self) -> None:
+    def _upload(self, is_last: bool) -> None:
+        if is_last:
+            self._due.clear()
         problem = ""
         # Small files come first: the ranks' output must not wait for a profile
         for _, file in sorted(self._files()):
             try:
                 self._send(file)
-            except Exception as error:  # each storage has errors of its own, and a single file may not be readable
-                problem = problem or f"{type(error).__name__}: {one_line(error)}"
-        if problem and not self._failing:
-            warn(f"the logs are not in {self._url} yet: {problem}")
-        self._failing = bool(problem)
+            except Exception as error:  # a single file may not be readable
+                problem = problem or explain_error(error)
+        if problem and not self._is_failing:
+            warn(f"the logs are not in {self.url} yet: {problem}")
+        self._is_failing = bool(problem)
 
     def _files(self) -> Iterator[tuple[int, Path]]:
         """Yield each file with its size. Skips files that are gone, and links that lead nowhere or in a circle."""
-        files = [*self._run.glob("report.html")]
-        for folder, _, names in os.walk(self._run / "logs"):
+        files = [*self.folder.glob("report.html")]
+        for folder, _, names in os.walk(self.folder / "logs"):
             files += (Path(folder, name) for name in names if not name.startswith("."))  # hidden files are half-written
         for file in files:
             with suppress(OSError):
                 yield file.stat().st_size, file
 
     def _send(self, file: Path) -> None:
-        copy = self._run / ".upload"
+        copy = self.folder / ".upload"
         try:
             status = file.stat()
             state = (status.st_mtime_ns, status.st_size)
@@ -142,7 +122,7 @@ class Uploads:
             shutil.copyfile(file, copy)  # the storage's client fails if a file grows during the upload
         except FileNotFoundError:  # the file may have been removed in the meantime
             return
-        self._platform.put(copy, f"{self._url}/{file.relative_to(self._run).as_posix()}")
+        self.put(copy, file.relative_to(self.folder).as_posix())
         self._sent[file] = state
         self._due[file] = time.monotonic() + state[1] / BYTES_PER_SECOND
 

@@ -1,15 +1,12 @@
 """A rank of a training on many nodes, in a process that torchrun, or Flyte's Elastic plugin, has started."""
 
 import dataclasses
-import errno
 import json
 import os
 import platform as machine
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from flyte_ddp.attempt.checkpoints import PlatformStore, patiently, point_to, point_to_previous
+from flyte_ddp.attempt.checkpoints import CheckpointStore, point_to_previous
 from flyte_ddp.attempt.failures import platform_errors, to_failure
 from flyte_ddp.attempt.logs import kept_logs
 from flyte_ddp.attempt.platform import Platform
@@ -45,8 +42,6 @@ from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.launch.watchdog import under_watchdog
-from flyte_ddp.manifest import models_beside, read_manifest, shards_beside, write_manifest
-from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
@@ -92,16 +87,17 @@ def train_as_rank(
         if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
             name += f"-restart-{restarts}"
         own = platform.working_folder() / name
-        storage = None if platform.is_local() else PlatformRankStorage(platform, own / "checkpoint")
         with kept_logs(platform, own, name, prefix=f"[rank {environment.rank}] "):
             if environment.rank == 0:
 
                 def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-                    return run_rank(environment, DirectLink(on_event), dataclasses.replace(job, storage=storage), train)
+                    return run_rank(environment, DirectLink(on_event), job, train)
 
-                stored = partial(StoreOfRanks, ranks=storage) if storage else PlatformStore
-                return train_by(platform, start, environment.world, fetch, options, own_observers, stored)
-            job = dataclasses.replace(make_job(fetch(), options), storage=storage)
+                return train_by(platform, start, environment.world, fetch, options, own_observers, is_by_ranks=True)
+            job = make_job(fetch(), options)
+            if not platform.is_local():
+                storage = CheckpointStore(platform, own / "checkpoint", platform.checkpoint_url())
+                job = dataclasses.replace(job, storage=storage)
             run_rank(environment, DirectLink(None), job, train)
         return None
 
@@ -174,92 +170,3 @@ def worth_restarts() -> Callable[[ChildFailedError], bool]:
     """
     kills = memory_kills()
     return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills
-
-
-# --- sharded checkpoints of ranks ---
-
-
-class PlatformRankStorage:
-    """The platform's storage for one rank, as the engine's RankStorage.
-
-    Args:
-        platform: the platform.
-        path: where this rank writes its checkpoints on this machine.
-    """
-
-    def __init__(self, platform: Platform, path: Path):
-        self.path = path
-        self.store: StoreOfRanks | None = None
-        self._platform = platform
-        self._folder = platform.checkpoint_url()
-
-    def put(self, file: Path) -> None:
-        with _as_os_error():
-            self._put(file)
-
-    def put_manifest(self, file: Path) -> None:
-        assert self.store
-        with _as_os_error():
-            self.store.put_by_rank(lambda: self._put(file))
-
-    def get(self, url: str, file: Path) -> None:
-        patiently(f"cannot read {url}", lambda: self._platform.get(url, file))
-
-    def _put(self, file: Path) -> None:
-        self._platform.put(file, f"{self._folder}/{file.relative_to(self.path.parent)}")
-
-
-class StoreOfRanks(PlatformStore):
-    """Rank 0's store, which leaves the upload of sharded checkpoints to the ranks.
-
-    Of an earlier sharded checkpoint it downloads only the manifest, and adds the URL of the files to it.
-
-    Args:
-        path: the checkpoint on this machine.
-        platform: the platform.
-        ranks: rank 0's own storage, which gets this store.
-    """
-
-    def __init__(self, path: Path, platform: Platform, ranks: PlatformRankStorage):
-        self._lock = threading.Lock()
-        self._is_left_to_ranks = False
-        super().__init__(path, platform)
-        ranks.store = self
-
-    def put_by_rank(self, put_manifest: Callable[[], None]) -> None:
-        """Upload the models that a sharded checkpoint needs, then its manifest.
-
-        From then on this store itself uploads nothing more: the file at its path is an earlier checkpoint.
-        """
-        with self._lock:
-            self._is_left_to_ranks = True
-            self._models.put(models_beside(self.path), put_manifest)
-
-    def get_shards(self, url: str, manifest_file: Path, manifest: dict[str, Any]) -> None:
-        write_manifest(
-            manifest_file, {**manifest, "url": f"{url}/{shards_beside(self.path).name}/{manifest['folder']}"}
-        )
-
-    def hand_on(self, url: str) -> None:
-        """Make the checkpoint that was found in the folder `url` this attempt's own, which the next attempt finds.
-
-        Of a sharded one, which takes long to copy, only the URL is left in this attempt's folder.
-        """
-        if not read_manifest(self.path):
-            super().hand_on(url)
-        elif url != self.folder:
-            point_to(self._platform, url)
-
-    def put_newest(self) -> None:
-        with self._lock:
-            if not self._is_left_to_ranks and not read_manifest(self.path):
-                super().put_newest()
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Turn each storage's own errors into an OSError."""
-    try:
-        yield
-    except Exception as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {one_line(error)}") from None

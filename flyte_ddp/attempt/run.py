@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore, Store, checkpoint_store
+from flyte_ddp.attempt.checkpoints import CheckpointStore, checkpoint_store
 from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.logs import Logs, kept_logs
 from flyte_ddp.attempt.platform import Platform
@@ -17,7 +17,7 @@ class Run:
 
     folder: Path
     logs: Logs
-    store: Store
+    store: CheckpointStore
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def training_run(
     key: str,
     resume: bool,
     resume_from: str = "",
-    stored: NewStore = PlatformStore,
+    is_by_ranks: bool = False,
 ) -> Iterator[Run]:
     """Provide the run's folder, logs and checkpoint store for the block.
 
@@ -40,11 +40,11 @@ def training_run(
         key: the digest of all that determines the result. An earlier run with this key may have left a checkpoint.
         resume: as in RunOptions.
         resume_from: as in RunOptions.
-        stored: builds the store, such as PlatformStore.
+        is_by_ranks: as in checkpoint_store.
     """
     with (
         run_folder(platform, name) as folder,
         kept_logs(platform, folder) as logs,
-        checkpoint_store(platform, key, resume, resume_from, stored) as store,
+        checkpoint_store(platform, key, resume, resume_from, is_by_ranks) as store,
     ):
         yield Run(folder, logs, store)

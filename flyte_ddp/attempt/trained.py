@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flyte_ddp.attempt.checkpoints import NewStore, PlatformStore
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.restarts import Start
 from flyte_ddp.attempt.run import Run, training_run
@@ -98,7 +97,7 @@ def train_by(
     fetch: Callable[[], Subject],
     options: RunOptions,
     own_observers: Sequence[UserCode],
-    stored: NewStore = PlatformStore,
+    is_by_ranks: bool = False,
 ) -> Trained:
     """Train, with everything around the ranks of a run.
 
@@ -109,14 +108,14 @@ def train_by(
         fetch: downloads the data, and returns what is trained.
         options: how to run the training.
         own_observers: the code of the user's observers.
-        stored: as in checkpoint_store.
+        is_by_ranks: whether this process is a rank itself: then the ranks upload the files of a sharded checkpoint.
     """
     started = time.time()
     subject = fetch()
     names = subject.dataset, subject.key
     with (
         finishing() as finish_first,
-        training_run(platform, *names, options.resume, options.resume_from, stored) as run,
+        training_run(platform, *names, options.resume, options.resume_from, is_by_ranks) as run,
     ):
         model = run.folder / "model.pt"
         report = run.folder / "report.html"
@@ -124,6 +123,8 @@ def train_by(
         if not run.store.is_given:
             options = replace(options, resume_from="")
         job = make_job(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
+        if is_by_ranks and not platform.is_local():
+            job = replace(job, storage=run.store)
         info = describe_run(platform, subject, options, run)
         share_events(platform, run, info)
         publish = platform.publisher("Training")
@@ -170,7 +171,7 @@ def describe_run(platform: Platform, subject: Subject, options: RunOptions, run:
         data=subject.data if isinstance(subject.data, Path) and subject.description else None,
         description=subject.description,
         logs=run.logs.folder,
-        checkpoint=run.store.folder,
+        checkpoint=run.store.url,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import flyte
 from flyte.errors import ActionAbortedError, BaseRuntimeError, MaxQueuedTimeExceededError
 
+from flyte_ddp.attempt.pod import HANDOVER_VARIABLE, PREVIOUS_VARIABLE
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.flyte2 import handover, platform
 from flyte_ddp.flyte2.environment import PAUSES
@@ -58,7 +59,7 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
         minutes = asked.queue_minutes if nodes > asked.node_sizes[-1] else 0
         say(f"Training on {nodes} node{'s' * (nodes > 1)}")
         try:
-            return await _sized(train, nodes, minutes, handover.variables(left, previous))(*inputs)
+            return await _sized(train, nodes, minutes, {HANDOVER_VARIABLE: left, PREVIOUS_VARIABLE: previous})(*inputs)
         except ActionAbortedError:  # somebody wants the training to end
             raise
         except MaxQueuedTimeExceededError:

@@ -171,7 +171,7 @@ def naming_the_cause() -> Iterator[None]:
         if (own.is_effect or own.kind == "hang") and rank == "0":
             own = next(iter(_causes(others)), own)
         elif not own.is_effect:
-            handover.put_failure(own, f"{others}/rank-{rank}.json")
+            handover.put_failure(own, others, f"rank-{rank}.json")
         if rank == "0":
             handover.leave_failure(own)
             with telling_webhook(platform):

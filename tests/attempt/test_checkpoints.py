@@ -15,7 +15,7 @@ from flytekit import FlyteContextManager, current_context
 from flytekit.core.checkpointer import SyncCheckpoint
 from flytekit.core.context_manager import ExecutionState
 
-from flyte_ddp.attempt import checkpoints
+from flyte_ddp.attempt import storage_folder
 from flyte_ddp.attempt.checkpoints import ABANDONED_SECONDS, checkpoint_store
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.errors import RecoverableError
@@ -150,7 +150,7 @@ def attempt(tmp_path, monkeypatch):
         with pod, checkpoint_store(platform, "key", resume=True) as store:
             return store.path.read_text() if store.path.exists() else None
 
-    monkeypatch.setattr(checkpoints, "WAITS", (0.0,))
+    monkeypatch.setattr(storage_folder, "WAITS", (0.0,))
     storage = FlyteContextManager.current_context().file_access
     checkpoint = tmp_path / "checkpoint"
     checkpoint.write_text("half a training")
@@ -233,7 +233,7 @@ def test_a_storage_that_fails_once_has_the_checkpoint_that_the_user_names(tmp_pa
                 raise OSError("503 Slow Down")
             super().get(url, path)
 
-    monkeypatch.setattr(checkpoints, "WAITS", (0.0,))
+    monkeypatch.setattr(storage_folder, "WAITS", (0.0,))
     given, busy = tmp_path / "given", Busy(tmp_path)
     given.mkdir()
     (given / "checkpoint").write_text("of another execution")

@@ -3,16 +3,14 @@
 import dataclasses
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.attempt import checkpoints
+from flyte_ddp.attempt import storage_folder
 from flyte_ddp.attempt.checkpoints import checkpoint_store
-from flyte_ddp.attempt.multinode import PlatformRankStorage, StoreOfRanks
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import make_job, make_subject
@@ -56,10 +54,9 @@ class Rank:
         platform.root.mkdir(exist_ok=True)
         own = Path(tempfile.mkdtemp(dir=platform.root))
         (own / "logs").mkdir()
-        storage = PlatformRankStorage(platform, own / "checkpoint")
-        with checkpoint_store(platform, "key", resume=True, stored=partial(StoreOfRanks, ranks=storage)) as store:
+        with checkpoint_store(platform, "key", resume=True, is_by_ranks=True) as store:
             job = make_job(subject, options, own / "model.pt", store.path, own / "logs")
-            job = dataclasses.replace(job, storage=storage)
+            job = dataclasses.replace(job, storage=store)
             environment = Environment(World(1, 1, "gloo", "cpu"), 0, 0, f"file://{own}/rendezvous", 1)
             try:
                 worker.run(environment, DirectLink(self._watch), job)
@@ -185,7 +182,7 @@ def test_storage_that_cannot_be_read_ends_the_attempt_and_loses_nothing(next_att
                 raise OSError("503 Slow Down")
             super().get(url, path)
 
-    monkeypatch.setattr(checkpoints, "WAITS", (0.0,))
+    monkeypatch.setattr(storage_folder, "WAITS", (0.0,))
     with pytest.raises(RecoverableError, match=r"cannot read .*/0.safetensors: OSError: 503 Slow Down: check access"):
         Rank(Failing(next_attempt.root, attempt=1))
     assert Rank(Folders(next_attempt.root, attempt=2), cut_at=(0, 0)).started > (0, 0)
