@@ -10,50 +10,54 @@ from torchmetrics import Metric
 from flyte_ddp.engine.own_loop.optimizers import Optimizers, PendingGradients
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.lightning.lightning_compat import (
-    add_to_logged,
     logged_in_epoch,
     metric_state,
+    restore_logged,
     set_metric_state,
+    values_for_callbacks,
 )
+from flyte_ddp.lightning.measures import LoggedByValidation
 
 
 class EpochState:
-    """Gradients that no optimizer has stepped by, and what each rank has added up of the epoch.
+    """Gradients that no optimizer has stepped by, and what each rank has logged and measured in the epoch.
 
     Attributes:
         gradients: those that a checkpoint may have to wait for.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule):
+    def __init__(self, trainer: Trainer, module: LightningModule, validation: LoggedByValidation):
         self._trainer, self._module, self._device = trainer, module, trainer.strategy.root_device
+        self._validation = validation
         self._optimizers = Optimizers({str(number): one for number, one in enumerate(trainer.optimizers)})
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._optimizers.stepped)
         self.gradients = PendingGradients(self._optimizers, self._device)
-        self._logged: dict[str, list[Tensor]] = {}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore what gather has returned in an earlier attempt, after hooks that may set it to zero."""
+    def restore(self, saved: Mapping[str, Any], is_trained: bool) -> None:
+        """Restore what gather has returned in an earlier attempt, after hooks that may set it to zero.
+
+        On another number of ranks, what the epoch's steps have logged and measured begins anew, unless there are no
+        more steps: then a rank takes what one of the earlier ranks had.
+
+        Args:
+            saved: what gather returned.
+            is_trained: whether all steps of the epoch are done.
+        """
         self._optimizers.put_back(saved["gradients"])
-        if len(saved["ranks"]) != self._trainer.world_size:  # what the epoch's steps have logged begins anew
+        ranks = saved["ranks"]
+        if len(ranks) != self._trainer.world_size and not is_trained:
             return
-        own = pytree.tree_map_only(Tensor, lambda one: one.to(self._device), saved["ranks"][self._trainer.global_rank])
-        self._logged = own["logged"]
+        own = ranks[self._trainer.global_rank % len(ranks)]
+        own = pytree.tree_map_only(Tensor, lambda one: one.to(self._device), own)
         for name, metric in self._metrics().items():
             set_metric_state(metric, own["metrics"][name])
+        restore_logged(self._trainer, self._module, own["logged"])
+        values_for_callbacks(self._trainer).update(own["values"])
 
     def begin_step(self) -> None:
         """Note that the optimizers have not stepped in this step."""
         self._optimizers.begin_step()
-
-    def end_step(self) -> None:
-        """Add what the epoch's steps have logged before a resume to what the first steps after it have."""
-        add_to_logged(self._trainer, self._logged)
-
-    def keep_logged_now(self) -> None:
-        """Leave out of what was logged before a resume what has been logged again."""
-        for key in self._logged.keys() & logged_in_epoch(self._trainer).keys():
-            del self._logged[key]
 
     def waits(self, steps: int) -> bool:
         """Return whether a checkpoint has to wait for gradients; a collective.
@@ -68,8 +72,9 @@ class EpochState:
     def gather(self) -> dict[str, Any]:
         """Return the state, with a part for each rank; a collective."""
         own = {
-            "logged": logged_in_epoch(self._trainer),
             "metrics": {name: metric_state(metric) for name, metric in self._metrics().items()},
+            "logged": logged_in_epoch(self._trainer),
+            "values": self._validation.without_its_own(values_for_callbacks(self._trainer)),
         }
         ranks: list[Any] = [None] * self._trainer.world_size
         distributed.all_gather_object(ranks, pytree.tree_map_only(Tensor, lambda one: one.cpu(), own))

@@ -1,11 +1,14 @@
 """The private parts of Lightning that this package uses, as of version 2.6: see tests/lightning/test_ranks.py."""
 
-from collections.abc import Callable
+import builtins
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,28 +38,43 @@ def settle_strategy_buckets(strategy: Strategy) -> None:
     strategy._setup_model = replicated  # type: ignore[method-assign]
 
 
-def around_each_step(trainer: Trainer, begin: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
-    """Call one function before each training step, and another after it.
+def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
+    """Call a function before each training step, after all that belongs to the step before.
 
-    The second call comes after everything that belongs to the step. Lightning has no hook there: on_train_batch_end of
-    the module comes after those of callbacks. Lightning's own check for SIGTERM is turned off, because the host waits
-    for it in each step.
-
-    Args:
-        trainer: the trainer.
-        begin: called before each step.
-        end: called after each step.
+    Lightning has no hook there: on_train_batch_end of the module comes after those of callbacks. Lightning's own check
+    for SIGTERM is turned off, because the host waits for it in each step.
     """
     loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
 
     def advanced(data_fetcher: Any) -> None:
-        begin()
+        call()
         advance(data_fetcher)
-        end()
 
     loop.advance = advanced  # type: ignore[method-assign]
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
+    """Call a function before each validation of a training, after all that belongs to the step before."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    run = loop.run
+
+    def ran() -> Any:
+        call()
+        return run()
+
+    loop.run = ran  # type: ignore[method-assign]
+
+
+def begin_with_validation(checkpoint: dict[str, Any]) -> None:
+    """Change a checkpoint so that a resume begins with the validation that follows its last step."""
+    none_done = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = {
+        "total": dict(none_done),
+        "current": dict(none_done),
+        "is_last_batch": False,
+    }
 
 
 def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
@@ -81,30 +99,54 @@ def epochs_done(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
 
 
-def logged_in_epoch(trainer: Trainer) -> dict[str, list[Tensor]]:
-    """Return the sums of what training steps have logged in the epoch, by key: a value, and for a mean its weight."""
-    results = trainer.fit_loop.epoch_loop._results
-    return {key: _sums(one) for key, one in results.items() if one.is_tensor and one.meta.on_epoch}
+# What self.log was given, and Lightning compares with what it is given in the next step
+LOGGED_WITH = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch",
+    "enable_graph", "add_dataloader_idx", "dataloader_idx", "metric_attribute",
+)  # fmt: skip
+REDUCTIONS: dict[str, Any] = {
+    **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")},
+    **{name: getattr(builtins, name) for name in ("sum", "min", "max")},
+}
 
 
-def _sums(result: Any) -> list[Tensor]:
-    return [result.value, result.cumulated_batch_size] if result.meta.is_mean_reduction else [result.value]
+def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return what the epoch's training steps have logged so far, as restore_logged takes it.
 
-
-def add_to_logged(trainer: Trainer, sums: dict[str, list[Tensor]]) -> None:
-    """Add sums of earlier steps to those that Lightning has begun since, and take them out of the dict.
-
-    Lightning makes a sum when something is logged for the first time. Two numbers have the same sum in either order.
+    What is logged with sync_dist_group is left out, as a group of ranks cannot be in a checkpoint.
     """
     results = trainer.fit_loop.epoch_loop._results
-    for key in sums.keys() & results.keys():
-        result, (value, *weight) = results[key], sums.pop(key)
-        if result.meta.is_mean_reduction or result.meta.is_sum_reduction:
-            result.value = result.value + value
-        else:
-            result.value = result.meta.reduce_fx(result.value, value)
-        if weight:
-            result.cumulated_batch_size = result.cumulated_batch_size + weight[0]
+    return [
+        {
+            "key": key,
+            "with": {name: getattr(one.meta, name) for name in LOGGED_WITH},
+            "reduction": next(name for name, call in REDUCTIONS.items() if call is one.meta.reduce_fx),
+            "is_synced": one.meta.sync.should,
+            "is_rank_zeros": one.meta.sync.rank_zero_only,
+            "sums": metric_state(one) if one.is_tensor else None,
+        }
+        for key, one in results.items()
+        if not one.has_reset and one.meta.sync.group is None
+    ]
+
+
+def restore_logged(trainer: Trainer, module: LightningModule, logged: list[Mapping[str, Any]]) -> None:
+    """Restore what an earlier attempt's steps of this epoch have logged, so that the next steps add to it."""
+    trainer._logger_connector._first_loop_iter = True  # in an epoch's first step Lightning sets what was logged to zero
+    for one in logged:
+        meta = _Metadata(**one["with"], reduce_fx=REDUCTIONS[one["reduction"]])
+        meta.sync = _Sync(fn=trainer.strategy.reduce, _should=one["is_synced"], rank_zero_only=one["is_rank_zeros"])
+        result = _ResultMetric(meta, is_tensor=one["sums"] is not None).to(module.device)
+        if one["sums"] is not None:
+            set_metric_state(result, one["sums"])
+        elif meta.metric_attribute:
+            result.value = module.get_submodule(meta.metric_attribute)
+        trainer.fit_loop.epoch_loop._results[one["key"]] = result
+
+
+def values_for_callbacks(trainer: Trainer) -> dict[str, Tensor]:
+    """Return trainer.callback_metrics itself, as it was when Lightning last set it."""
+    return trainer._logger_connector._callback_metrics
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

@@ -41,8 +41,11 @@ class LoggedByValidation(DummyLogger):
 
     def trained(self) -> dict[str, float]:
         """Return what training steps have logged last."""
-        logged = self.trainer.callback_metrics.items()
-        return read_measures({name: value for name, value in logged if name not in self._names})
+        return read_measures(self.without_its_own(self.trainer.callback_metrics))
+
+    def without_its_own(self, logged: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was logged without what validations have logged, by name."""
+        return {name: value for name, value in logged.items() if name not in self._names}
 
 
 def problems_of_names(

@@ -16,6 +16,7 @@ from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
+from flyte_ddp.engine.own_loop.last_step import LastStep
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT
 from flyte_ddp.engine.progress import NOTHING, Progress, Resumable, StepFigures
 from flyte_ddp.engine.seeds import seed_all
@@ -31,7 +32,12 @@ from flyte_ddp.lightning.epoch_state import EpochState
 from flyte_ddp.lightning.finite import broken, check_finite
 from flyte_ddp.lightning.forgotten import begin_epoch_again, check_callbacks, forgotten, remember
 from flyte_ddp.lightning.job import LightningJob
-from flyte_ddp.lightning.lightning_compat import around_each_step
+from flyte_ddp.lightning.lightning_compat import (
+    before_each_step,
+    before_each_validation,
+    begin_with_validation,
+    checkpoint_now,
+)
 from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, problems_of_names, read_measures
 from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
@@ -70,7 +76,9 @@ class RankObserver(Checkpoint):
         self._evaluation_seconds = 0.0  # in this epoch
         self.within: dict[str, Any] = {}  # what a checkpoint within an epoch has besides
         self.position = 0, 0  # epoch and step of the last checkpoint
-        self._norm = 0.0
+        self._rate = self._norm = 0.0
+        self._last_step: LastStep | None = None  # on rank 0, while there is a validation
+        self._can_leave = False  # the validation, because _last_step has what a checkpoint needs
         self._is_logged = self._is_bad_loss = False  # the current step; a loss that the module has logged by itself
         self._pairs = torch.zeros(4, dtype=torch.float64, device=device)  # what this rank measured in the last step
         self._asked = NOTHING
@@ -113,8 +121,9 @@ class RankObserver(Checkpoint):
             remember(trainer, self._forgotten)
         if self.position[1]:  # Lightning's own count, where a loader's state says how far it is
             self.position = self.position[0], trainer.fit_loop.epoch_loop.batch_idx + 1
-        self._epoch_state = EpochState(trainer, module)
-        around_each_step(trainer, lambda: self._between_steps(trainer, module), self._epoch_state.end_step)
+        self._epoch_state = EpochState(trainer, module, self._validation)
+        before_each_step(trainer, lambda: self._between_steps(trainer, module))
+        before_each_validation(trainer, lambda: self._before_validation(trainer))
         if trainer.num_training_batches == float("inf"):
             raise InputError(
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
@@ -141,11 +150,24 @@ class RankObserver(Checkpoint):
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
-        self._poll = StopPoll(trainer.strategy.root_device, lambda: self._tested <= self._least)
-        # Not all ranks need have as many batches
-        least = torch.tensor(float(min(trainer.num_test_batches, default=0)), device=trainer.strategy.root_device)
+        self._begin_evaluation(trainer.num_test_batches)
+
+    def _begin_evaluation(self, batches: Sequence[float]) -> None:
+        """Let the ranks ask one another for a stop while each has batches; a collective.
+
+        Args:
+            batches: how many this rank has of each loader. Not all ranks need have as many.
+        """
+        least = torch.tensor(float(min(batches, default=0)), device=self.device)
         distributed.all_reduce(least, distributed.ReduceOp.MIN)
-        self._tested, self._least = 0, 0.0 if math.isinf(least) else float(least)
+        self._evaluated, self._least = 0, 0.0 if math.isinf(least) else float(least)
+        self._poll = StopPoll(self.device, lambda: self._evaluated <= self._least)
+
+    def _after_evaluated_batch(self) -> bool:
+        """Return whether the ranks leave the evaluation now; a collective."""
+        self._link.heartbeat()
+        self._evaluated += 1
+        return self._poll.after_batch(self._link.stop_requested)
 
     def _keep_signal_handler(self) -> None:
         """Lightning's own broadcasts, which hangs if not all ranks get the signal; in other threads it sets none."""
@@ -254,25 +276,62 @@ class RankObserver(Checkpoint):
         seed_all(derive_key(Use.LIGHTNING, self._job.settings.seed, self.position[0], 0))
         has_changed = begin_epoch_again(trainer, self)
         if self.within:
-            self._epoch_state.restore(self.within)
+            self._epoch_state.restore(self.within, is_trained=self.position[1] >= trainer.num_training_batches)
         self.within = {}
-        self._epoch_state.keep_logged_now()
         if any(on_any_rank([has_changed], trainer.strategy.root_device)):
             self._files.restore_tensors(trainer)
         self.progress.clock.lap(StepPart.OTHER)
 
     # --- epochs ---
 
+    def _before_validation(self, trainer: Trainer) -> None:
+        """Keep the state after the step that was done last, so that a notice may end the validation; a collective."""
+        self._last_step = None
+        self._can_leave = not self._loaders.begins_epochs_anew and not self.must_wait()
+        if not self._can_leave:
+            return
+        self.gather_within()
+        content = checkpoint_now(trainer)
+        self.within = {}
+        begin_with_validation(content)
+        buffers = {name for name, _ in trainer.lightning_module.named_buffers(remove_duplicate=False)}
+        if trainer.is_global_zero:
+            self._last_step = LastStep(
+                content,
+                self.progress,
+                self.device,
+                lambda keys: keys[0] == "callbacks" or (keys[0] == "state_dict" and keys[1] in buffers),
+            )
+
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._evaluating = time.monotonic()
+        self._begin_evaluation(trainer.num_val_batches)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._link.heartbeat()
+        if self._after_evaluated_batch() and self._can_leave:
+            self._leave_validation(trainer)
+
+    def _leave_validation(self, trainer: Trainer) -> None:
+        """Save the state as it was before the validation, and stop; a collective.
+
+        The method does nothing if the user's code has changed weights since then: the validation goes on to its end.
+
+        Raises:
+            StopRequested: The checkpoint is saved.
+        """
+        last, position = self._last_step, (self.progress.epoch, self.progress.step)
+        self._can_leave = trainer.strategy.broadcast(last is not None and last.is_whole())
+        if not self._can_leave:
+            return
+        self.compare_between_ranks()
+        if last:
+            self._files.position = position
+            self._files.save_checkpoint(last.state_dict(), self._job.checkpoint_path)
+        trainer.strategy.barrier()
+        raise StopRequested(*position, is_evaluating=True)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._link.heartbeat()
-        self._tested += 1
-        if self._poll.after_batch(self._link.stop_requested):
+        if self._after_evaluated_batch():
             raise StopRequested(self.progress.epoch, self.progress.step, is_evaluating=True)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:

@@ -73,7 +73,8 @@ class Tracking(Observer):
 
     def on_epoch_chosen(self, event: EpochChosen) -> None:
         self._log(_named("test", event.measures))
-        self._tracker.summary({"best_epoch": event.position})
+        # By step they may be missing: a loop of a user's own may have measured the last epoch on the test split, too
+        self._tracker.summary({"best_epoch": event.position, "tested": dict(event.measures)})
 
     def on_run_finished(self, event: RunFinished) -> None:
         self._has_succeeded = True

@@ -299,6 +299,42 @@ class Noticed(LitNumerals):
         return super().test_step(batch, batch_idx)
 
 
+class Judged(Noticed):
+    """Whose end of an epoch needs what steps have logged in all ways there are."""
+
+    def __init__(self, width: int, learning_rate: float):
+        super().__init__(width, learning_rate)
+        self.accuracies = torch.nn.ModuleList([MulticlassAccuracy(10), MulticlassAccuracy(10)])
+
+    def measured(self, batch, split):
+        loss = super().measured(batch, split)
+        accuracy = self.accuracies[0 if split == "train" else 1]
+        accuracy(self.network(batch[0]), batch[1])
+        self.log(f"{split}_right", accuracy, on_step=False, on_epoch=True)
+        if split == "train":
+            self.log("forked_loss", loss, on_step=True, on_epoch=True)
+            self.log("most_loss", loss, on_step=False, on_epoch=True, reduce_fx="max")
+            self.log("step_loss", loss)
+        return loss
+
+    def configure_callbacks(self):
+        watched = "train_loss", "train_right", "forked_loss_epoch", "most_loss", "step_loss"
+        return [EarlyStopping(name, patience=9, check_on_train_epoch_end=True) for name in watched]
+
+
+class Swapping(Noticed):
+    """Evaluates an average of its weights, which takes their place for as long."""
+
+    def on_validation_start(self):
+        self.own = {name: value.clone() for name, value in self.network.state_dict().items()}
+        with torch.no_grad():
+            for weight in self.network.parameters():
+                weight.mul_(0.5)
+
+    def on_validation_end(self):
+        self.network.load_state_dict(self.own)
+
+
 class AddingUp(Broken):
     """Its own optimization adds up the gradients of two batches, those of the first on each rank by itself or not."""
 

@@ -125,6 +125,7 @@ def test_trackers_name_the_splits(validated, tmp_path, tracking):
     assert points["test/accuracy"] == [(20, 0.625)], "once, at the end"
     if tracking == "offline":
         assert told.run.summary["best_epoch"] == 1
+        assert told.run.summary["tested"]["accuracy"] == 0.625
 
 
 def test_evaluations_within_an_epoch_are_shown_as_such(parted, tmp_path, capsys):

@@ -1,12 +1,12 @@
 """The state at the end of an epoch's last step, for a notice that comes in the evaluation after it."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flyte_ddp.engine.digest import sum_of_all
 from flyte_ddp.engine.progress import Progress
@@ -16,20 +16,27 @@ from flyte_ddp.engine.torch_compat import pytree
 class LastStep:
     """The content of a checkpoint without a copy of its tensors: it is good for as long as nobody changes them.
 
-    Buffers, which an evaluation may change, are copied, and whatever is no tensor. All else has a digest, because the
-    user's code may change it before the evaluation, as by weights that it swaps for their average, and would do so
+    Tensors that an evaluation may change are copied, and whatever is no tensor. All others have a digest, because the
+    user's code may change them before the evaluation, as by weights that it swaps for their average, and would do so
     again after a resume.
     """
 
-    def __init__(self, content: dict[str, Any], parts: Mapping[str, Any], progress: Progress, device: torch.device):
-        """content: what a checkpoint has. parts: of the training, by name."""
+    def __init__(
+        self,
+        content: dict[str, Any],
+        progress: Progress,
+        device: torch.device,
+        is_copied: Callable[[tuple[Any, ...]], bool],
+    ):
+        """Take the content of a checkpoint.
+
+        Args:
+            content: what the checkpoint would have now.
+            progress: the training's.
+            device: where digests are computed.
+            is_copied: returns whether an evaluation may change the tensor under these keys of content.
+        """
         self.progress, self.device = progress, device
-        buffers = {
-            ("parts", part_name, name)
-            for part_name, part in parts.items()
-            if isinstance(part, nn.Module)
-            for name, _ in part.named_buffers(remove_duplicate=False)
-        }
         self._tensors: list[Tensor] = []
 
         def kept(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -38,7 +45,7 @@ class LastStep:
                 return leaf
             if not isinstance(leaf, Tensor):
                 return copy.deepcopy(leaf)
-            if keys in buffers or keys[0] == "progress":
+            if is_copied(keys):
                 return leaf.clone()
             self._tensors.append(leaf)
             return leaf

@@ -238,7 +238,19 @@ class LoopState:
         if is_last and not progress.owes_checkpoint and not self.must_wait():
             self._can_leave = True
             if self._environment.rank == 0:
-                self._last_step = LastStep(self.state_dict(), self.parts, progress, self.device)
+                buffers = self._buffers_in_checkpoint()
+                self._last_step = LastStep(
+                    self.state_dict(), progress, self.device, lambda keys: keys in buffers or keys[0] == "progress"
+                )
+
+    def _buffers_in_checkpoint(self) -> set[tuple[Any, ...]]:
+        """Return the keys under which state_dict has buffers."""
+        return {
+            ("parts", part_name, name)
+            for part_name, part in self.parts.items()
+            if isinstance(part, nn.Module)
+            for name, _ in part.named_buffers(remove_duplicate=False)
+        }
 
     def leave_evaluation(self) -> None:
         """Save the state as it was after the last step, and stop; a collective.
