@@ -69,6 +69,9 @@ class StepLogged(Event):
     Attributes:
         gradient_norms: Euclidean norms of this step's gradients by parameter: the ten largest, or all on request.
         gradient_norm: the Euclidean norm of all gradients together.
+        tokens_per_second: of all ranks together; None where tokens are not counted.
+        mfu: the model FLOPs utilization, from 0 to 1; None where FLOPs or the device's peak are unknown.
+        peak_memory_gib: the most memory that rank 0 has had so far: its tensors on a GPU, else its process.
         seconds_left: the time until the end of the last evaluation, at the pace of this attempt, which
             report/observers.py estimates. None in the attempt's first seconds, and before the event has left the ranks.
     """
@@ -81,6 +84,9 @@ class StepLogged(Event):
     samples_per_second: float
     gradient_norms: dict[str, float]
     gradient_norm: float = 0.0
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
     seconds_left: float | None = None
 
 

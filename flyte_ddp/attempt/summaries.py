@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from flyte_ddp.engine.job import KeptModel, TrainingResult
+from flyte_ddp.engine.job import KeptModel
 from flyte_ddp.launch.environment import World
-from flyte_ddp.launch.peaks import peak
+from flyte_ddp.launch.peaks import model_flops_utilization
 from flyte_ddp.report.goodput import compute_goodput
 from flyte_ddp.report.record import RunFinished
 
@@ -21,6 +21,7 @@ class RunSummary:
         seconds: seconds of all attempts, by the causes in flyte_ddp.report.goodput.
         goodput: the share of steps and evaluations in these seconds, from 0 to 1.
         samples_per_second: training samples, all ranks together, per second of train_seconds.
+        tokens_per_second: tokens of these samples per second; None where they are not counted.
         world_size: number of ranks.
         backend: nccl or gloo.
         device: cuda or cpu.
@@ -34,9 +35,9 @@ class RunSummary:
         parameters: number of the network's parameters.
         sample_flops: counted floating-point operations of a training step, forward and backward, per sample.
         peak_memory: peak memory of each rank's process, in bytes, by rank.
+        peak_gpu_memory: peak memory of each rank's tensors on its GPU, in bytes, by rank; 0 on a CPU.
         digest: digest of the returned weights, 16 hex digits: equal bits have equal digests.
-        utilization: model FLOPs utilization, as a share of the GPUs' peak; None if flyte_ddp.launch.peaks does not know
-            the peak.
+        mfu: model FLOPs utilization, from 0 to 1; None if flyte_ddp.launch.peaks does not know the GPUs' peak.
     """
 
     train_samples: int
@@ -46,6 +47,7 @@ class RunSummary:
     seconds: dict[str, float] = field(repr=False)
     goodput: float
     samples_per_second: float = field(repr=False)
+    tokens_per_second: float | None = field(repr=False)
     world_size: int
     backend: str
     device: str
@@ -58,8 +60,9 @@ class RunSummary:
     parameters: int = field(repr=False)
     sample_flops: float = field(repr=False)
     peak_memory: list[int] = field(repr=False)
+    peak_gpu_memory: list[int] = field(repr=False)
     digest: str
-    utilization: float | None = field(repr=False)
+    mfu: float | None = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         seconds=finished.seconds,
         goodput=compute_goodput(finished.seconds),
         samples_per_second=rate,
+        tokens_per_second=result.tokens / train_seconds if result.tokens else None,
         world_size=world.size,
         backend=world.backend,
         device=world.device,
@@ -119,16 +123,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         parameters=result.parameters,
         sample_flops=result.sample_flops,
         peak_memory=[one.peak_bytes for one in finished.results],
+        peak_gpu_memory=[one.peak_gpu_bytes for one in finished.results],
         digest=result.digest,
-        utilization=utilization(result, rate, world),
+        mfu=model_flops_utilization(result.sample_flops * rate, result.hardware, result.precision, world),
     )
-
-
-def utilization(result: TrainingResult, samples_per_second: float, world: World) -> float | None:
-    """Return the model FLOPs utilization of the GPUs, one per rank; None if it is unknown.
-
-    PaLM defines it (Chowdhery et al., 2022, appendix B), but here FLOPs are counted rather than estimated.
-    """
-    # Ranks under gloo may share a GPU, so the number of GPUs is unknown
-    most = peak(result.hardware, result.precision) if world.backend == "nccl" else None
-    return result.sample_flops * samples_per_second / (most * world.size) if most else None

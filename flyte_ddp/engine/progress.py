@@ -6,7 +6,7 @@ alone.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +28,7 @@ from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, list_
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.peaks import model_flops_utilization
 from flyte_ddp.launch.phases import WRITING
 
 
@@ -97,6 +98,8 @@ class Plan:
         remarks: what is said at the start.
         slow_data: what to do about a rank that is slow in its data.
         meets_within: whether ranks wait for each other within a step, see Stragglers.
+        count_tokens: returns the tokens of an epoch's steps, given the epoch, the first step and the one after the
+            last; None where they are known from no lengths. A measure `tokens` comes first.
     """
 
     headline: str
@@ -114,6 +117,7 @@ class Plan:
     remarks: Sequence[str] = ()
     slow_data: str = ""
     meets_within: bool = False
+    count_tokens: Callable[[int, int, int], int] | None = None
 
 
 class Asked(NamedTuple):
@@ -132,6 +136,7 @@ class Asked(NamedTuple):
 
 NOTHING = Asked(stop=False, save=False, bad_step=None)
 SHORTEST = 1e-9  # seconds that some steps take, by a clock that may be coarse
+TOKENS = "tokens"  # the measure whose sum is the number of tokens
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,7 @@ class Progress:
         places: of each rank; empty before the start.
         started: what was told at the start; None before it.
         owes_checkpoint: whether a checkpoint was asked for that has to wait.
+        tokens: of all logged steps.
     """
 
     def __init__(self, device: torch.device, link: Link, monitor: LossMonitor):
@@ -176,6 +182,7 @@ class Progress:
         self.places: Sequence[Place] = ()
         self.started: RunStarted | None = None
         self.owes_checkpoint = False
+        self.tokens = 0.0
         self._device, self._link = device, link
         # Whether a measure was not finite since the last evaluation, where add_up() is used
         self._is_bad = torch.zeros((), dtype=torch.bool, device=device)
@@ -202,7 +209,7 @@ class Progress:
         machine = describe_machine(self.places, plan.precision, job.options)
         self.ran_on, moves = note_machine(self.ran_on, machine, virtual_ranks)
         has_gpus = self._device.type == "cuda"
-        self._plan = plan
+        self._plan, self._world = plan, world
         self._stragglers = Stragglers(hosts, plan.slow_data, plan.meets_within, has_gpus)
         self.started = RunStarted(
             dataset=job.dataset,
@@ -353,9 +360,14 @@ class Progress:
         """Tell of the steps since this was last called, and warn of a loss that leaps; a collective."""
         now, before = self.last, self._told
         self._told = now
-        measures, figures = training.measures(now.since(before)), training.figures()
+        pairs = now.since(before)
+        measures, figures = training.measures(pairs), training.figures()
+        seconds = max(now.seconds - before.seconds, SHORTEST)
         samples = training.samples(now)
         recent = samples - training.samples(before)
+        tokens = self._count_tokens(pairs, before.step, now.step)
+        self.tokens += tokens
+        flops = self._plan.sample_flops * recent / seconds
         self._link.emit(
             StepLogged(
                 epoch=self.epoch,
@@ -363,13 +375,32 @@ class Progress:
                 samples=samples,
                 measures=measures,
                 learning_rate=figures.learning_rate,
-                samples_per_second=recent / max(now.seconds - before.seconds, SHORTEST),
+                samples_per_second=recent / seconds,
                 gradient_norms=dict(figures.gradient_norms),
                 gradient_norm=figures.gradient_norm,
+                tokens_per_second=tokens / seconds if tokens else None,
+                mfu=model_flops_utilization(flops, hardware(self._device), self._plan.precision, self._world),
+                peak_memory_gib=(self._peak_gpu_memory() or peak_memory()) / 2**30,
             )
         )
         self.emit_all(self.monitor.after_steps(self.epoch, self.step, measures["loss"], recent))
         self.sums.readback.keep_pace(self._time_ranks())
+
+    def _count_tokens(self, pairs: Sequence[float], first: int, end: int) -> float:
+        """Return the tokens of the epoch's steps from first up to end, all ranks together; 0 if they are not counted.
+
+        Args:
+            pairs: the sums and weights of these steps' measures.
+            first: the first step, from 0.
+            end: the step after the last.
+        """
+        if TOKENS in self.names:
+            return pairs[2 * self.names.index(TOKENS)]
+        return self._plan.count_tokens(self.epoch, first, end) if self._plan.count_tokens else 0
+
+    def _peak_gpu_memory(self) -> int:
+        """Return the most bytes that this rank's tensors have had on its GPU; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _time_ranks(self) -> float:
         """Warn of slow ranks, and return the seconds that a step takes on the slowest rank; a collective."""
@@ -473,12 +504,13 @@ class Progress:
             test_samples=plan.test_samples if test_samples is None else test_samples,
             precision=plan.precision,
             peak_bytes=peak_memory(),
-            peak_gpu_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0,
+            peak_gpu_bytes=self._peak_gpu_memory(),
             validation_samples=plan.validation_samples,
             tested=dict(tested),
             chosen_epoch=chosen_epoch,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             sample_flops=plan.sample_flops,
+            tokens=self.tokens,
             hardware=hardware(self._device),
             kept=list(kept),
             digest=digest,
@@ -495,6 +527,7 @@ class Progress:
             "names": self.names,
             "sums": self.sums.values,
             "told": asdict(self._told),
+            "tokens": self.tokens,
             "history": [asdict(finished) for finished in self.history],
             "ran_on": self.ran_on,
             "watch": self.monitor.state_dict(),
@@ -508,7 +541,7 @@ class Progress:
         measured = slice(2 * len(self.names))  # without what ranks had asked for
         self.sums.values[measured] = saved["sums"][measured].to(self._device)
         self.sums.values[measured.stop :] = 0
-        told = saved["told"]
+        told, self.tokens = saved["told"], saved["tokens"]
         self._told = Sums(**{**told, "pairs": tuple(told["pairs"]), "saves": 0})
         self.last = self.sums.now(self.step, self.seconds)
         self.history = [EpochFinished(**finished) for finished in saved["history"]]

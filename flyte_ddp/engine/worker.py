@@ -12,6 +12,7 @@ from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import resume
@@ -145,6 +146,7 @@ def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
         remarks=setup.remarks,
         slow_data=setup.train.split.remedy,
         meets_within=is_sharded(setup.state.model),
+        count_tokens=setup.train.count_tokens if get_lengths(setup.train.split) else None,
     )
 
 

@@ -1,4 +1,6 @@
-"""The peak FLOPS of accelerators, by the names that torch gives them."""
+"""The peak FLOPS of accelerators, by the names that torch gives them, and how much of it a training uses."""
+
+from flyte_ddp.launch.environment import World
 
 # Floating-point operations per second, dense, from NVIDIA's data sheets: bfloat16 on tensor cores, float32 off them.
 # Names must match entirely or up to a hyphen (A100-SXM4-80GB)..
@@ -19,3 +21,18 @@ def peak(device: str, precision: str) -> float | None:
         if device == name or device.startswith(f"{name}-"):
             return by_precision.get(precision)
     return None
+
+
+def model_flops_utilization(flops: float, device: str, precision: str, world: World) -> float | None:
+    """Return the model FLOPs utilization (MFU) of the GPUs, one per rank, from 0 to 1; None if it is unknown.
+
+    PaLM defines it (Chowdhery et al., 2022, appendix B), but here FLOPs are counted rather than estimated.
+
+    Args:
+        flops: floating-point operations per second of all ranks together; 0 where they are not counted.
+        device: the GPU's name.
+        precision: the type that the network computes in.
+        world: the ranks. Under gloo they may share a GPU, so the number of GPUs is unknown.
+    """
+    most = peak(device, precision) if world.backend == "nccl" else None
+    return flops / (most * world.size) if most and flops else None

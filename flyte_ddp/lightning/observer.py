@@ -18,7 +18,7 @@ from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.last_step import LastStep
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT
-from flyte_ddp.engine.progress import NOTHING, Progress, Resumable, StepFigures
+from flyte_ddp.engine.progress import NOTHING, TOKENS, Progress, Resumable, StepFigures
 from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.engine.sums import Sums
@@ -72,7 +72,7 @@ class RankObserver(Checkpoint):
         self._files, self._validation, self._loaders = files, validation, loaders
         monitor = LossMonitor(epochs=job.settings.epochs, remedies="lower the learning rate, or set gradient_clip_val")
         self.progress = Progress(device, link, monitor)
-        self.progress.measure(["loss", "samples"])
+        self.progress.measure(["loss", "samples", TOKENS])
         self._evaluation_seconds = 0.0  # in this epoch
         self.within: dict[str, Any] = {}  # what a checkpoint within an epoch has besides
         self.position = 0, 0  # epoch and step of the last checkpoint
@@ -80,7 +80,7 @@ class RankObserver(Checkpoint):
         self._last_step: LastStep | None = None  # on rank 0, while there is a validation
         self._can_leave = False  # the validation, because _last_step has what a checkpoint needs
         self._is_logged = self._is_bad_loss = False  # the current step; a loss that the module has logged by itself
-        self._pairs = torch.zeros(4, dtype=torch.float64, device=device)  # what this rank measured in the last step
+        self._pairs = torch.zeros(6, dtype=torch.float64, device=device)  # what this rank measured in the last step
         self._asked = NOTHING
         self._is_first_step = True
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -204,10 +204,12 @@ class RankObserver(Checkpoint):
         progress.clock.samples += samples
         progress.clock.steps += 1
         progress.epoch, progress.step = trainer.current_epoch, batch_idx + 1
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        returned = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+        loss = returned.get("loss")
         # Filled in place: a copy to a GPU would make the host wait
-        pairs = torch.zeros(4, dtype=torch.float64, device=self.device)
+        pairs = torch.zeros(6, dtype=torch.float64, device=self.device)
         pairs[2] = samples
+        pairs[4] = returned.get(TOKENS, 0)
         if loss is not None:
             # Lightning divides the loss by accumulate_grad_batches; a module's own optimization may give one by sample
             pairs[0] = loss.detach().double().mean() * trainer.accumulate_grad_batches * samples

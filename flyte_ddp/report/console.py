@@ -198,7 +198,8 @@ class Console(Remarks):
         ]
         say(
             f"Train Epoch: {event.epoch + 1} [{event.samples}/{self._run.samples_per_epoch} ({done:.0%})]"
-            f"\tLoss: {event.measures['loss']:.6f}" + "".join(f"\t{text}" for text in (*others, left) if text)
+            f"\tLoss: {event.measures['loss']:.6f}"
+            + "".join(f"\t{text}" for text in (*others, *_speeds(event), left) if text)
         )
 
     def _measured(
@@ -210,6 +211,12 @@ class Console(Remarks):
             for name in dict.fromkeys((self._run.headline, "loss", *others))
             if name in measures
         )
+
+
+def _speeds(event: events.StepLogged) -> list[str]:
+    """Return the tokens per second and the MFU of the latest steps, where they are known."""
+    tokens = [] if event.tokens_per_second is None else [f"{event.tokens_per_second:,.0f} tokens/s"]
+    return tokens if event.mfu is None else [*tokens, f"MFU {event.mfu:.1%}"]
 
 
 class LiveConsole(Console):
@@ -239,11 +246,12 @@ class LiveConsole(Console):
     def on_step_logged(self, event: events.StepLogged) -> None:
         run = self._run
         measured = self._measured("", event.measures, 3, event.measures)
+        position = f"Epoch {event.epoch + 1}/{run.epochs}, step {event.step}/{run.steps_per_epoch}"
+        speed = f"{event.samples_per_second:,.0f} {run.samples}/s"
         self._progress.update(
             self._task,
             completed=event.epoch * run.steps_per_epoch + event.step,
-            description=f"Epoch {event.epoch + 1}/{run.epochs}, step {event.step}/{run.steps_per_epoch}, "
-            f"{measured}, {event.samples_per_second:,.0f} {run.samples}/s",
+            description=", ".join([position, measured, speed, *_speeds(event)]),
             left=time_left(run, event.seconds_left),
         )
 

@@ -199,8 +199,8 @@ def _memory(record: Record) -> list[tuple[str, str]]:
     """Return the peak memory of ranks, which is known once training has finished."""
     results = record.finished.results if record.finished else []
     peaks = {
-        "Memory of a rank, at most": max((result.peak_bytes for result in results), default=0),
-        "GPU memory of a rank, at most": max((result.peak_gpu_bytes for result in results), default=0),
+        "Peak memory of a rank": max((result.peak_bytes for result in results), default=0),
+        "Peak GPU memory of a rank": max((result.peak_gpu_bytes for result in results), default=0),
     }
     return [(label, gib(peak)) for label, peak in peaks.items() if peak]
 

@@ -24,7 +24,8 @@ PAGE_SECONDS = 30.0  # between pages that show nothing but steps
 PAGES_FRACTION = 0.05  # the largest fraction of the time to spend on pages that the next one replaces
 MOST_CURVES = 6  # of measures besides the loss
 MOST_LAYERS = 12  # curves in a figure
-ELSEWHERE = ("samples_per_second", "gradient_norm")  # the numbers of steps that speed_curves draws
+# The numbers of steps that speed_curves draws, and memory, which only grows
+ELSEWHERE = ("samples_per_second", "tokens_per_second", "mfu", "gradient_norm", "peak_memory_gib")
 
 
 class Report(Observer):
@@ -142,8 +143,9 @@ def _measure_curves(record: Record, name: str) -> Curves:
 
 
 def speed_curves(record: Record) -> list[Curves]:
-    """Return the curves of throughput, and of gradient norms: of all weights, and of the first 12 named …weight.
+    """Return the curves of speed, as far as it is known, and of gradient norms.
 
+    The norms are those of all weights, and of the first 12 named …weight.
     Where no name ends so, the first 12 of any name are drawn.
     """
     at, steps = record.position, record.steps
@@ -153,11 +155,19 @@ def speed_curves(record: Record) -> list[Curves]:
         name: [(at(step), norm) for step in steps if (norm := step.gradient_norms.get(name, 0)) > 0] for name in names
     }
     norms["all"] = [(at(step), step.gradient_norm) for step in steps if step.gradient_norm > 0]
+    speeds = {
+        f"{capitalised(record.samples)} per second, all ranks": "samples_per_second",
+        "Tokens per second, all ranks": "tokens_per_second",
+        "MFU": "mfu",
+    }
     return [
-        Curves(
-            f"{capitalised(record.samples)} per second, all ranks",
-            {"": [(at(step), step.samples_per_second) for step in steps]},
-            from_zero=True,
+        *(
+            Curves(
+                title,
+                {"": [(at(step), value) for step in steps if (value := getattr(step, name)) is not None]},
+                from_zero=True,
+            )
+            for title, name in speeds.items()
         ),
         Curves("Gradient norm by layer", norms, logarithmic=True),
     ]

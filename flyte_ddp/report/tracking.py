@@ -90,7 +90,8 @@ class Tracking(Observer):
                 "seconds": event.seconds,
                 DIGEST: result.digest,
                 "warnings": [warning.reason for warning in result.warnings],
-                "rank_peak_bytes": [rank.peak_bytes for rank in event.results],
+                "peak_memory": [rank.peak_bytes for rank in event.results],
+                "peak_gpu_memory": [rank.peak_gpu_bytes for rank in event.results],
                 **({MODEL: metadata.digest} if metadata else {}),
             }
         )

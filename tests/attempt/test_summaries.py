@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.attempt.summaries import summarise, utilization
+from flyte_ddp.attempt.summaries import summarise
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.engine.job import TrainingResult
 from flyte_ddp.launch.environment import World
+from flyte_ddp.launch.peaks import model_flops_utilization
 from flyte_ddp.report.record import RunFinished
 
 
@@ -15,9 +16,8 @@ from flyte_ddp.report.record import RunFinished
     ("hardware", "backend", "share"),
     [("NVIDIA A100-SXM4-80GB", "nccl", 0.25), ("NVIDIA A100-SXM4-80GB", "gloo", None), ("CPU, AVX512", "gloo", None)],
 )
-def test_ranks_that_may_share_a_gpu_have_no_utilization(hardware, backend, share):
-    result = TrainingResult([], [], "accuracy", 1, 1, "bfloat16", 1, 1, sample_flops=312e6, hardware=hardware)
-    assert utilization(result, 1e6 / 2, World(2, 2, backend, "cuda")) == share
+def test_ranks_that_may_share_a_gpu_have_no_mfu(hardware, backend, share):
+    assert model_flops_utilization(312e6 * 1e6 / 2, hardware, "bfloat16", World(2, 2, backend, "cuda")) == share
 
 
 def test_a_loop_that_ends_within_its_first_epoch_has_figures():

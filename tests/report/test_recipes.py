@@ -145,7 +145,7 @@ def test_page_shows_what_the_recipe_measures(told):
         "(default 64)",
     ):
         assert shown in text
-    assert re.search(r"Memory of a rank, at most</th><td>\s*2.00 GiB", text)
+    assert re.search(r"Peak memory of a rank</th><td>\s*2.00 GiB", text)
     assert "GPU memory" not in text
     assert not re.search("image|accuracy", text.rpartition("</style>")[2], re.IGNORECASE)
     assert text.count('role="img"') == 6  # loss, perplexity, share, learning rate, throughput, gradients

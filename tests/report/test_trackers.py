@@ -51,7 +51,11 @@ def expected(events: list[Any]) -> Points:
         if isinstance(event, StepLogged):
             step = event.epoch * 10 + event.step
             log(step, "train/", event.measures)
-            log(step, "train/", {name: getattr(event, name) for name in ("learning_rate", "samples_per_second")})
+            log(
+                step,
+                "train/",
+                {name: getattr(event, name) for name in ("learning_rate", "samples_per_second", "peak_memory_gib")},
+            )
             log(step, "", {"train/gradient_norm": event.gradient_norm, "epoch": step / 10})
             log(step, "gradient_norm/", event.gradient_norms)
         elif isinstance(event, EpochFinished):

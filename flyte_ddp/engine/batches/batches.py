@@ -328,6 +328,19 @@ class TrainBatches(_Batches):
             seed, other = (derive_key(use, self.seed, epoch, step) for use in (Use.STEP, Use.AUGMENTATION))
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
+    def count_tokens(self, epoch: int, first_step: int, end: int) -> int:
+        """Return the sum of the lengths of the samples of an epoch's steps; the split has lengths.
+
+        Args:
+            epoch: from 0.
+            first_step: the first step, from 0.
+            end: the step after the last.
+        """
+        lengths = get_lengths(self.split)
+        assert lengths
+        positions = torch.arange(self.samples_until(first_step), self.samples_until(end))
+        return int(lengths.each[self._make_order(epoch).at(positions)].sum())
+
     def _make_order(self, epoch: int) -> Order:
         """Return the order of an epoch: shuffled and, if that is wanted, with similar lengths in each batch."""
         keys = self._keys(epoch)

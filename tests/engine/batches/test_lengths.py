@@ -13,6 +13,8 @@ from flyte_ddp.events import StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.length_recipes import (
+    LENGTHS,
+    Counted,
     HeldOut,
     Ragged,
     Sorted,
@@ -47,6 +49,21 @@ def test_the_result_is_the_same_on_any_number_of_ranks(tmp_path, recipe, setting
     others, other_padding, other_weights = trained(recipe, tmp_path / "3", 3, virtual_ranks=3, **settings)
     assert (others, other_padding) == (losses, padding)
     assert all(torch.equal(other_weights[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(("recipe", "nproc"), [(Varied, 2), (Counted, 2), (Counted, 1)])
+def test_tokens_are_counted_by_lengths_or_by_the_measure_of_that_name(tmp_path, recipe, nproc):
+    events: list[object] = []
+    settings = Settings(batch_size=7, test_batch_size=11, epochs=2, log_interval=3)
+    options = RunOptions(nproc=nproc, loader_workers=0)
+    train(recipe, settings, options, output=tmp_path, on_event=events.append)
+    steps = [event for event in events if isinstance(event, StepLogged)]
+    tokens, since = 0.0, 0
+    for step in steps:
+        assert step.tokens_per_second is not None
+        samples, since = step.samples - since, step.samples % len(LENGTHS)
+        tokens += step.tokens_per_second * samples / step.samples_per_second
+    assert tokens == pytest.approx(settings.epochs * sum(LENGTHS))
 
 
 @pytest.mark.slow
