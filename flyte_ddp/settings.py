@@ -9,6 +9,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 PRECISIONS = ("auto", "float32", "bfloat16")
 TRACKING = ("auto", "online", "offline", "tensorboard", "mlflow", "off")
 SHARDING = ("off", "full", "hybrid")
+LEAST_SPIKE = 3  # standard deviations
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class TrainingSettings(Settings):
         choose_by: the measure that the best epoch is chosen by: the headline measure or the loss.
         patience: training ends after this many evaluations without an improvement on the validation split; 0 is off.
         minimum_delta: an improvement counts only if it is greater than this.
+        skip_spikes: the update of a step is left out if the norm of its gradients is more than this many standard
+            deviations above the running mean of those before; 0 is off.
         freeze: patterns (fnmatch) of the names of layers or parameters that are not trained, separated by commas.
         init_leave_out: patterns (fnmatch) of the names of tensors that are not taken from init but initialised anew,
             separated by commas; "mismatching" stands for all tensors that init lacks or has in another shape.
@@ -61,6 +64,7 @@ class TrainingSettings(Settings):
     choose_by: str = setting("headline", choices=("headline", "loss"))
     patience: int = setting(0, minimum=0)
     minimum_delta: float = setting(0.0, minimum=0)
+    skip_spikes: float = setting(0.0, minimum=0)
     freeze: str = setting("")
     init_leave_out: str = setting("")
 
@@ -74,6 +78,11 @@ class TrainingSettings(Settings):
             raise InputError(
                 f"{type(self).__name__}.virtual_ranks must be at most batch_size ({self.batch_size}), got "
                 f"{self.virtual_ranks}: lower it, or raise batch_size"
+            )
+        if 0 < self.skip_spikes < LEAST_SPIKE:
+            raise InputError(
+                f"{type(self).__name__}.skip_spikes must be 0 or at least {LEAST_SPIKE} deviations, got "
+                f"{self.skip_spikes:g}: with fewer, ordinary steps would be left out; 6 is usual"
             )
         if self.stop_after > self.epochs:
             raise InputError(

@@ -36,6 +36,7 @@ class RunSummary:
         sample_flops: counted floating-point operations of a training step, forward and backward, per sample.
         peak_memory: peak memory of each rank's process, in bytes, by rank.
         peak_gpu_memory: peak memory of each rank's tensors on its GPU, in bytes, by rank; 0 on a CPU.
+        skipped_updates: how many updates were left out, see the setting skip_spikes.
         digest: digest of the returned weights, 16 hex digits: equal bits have equal digests.
         mfu: model FLOPs utilization, from 0 to 1; None if flyte_ddp.launch.peaks does not know the GPUs' peak.
     """
@@ -61,6 +62,7 @@ class RunSummary:
     sample_flops: float = field(repr=False)
     peak_memory: list[int] = field(repr=False)
     peak_gpu_memory: list[int] = field(repr=False)
+    skipped_updates: int = field(repr=False)
     digest: str
     mfu: float | None = field(repr=False)
 
@@ -124,6 +126,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         sample_flops=result.sample_flops,
         peak_memory=[one.peak_bytes for one in finished.results],
         peak_gpu_memory=[one.peak_gpu_bytes for one in finished.results],
+        skipped_updates=result.skipped_updates,
         digest=result.digest,
         mfu=model_flops_utilization(result.sample_flops * rate, result.hardware, result.precision, world),
     )

@@ -267,6 +267,7 @@ class TrainingResult:
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         tokens: how many tokens the training's samples had; 0 where they are not counted.
+        skipped_updates: how many updates were left out, see TrainingSettings.skip_spikes.
         hardware: name of the GPU, or the CPU's instruction set.
         kept: the best evaluations that options.keep_best asked for, the best first; on rank 0.
         digest: of the weights at model_path, see flyte_ddp.engine.digest.
@@ -286,6 +287,7 @@ class TrainingResult:
     parameters: int = 0
     sample_flops: float = 0.0
     tokens: float = 0.0
+    skipped_updates: int = 0
     hardware: str = ""
     kept: list[KeptModel] = field(default_factory=list)
     digest: str = ""

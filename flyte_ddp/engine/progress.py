@@ -24,7 +24,7 @@ from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.step import Totals, constants
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.errors import NonFiniteError, StopRequested, WrongBitsError
-from flyte_ddp.events import EpochFinished, Event, RunStarted, StepLogged, list_digests
+from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged, list_digests
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import Link
@@ -136,6 +136,7 @@ class Asked(NamedTuple):
 
 NOTHING = Asked(stop=False, save=False, bad_step=None)
 SHORTEST = 1e-9  # seconds that some steps take, by a clock that may be coarse
+LEFT_OUT = "updates left out in steps {1} to {2} of epoch {3}, whose gradients leap: {0}"
 TOKENS = "tokens"  # the measure whose sum is the number of tokens
 
 
@@ -147,11 +148,13 @@ class StepFigures:
         learning_rate: of the first parameter group.
         gradient_norm: of all parameters together.
         gradient_norms: by parameter.
+        skipped_updates: how many updates were left out so far, see TrainingSettings.skip_spikes.
     """
 
     learning_rate: float
     gradient_norm: float = 0.0
     gradient_norms: Mapping[str, float] = field(default_factory=dict)
+    skipped_updates: int = 0
 
 
 class Progress:
@@ -171,6 +174,7 @@ class Progress:
         started: what was told at the start; None before it.
         owes_checkpoint: whether a checkpoint was asked for that has to wait.
         tokens: of all logged steps.
+        skipped_updates: the same for updates that were left out, see TrainingSettings.skip_spikes.
     """
 
     def __init__(self, device: torch.device, link: Link, monitor: LossMonitor):
@@ -182,7 +186,7 @@ class Progress:
         self.places: Sequence[Place] = ()
         self.started: RunStarted | None = None
         self.owes_checkpoint = False
-        self.tokens = 0.0
+        self.tokens, self.skipped_updates = 0.0, 0
         self._device, self._link = device, link
         # Whether a measure was not finite since the last evaluation, where add_up() is used
         self._is_bad = torch.zeros((), dtype=torch.bool, device=device)
@@ -383,6 +387,12 @@ class Progress:
                 peak_memory_gib=(self._peak_gpu_memory() or peak_memory()) / 2**30,
             )
         )
+        new = figures.skipped_updates - self.skipped_updates
+        self.skipped_updates = figures.skipped_updates
+        if new:
+            self._link.emit(
+                NotLearning(self.epoch, self.step, LEFT_OUT.format(new, before.step + 1, now.step, self.epoch + 1))
+            )
         self.emit_all(self.monitor.after_steps(self.epoch, self.step, measures["loss"], recent))
         self.sums.readback.keep_pace(self._time_ranks())
 
@@ -511,6 +521,7 @@ class Progress:
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             sample_flops=plan.sample_flops,
             tokens=self.tokens,
+            skipped_updates=self.skipped_updates,
             hardware=hardware(self._device),
             kept=list(kept),
             digest=digest,
@@ -528,6 +539,7 @@ class Progress:
             "sums": self.sums.values,
             "told": asdict(self._told),
             "tokens": self.tokens,
+            "skipped_updates": self.skipped_updates,
             "history": [asdict(finished) for finished in self.history],
             "ran_on": self.ran_on,
             "watch": self.monitor.state_dict(),
@@ -541,7 +553,7 @@ class Progress:
         measured = slice(2 * len(self.names))  # without what ranks had asked for
         self.sums.values[measured] = saved["sums"][measured].to(self._device)
         self.sums.values[measured.stop :] = 0
-        told, self.tokens = saved["told"], saved["tokens"]
+        told, self.tokens, self.skipped_updates = saved["told"], saved["tokens"], saved["skipped_updates"]
         self._told = Sums(**{**told, "pairs": tuple(told["pairs"]), "saves": 0})
         self.last = self.sums.now(self.step, self.seconds)
         self.history = [EpochFinished(**finished) for finished in saved["history"]]

@@ -28,6 +28,7 @@ from flyte_ddp.engine.progress import Progress, StepFigures
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
+from flyte_ddp.engine.spikes import Spikes
 from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import any_batch_size, version
@@ -115,9 +116,12 @@ class TrainingState:
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(min(step, last), total_steps))
         # A loss or gradient that is not finite sets this flag for good. An optimizer that ignores it isn't called then
         self.flag = torch.zeros((), dtype=torch.float32, device=device)
+        self.spikes = Spikes(recipe.settings.skip_spikes, device) if recipe.settings.skip_spikes else None
+        # Whether an optimizer that can leaves its step out; with spikes it may be for this step alone
+        self._is_left_out = torch.zeros_like(self.flag) if self.spikes else self.flag
         # What an optimizer divides the gradients by in its step, if it can, which saves a pass over them
         self._divisor = torch.ones((), dtype=torch.float32, device=device)
-        self._is_guarded = torch_compat.guard_steps(self.optimizer, self.flag, self._divisor)
+        self._is_guarded = torch_compat.guard_steps(self.optimizer, self._is_left_out, self._divisor)
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._base_versions: dict[str, int] = {}  # before the first step
@@ -181,16 +185,18 @@ class TrainingState:
         total = norm + measured[self._trained] + measured[self._trained + 1]
         self.flag.logical_or_(total - total)  # 0 if finite, else NaN, which counts as true
         self.progress.sums.add(totals, self.flag)
+        if self.spikes:
+            self._is_left_out.copy_(self.spikes.judge(norm).logical_or(self.flag))
         if self.recipe.clip_norm:
             scale = scale * (self.recipe.clip_norm / norm).clamp(max=1)
         if self._is_guarded:
             torch.reciprocal(scale, out=self._divisor)
             self.optimizer.step()
-        elif not self.flag:
+        elif not self._is_left_out:
             torch_compat.scale(self._gradients()[1], scale)
             self.optimizer.step()
         self.schedule.step()
-        if self.average:
+        if self.average and not (self.spikes and self._is_left_out):  # with spikes the host waits for the device
             self.average.update(self.model, self.schedule.last_epoch - 1)
         self.progress.step += 1
         self.progress.clock.lap(StepPart.COMPUTING)
@@ -299,7 +305,9 @@ class TrainingState:
         norms = self.gradient_norms()
         learning_rate = float(self.schedule.get_last_lr()[0])
         largest = dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1)))
-        return StepFigures(learning_rate, math.hypot(*norms.values()), norms if self.log_gradients else largest)
+        left_out = self.spikes.count() if self.spikes else 0
+        shown = norms if self.log_gradients else largest
+        return StepFigures(learning_rate, math.hypot(*norms.values()), shown, left_out)
 
     def step_error(self, step: int) -> NonFiniteError:
         """Repeat a step, and return an error that names what was not finite, and on which ranks; a collective.
@@ -365,6 +373,7 @@ class TrainingState:
             "grid": self.parallel.grid if isinstance(self.parallel, ExactStep) else None,
             "micro_batch": self.micro_batch,
             "precision": self.precision,
+            "spikes": self.spikes.values if self.spikes else None,
             "choice": self.best_tracker.state_dict() if self.best_tracker else None,
         }
         return self.layout.with_shards(content)
@@ -448,6 +457,8 @@ class TrainingState:
             self.micro_batch = saved["micro_batch"]
         if self.best_tracker:
             self.best_tracker.load_state_dict(saved["choice"])
+        if self.spikes:
+            self.spikes.values.copy_(saved["spikes"])
 
 
 def _make_parallel(step: Step, virtual_ranks: int, has_unused: bool) -> SingleStep:

@@ -23,6 +23,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 UNUSED: dict[type, tuple[str, ...]] = {
     TrainingSettings: (
         "stop_after", "evaluations_per_epoch", "validation_fraction", "choose_by", "freeze", "init_leave_out",
+        "skip_spikes",
     ),
     RunOptions: (
         "profile", "log_gradients", "keep_checkpoint", "sharding", "compile",

@@ -1,0 +1,53 @@
+"""Steps whose gradients leap above those before: their updates are left out, if settings.skip_spikes asks for it."""
+
+import torch
+from torch import Tensor
+
+FIRST = 64  # norms before the first that is judged
+WINDOW = 128  # norms that the running mean goes back to, about
+LEAST_DEVIATION = 0.01  # of the mean: among norms that are nearly equal, rounding would be a spike
+
+
+class Spikes:
+    """The running mean and deviation of the gradient's norm. They are on the device, so the host does not wait.
+
+    OLMo-core's SkipStepOptimizer judges a step by mean and deviation of the 128 before; here they are moving averages,
+    which are three numbers in a checkpoint. Every rank has the same norms, and so the same judgement.
+    """
+
+    def __init__(self, deviations: float, device: torch.device):
+        """Start without any norm.
+
+        Args:
+            deviations: how many standard deviations above the mean a norm is a spike.
+            device: where the norms are.
+        """
+        self._deviations = deviations
+        # How many norms there were, their mean and their variance, and how many norms were spikes
+        self.values = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def judge(self, norm: Tensor) -> Tensor:
+        """Return whether the norm of a step's gradients is a spike, () bool, and take it into the mean if it is none.
+
+        Args:
+            norm: () the Euclidean norm of all gradients together, before clipping.
+        """
+        count, mean, variance, spikes = self.values
+        value = norm.double()
+        deviation = torch.maximum(variance.sqrt(), LEAST_DEVIATION * mean)
+        is_spike = (count >= FIRST) & (value > mean + self._deviations * deviation)
+        # The plain mean of the first norms; later each counts for 1 / WINDOW
+        share = torch.where(is_spike, 0.0, 1 / (count + 1).clamp(max=WINDOW))
+        difference = value - mean
+        now = (
+            count + ~is_spike,
+            mean + share * difference,
+            (1 - share) * (variance + share * difference.square()),
+            spikes + is_spike,
+        )
+        self.values.copy_(torch.stack(now))
+        return is_spike
+
+    def count(self) -> int:
+        """Return how many updates were left out so far; the host waits for the device."""
+        return int(self.values[3])
