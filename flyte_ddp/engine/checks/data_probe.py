@@ -126,6 +126,13 @@ def of_first_rank(value: Any) -> Any:
     return values[0]
 
 
+def of_each_rank(value: Any) -> list[Any]:
+    """Gather a value from each rank, and return the values by rank; a collective."""
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
 def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
     """Return, for each flag, whether it is set on any rank. All ranks must call it."""
     counts = torch.tensor(flags, dtype=torch.float32, device=device)

@@ -31,15 +31,20 @@ STEPS = 7, 10
 
 
 def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
-    """Step the optimizer, which changes the weights that have a gradient from the last trial.
+    """Check that the recipe's optimizer and schedule can step and be resumed. Changes weights and gradients.
+
+    A sharded network's optimizer makes one step, and its state is not checked.
 
     Args:
         recipe: the recipe.
-        model: a copy of the network, or the sharded network itself.
+        model: a copy of the network, or the sharded network itself, with gradients of a trial.
         steps: the number of steps of the whole training.
 
     Returns:
-        A warning if a checkpoint would lack a part of the optimizer.
+        A list with one warning, if a resumed training would lack a part of the optimizer but end with the same bits.
+
+    Raises:
+        InputError: The optimizer or the schedule cannot be used, or a resumed training would end with other bits.
     """
     _some_rates(recipe, steps)
     if recipe.settings.virtual_ranks:
@@ -48,14 +53,12 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     is_whole = not is_sharded(model)
     what = f"{code_location(recipe, 'optimizer')}: {type(optimizer).__name__}"
     for weight in model.parameters():
-        if is_whole and weight.grad is not None:  # any gradient will do; the weights themselves take no extra memory
-            weight.grad = weight.detach()
+        if is_whole and weight.grad is not None:
+            weight.grad = weight.detach()  # any gradient will do; the weights themselves take no extra memory
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
     with fault_named(f"{what} cannot make a step", remedy):
         optimizer.step()
-    if (
-        not is_whole
-    ):  # each rank steps its own rows of a sharded network, and a checkpoint has the state in another form
+    if not is_whole:  # each rank steps its own rows, and a checkpoint has the optimizer's state in another form
         return []
     lost = _lost_on_resume(recipe, model, optimizer)
     del optimizer  # its state is as large as the network, or twice as large
@@ -66,10 +69,13 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     return [f"{keeps}: {SAVE_IT}"]
 
 
-def beside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return the numbers, and the sums of the tensors, in each attribute other than its state.
+def numbers_outside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
+    """Return the numbers that an optimizer keeps in attributes other than those of each torch.optim.Optimizer.
 
-    Flags are left out, such as whether there was a step.
+    Private attributes are left out, and so are flags, such as whether there was a step.
+
+    Returns:
+        For each attribute that has any: its numbers and, in place of each tensor, a digest of its bits.
     """
     found = {}
     for name, value in vars(optimizer).items():
@@ -83,7 +89,11 @@ def beside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
 
 
 def _build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """Return the recipe's optimizer. Raises InputError if it returns anything else."""
+    """Return a new optimizer of the recipe; that of a sharded network steps this rank's rows.
+
+    Raises:
+        InputError: optimizer() returns anything else, or an optimizer to which a scheduler of torch is attached.
+    """
     optimizer = recipe.optimizer(model)
     where = code_location(recipe, "optimizer")
     if not isinstance(optimizer, Optimizer):
@@ -100,12 +110,22 @@ def _build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def _some_rates(recipe: Recipe, steps: int) -> list[float]:
-    """Return what lr_lambda() returns for a few of the steps. Raises InputError if that is no finite number."""
+    """Return what lr_lambda() returns for the first two steps, the middle one and the last one of `steps`.
+
+    Raises:
+        InputError: lr_lambda() returns no finite number.
+    """
     return [finite_number(recipe, "lr_lambda", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
 
 
 def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
-    """Refuse an optimizer() or lr_lambda() that returns something else among another number of ranks."""
+    """Raise InputError if optimizer() or lr_lambda() returns something else on rank 1 of 2 than on a single rank.
+
+    Args:
+        recipe: the recipe.
+        model: the network.
+        steps: the number of steps of the whole training.
+    """
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
         seed_all(0)  # rates may be drawn
@@ -122,7 +142,7 @@ def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, as far as they can be compared."""
+    """Return the options of a parameter group that are numbers, flags, texts, tuples or tensors, these as lists."""
     kinds = (bool, int, float, str, tuple, Tensor)
     options = {name: value for name, value in group.items() if isinstance(value, kinds)}
     return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in options.items()}
@@ -130,7 +150,14 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _among_ranks(rank: int, size: int) -> Iterator[None]:
-    """Have torch.distributed and torchrun's variables say, within the block, that this is that rank of so many."""
+    """Make this process look like another rank while the block runs, to code that asks for rank or world size.
+
+    Both torch.distributed and torchrun's variables RANK and WORLD_SIZE, if they are set, say so.
+
+    Args:
+        rank: the rank to look like.
+        size: the world size to look like.
+    """
     groups: Any = distributed.group  # the type checker would insist on a group's own class
     group = groups.WORLD
     before = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
@@ -157,34 +184,35 @@ class _Group:
 
 
 def _lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of attributes that are missing or differ in a new optimizer that has loaded the state_dict.
+    """Return the names of attributes that are missing, or have other numbers, in a new optimizer with the state_dict.
 
     Args:
         recipe: builds the new optimizer.
         model: the network.
         optimizer: one that has made a step.
     """
-    kept = beside_state(optimizer)
+    kept = numbers_outside_state(optimizer)
     if not kept:  # torch's own optimizers keep nothing there, so their state need not be copied
         return []
     restored = _build_optimizer(recipe, model)
     restored.load_state_dict(optimizer.state_dict())
-    found = beside_state(restored)
+    found = numbers_outside_state(restored)
     return sorted(name for name, values in kept.items() if values != found.get(name))
 
 
 def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequence[str]) -> None:
-    """Refuse an optimizer that goes on with other bits when it is resumed. Changes the weights.
+    """Raise InputError if an optimizer that has loaded a state_dict steps to other bits. Changes weights and gradients.
 
-    It steps two optimizers in turn on the same weights, those that have a gradient; of a large network, on the smallest
-    of them alone. An optimizer that makes a state for all weights of a large network at once, as Adagrad does, is not
-    tried: three such states may not fit into memory.
+    One optimizer makes STEPS[0] steps, its state is copied, and it makes STEPS[1] more. A second optimizer loads the
+    copy and repeats the latter steps from the same weights. The weights that have a gradient are stepped; of a large
+    network, only the smallest of them, with at most MOST_NUMBERS numbers together. Nothing is compared if the state is
+    large nevertheless, as Adagrad makes one for all weights at once: three such states may not fit into memory.
 
     Args:
         recipe: the recipe.
         model: a copy of the network.
         what: the optimizer's place and name, for messages.
-        lost: the names of the attributes that it is known to keep outside of its state_dict.
+        lost: the names of the attributes that it is known to keep outside of its state_dict, for the message.
     """
     with_gradient = sorted((one for one in model.parameters() if one.grad is not None), key=Tensor.numel)
     model.zero_grad()
@@ -226,7 +254,7 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
 
 
 def _step(optimizer: Optimizer, count: int, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Step with the same random numbers and gradients each time this is called."""
+    """Make `count` steps, each by these gradients of these weights, drawing the same random numbers at each call."""
     seed_all(count)
     for _ in range(count):
         for weight, gradient in zip(weights, gradients, strict=True):

@@ -74,13 +74,17 @@ class Probed:
 
 
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, constant_loss: float) -> Probed:
-    """Try a recipe. All ranks must call it.
+    """Compute a few samples of a recipe in training and in evaluation, to find its faults early; a collective.
+
+    The network itself is left as it is, unless it is sharded: then the trials change its weights and buffers, and the
+    caller has to restore them.
 
     Args:
-        recipe: the recipe.
-        model: the network.
-        splits: samples by the name of the split; those that are computed are "train" and "test".
-        steps: the number of steps of the whole training.
+        recipe: the recipe. Its `share` is reset at the end.
+        model: the network, on the rank's device.
+        splits: the samples, by the name of the split. Those of "train" and "test" are computed; the others are only
+            compared between ranks.
+        steps: the number of steps of the whole training, for lr_lambda.
         constant_loss: the loss of guessing; 0 if it is unknown.
 
     Raises:
@@ -136,19 +140,36 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
 
 
 def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
-    """Return the indices of some samples: two, or at most as many as a rank computes at once, which fit into memory."""
+    """Choose samples to try: SAMPLES or TEST_SAMPLES, or as many as a rank computes at once, if these are fewer.
+
+    More might not fit into memory. Two are tried even where a rank computes one at a time.
+
+    Args:
+        recipe: has the sizes of batches.
+        split: the samples to choose from.
+        is_training: whether they are tried in a training step or in an evaluation.
+
+    Returns:
+        (samples,) int64, indices that are spread over the split, and so are those of each half.
+    """
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size
     at_once = -(-size // distributed.get_world_size())
     if is_training and recipe.micro_batch:
         at_once = min(at_once, abs(recipe.micro_batch))  # the number for -1 is not known yet
     some = spread(split, min(SAMPLES if is_training else TEST_SAMPLES, len(split), max(2, at_once)))
-    # Each half is spread over the split, too: of sorted samples, each half would have classes of its own
-    return torch.cat([some[::2], some[1::2]])
+    return torch.cat([some[::2], some[1::2]])  # of sorted samples, each half would have classes of its own
 
 
 def _refuse_gathering(trials: Trials) -> None:
-    """Refuse all_gather() unless each rank computes its whole share at once, with the whole network."""
+    """Raise InputError if the recipe has called all_gather() where the training cannot do it.
+
+    With virtual ranks all_gather() may be called in measure() alone. A training with all_gather() can't have sharding,
+    or micro_batch, which computes a rank's share in pieces.
+
+    Args:
+        trials: the trials, which know the calls of all_gather().
+    """
     recipe = trials.recipe
     if not trials.gathered:
         return
@@ -312,9 +333,10 @@ def _has_unused(training: Trials, whole: Trial) -> bool:
 
 
 def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
-    """Refuse layers of fsdp_units that are not called alike for all samples.
+    """Raise InputError if a single sample does not call the layers of fsdp_units as often, and in the order, as all do.
 
-    Ranks that call different layers would take one's rows for those of another, without an error.
+    Each call of such a layer gathers its weights from all ranks. Ranks that call different layers would take one's rows
+    for those of another, without an error. Without sharding nothing is refused.
 
     Args:
         recipe: the recipe.
@@ -372,7 +394,14 @@ def _find_moving(training: Trials) -> frozenset[str]:
 
 
 def _find_alike(training: Trials, whole: Trial) -> list[str]:
-    """Return a warning for each transform that draws as often for half of the samples as for all."""
+    """Return a warning for each transform of torchvision that changes all samples by the same random numbers.
+
+    Such a transform draws as often for half of the samples as for all.
+
+    Args:
+        training: the trials; this function may run one more.
+        whole: the trial of all samples, which has counted the draws of each transform.
+    """
     if not whole.transforms or training.size < 4:
         return []
     half = training(0, training.size // 2)
@@ -385,9 +414,10 @@ def _find_alike(training: Trials, whole: Trial) -> list[str]:
 
 
 def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
-    """Raise InputError if an evaluation changes persistent buffers and the training has virtual ranks.
+    """Raise InputError if an evaluation has changed a buffer of the state_dict in a training by virtual ranks.
 
-    The number of ranks decides how often an evaluation would change them, so the bits would depend on it.
+    The number of ranks decides how often an evaluation would change them, so the bits would depend on it. Without
+    virtual ranks nothing is refused.
 
     Args:
         recipe: the recipe.
@@ -403,14 +433,17 @@ def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
 
 @torch.no_grad()
 def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
-    """Raise InputError for what would otherwise fail only after an epoch, or at the end.
+    """Raise InputError if a method returns what would fail only after an epoch, or at the end of the training.
 
-    It checks facts(), the loss of guessing, predictions() and pictures().
+    - facts() must return a dict.
+    - measure() must work for outputs that are paired with other samples, if is_mixed is set.
+    - predictions() must return None, or a tensor with a row for each sample that NumPy can hold.
+    - pictures() must return pairs of a caption and an image (C, H, W) of 1 or 3 channels.
 
     Args:
         evaluation: the trials in evaluation.
         tested: the trial of all their samples.
-        is_mixed: whether measure() must also work for outputs that are paired with other samples.
+        is_mixed: whether evaluation also measures mismatched pairs, as the loss of guessing.
     """
     recipe = evaluation.recipe
     tree = evaluation.tree
@@ -446,10 +479,16 @@ def _shape(value: Any) -> str:
 
 
 def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixed: bool) -> None:
-    """Raise InputError if predictions have rows of another shape in some padded batch of the split.
+    """Raise InputError if rows of predictions() have another shape where samples are padded to another length.
 
-    Of all batches, it tries the one that is padded to the shortest length, and the one that is padded to the longest.
-    Without lengths or predictions it does nothing.
+    The longest sample of each batch decides its padding. The smallest and the largest of these are tried, each repeated
+    to fill a batch. Nothing is tried if the recipe has no lengths or no predictions.
+
+    Args:
+        evaluation: the trials in evaluation.
+        split: the split to evaluate.
+        tested: the trial of the samples of `evaluation`.
+        is_mixed: whether evaluation shuffles the samples.
     """
     recipe = evaluation.recipe
     lengths = get_lengths(split)
@@ -488,9 +527,11 @@ def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
 
 
 def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
-    """Refuse, on all ranks, a recipe that measures other values on other ranks for the same samples.
+    """Raise InputError on all ranks if one has measured other values than rank 0 for the same samples; a collective.
 
-    All must call it.
+    Args:
+        recipe: the recipe.
+        totals: the sums and weights that this rank has measured. A relative difference of 0.001 is allowed.
     """
     own = torch.tensor([totals], dtype=torch.float64)
     first = of_first_rank(own)

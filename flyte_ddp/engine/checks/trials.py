@@ -43,12 +43,12 @@ OURS = str(Path(flyte_ddp.__path__[0], "engine"))
 
 
 class Network:
-    """A network that is tried. Each trial begins with the weights and buffers of the network that is to be trained.
+    """A network on trial. Each trial begins with the weights and buffers of the network that is to be trained.
 
     Attributes:
         model: a copy of that network, since other changes by a trial, such as a count of calls, can't be put back. A
-            sharded network can't be copied, so it is tried itself, and keeps its weights.
-        buffers: the buffers before a trial, by name.
+            sharded network can't be copied, so it is tried itself, and its weights are not put back.
+        buffers: copies of the buffers before any trial, by name.
     """
 
     def __init__(self, model: nn.Module):
@@ -59,11 +59,11 @@ class Network:
 
     @torch.no_grad()
     def start_afresh(self, is_training: bool, is_moved: bool) -> None:
-        """Put back weights and buffers.
+        """Put back weights and buffers, and remove the gradients. Weights of a sharded network are left alone.
 
         Args:
-            is_training: whether the network is in training mode.
-            is_moved: whether the trained weights get other values, as after a step.
+            is_training: whether to set the network to training mode, or else to evaluation mode.
+            is_moved: whether the trained weights get other values than at first, as after a step.
         """
         self.model.train(is_training).zero_grad()
         if not self.is_sharded:
@@ -75,7 +75,10 @@ class Network:
                 buffer.copy_(self.buffers[name])
 
     def changed_weights(self) -> list[str]:
-        """Return each name of the weights that the last trial has changed."""
+        """Return the names of the weights that the last trial has changed; none of a sharded network's.
+
+        A tied weight is listed by each of its names.
+        """
         before = dict(self._original.named_parameters(remove_duplicate=False))
         now = {} if self.is_sharded else dict(self.model.named_parameters(remove_duplicate=False))
         return [name for name, weight in now.items() if not is_same(weight.detach(), before[name])]
@@ -91,19 +94,19 @@ class Network:
         return [name for name, weight in weights if weight.requires_grad and weight.grad is None]
 
     def with_owner(self, name: str) -> str:
-        """Return the name of a weight or buffer, and the type of the layer that has it."""
+        """Return a text such as 'norm.running_mean of BatchNorm1d', from the name of a weight or buffer."""
         return f"{name} of {type(self.model.get_submodule(name.rpartition('.')[0])).__name__}"
 
 
 @dataclass
 class Trial:
-    """The outcome for some samples.
+    """The outcome of computing some samples once.
 
     Attributes:
-        stages: what each method of the recipe returned, by name.
-        pairs: values and weights of each measure.
+        stages: what each method of the recipe returned, by the method's name, such as "forward".
+        pairs: values and weights of each measure, (samples,) each.
         has_drawn: whether torch drew random numbers.
-        transforms: how often each of torchvision's transforms drew, by the place that calls it and its name.
+        transforms: how often each transform of torchvision drew, by the place that calls it and its class's name.
         units: the names of the sharded layers, in the order of their calls.
     """
 
@@ -121,12 +124,12 @@ class Trial:
 
 
 class Trials:
-    """Trials of a recipe on some samples, each from the same state.
+    """Trials of a recipe on some samples, each from the same state. Call the object to run one.
 
     Attributes:
         tree: the samples.
         size: the number of samples.
-        gathered: the calls of all_gather() for all samples: the method that called it, and the rows.
+        gathered: each call of all_gather() in the last trial of all samples: the method that called it, and the rows.
     """
 
     def __init__(self, recipe: Recipe, network: Network, split: Split, chosen: Tensor, is_training: bool = True):
@@ -147,7 +150,11 @@ class Trials:
         (self.tree,) = split.fetch([chosen])
 
     def __call__(self, first: int = 0, last: int | None = None, seed: int = 0, is_moved: bool = False) -> Trial:
-        """Compute samples first..last, by default all of them.
+        """Compute samples first..last, by default all of them, without the other ranks.
+
+        In training the samples go through augment(), forward(), measure() and a backward pass, which leaves the
+        gradients in the network. In evaluation they go through forward(), measure() and predictions(). all_gather()
+        returns the rows of all samples, which a trial of a part has from the last trial of all.
 
         Args:
             first: the first sample.
@@ -200,12 +207,7 @@ class Trials:
 
 @contextmanager
 def _noting_units(model: nn.Module, called: list[str]) -> Iterator[None]:
-    """Record the names of the sharded layers that are called while the block runs.
-
-    Args:
-        model: the network.
-        called: the list that the names are appended to.
-    """
+    """Append to `called` the name of each sharded layer that is called while the block runs."""
     with ExitStack() as hooks:
         for name, unit in model.named_modules():
             if is_sharded(unit):
@@ -215,9 +217,13 @@ def _noting_units(model: nn.Module, called: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
-    """Turn torch's error about a dtype within the block into one that names the tensor to convert.
+    """Raise an InputError that names the tensor to convert, in place of torch's error about a dtype within the block.
 
     NumPy computes float64, and pictures are uint8, but the weights are float32. Other errors are passed on unchanged.
+
+    Args:
+        recipe: the recipe, for the message.
+        batch: the tensors that the block computes with.
 
     Raises:
         InputError: A tensor of the batch has a dtype that torch's error names.
@@ -237,16 +243,9 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
 
 @contextmanager
 def fault_named(what: str, remedy: str) -> Iterator[None]:
-    """Turn an error within the block into an InputError that says what fails and what to do.
+    """Raise an InputError in place of any error within the block: "{what} ({the error}): {remedy}".
 
-    Running out of memory is passed on unchanged.
-
-    Args:
-        what: the thing that fails.
-        remedy: the advice.
-
-    Raises:
-        InputError: The block raised any other error.
+    Only torch.OutOfMemoryError is passed on unchanged.
     """
     try:
         yield
@@ -278,7 +277,12 @@ class _Draws(TorchDispatchMode):
 
 
 def _calling_transform() -> list[tuple[str, str]]:
-    """Return 'file, line n' of the user's code and the innermost transform of torchvision that it called, if any."""
+    """Find the transform of torchvision that is running, by the frames of the call stack.
+
+    Returns:
+        A list with one pair: the text 'file, line n' of the user's code that has called it, or 'the network', and the
+        class's name of the innermost transform. Empty if none is running.
+    """
     frame = sys._getframe(1)
     place = ""
     name = ""
@@ -294,7 +298,15 @@ def _calling_transform() -> list[tuple[str, str]]:
 
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call draws: attention and recurrent layers always call operations that may."""
+    """Return whether this call of an operation draws random numbers, which it doesn't with a dropout of 0.
+
+    Attention and recurrent layers always call operations that may draw.
+
+    Args:
+        func: the operation, one that torch tags as drawing.
+        args: its positional arguments.
+        kwargs: its other arguments.
+    """
     arguments = name_arguments(func, args, kwargs)
     probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
     is_training = next((arguments[name] for name in ("train", "training") if name in arguments), True)
@@ -319,9 +331,15 @@ def choose_tolerance(model: nn.Module) -> float:
 
 @torch.no_grad()  # with gradients, torch may refuse a view of a weight that has changed since
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Return whether each number differs by little, compared with itself or with most others.
+    """Return whether two tensors have the same shape, and numbers that differ by little.
 
-    A number near 0 may be the difference of two that are not, so it is compared with the others.
+    A number may differ by `tolerance` times its own size, and by as much of the lower quartile of all sizes, because a
+    number near 0 may be the difference of two large ones. Integers must be equal.
+
+    Args:
+        one: the first tensor, whose dtype decides.
+        other: the second tensor.
+        tolerance: the relative difference, such as choose_tolerance() returns.
     """
     if one.shape != other.shape:
         return False
@@ -332,7 +350,10 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _measure_size(numbers: Tensor) -> float:
-    """Return the lower quartile of the sizes, without 0 and infinity, since a few may stand for a mask."""
+    """Return the lower quartile of the absolute values, without 0 and infinity, since these may stand for a mask.
+
+    Of a large tensor, every n-th number is looked at. 0 if nothing is left.
+    """
     sizes = numbers.detach().abs().flatten()
     sizes = sizes[:: max(1, len(sizes) // SIZES)].double()
     sizes = sizes[sizes.isfinite() & (sizes > 0)].sort().values

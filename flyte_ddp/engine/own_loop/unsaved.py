@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from flyte_ddp.engine.checks.optimizer_probe import beside_state
+from flyte_ddp.engine.checks.optimizer_probe import numbers_outside_state
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.own_loop.optimizers import list_weights
 from flyte_ddp.engine.torch_compat import pytree
@@ -20,13 +20,14 @@ NEW = "a resume would begin with a new one"
 
 
 class Unsaved:
-    """A check of each optimizer, its schedules and its weights, which reads each tensor of its state once.
+    """A check that a checkpoint has all that a resume needs of each optimizer, its schedules and its weights.
 
-    A loop has no trial, in which a second optimizer could be made and compared: this one's tensors and numbers are
-    looked for among what the parts save.
+    A loop has no trial, in which a second optimizer could be made and compared. So the optimizer's tensors and numbers
+    are looked for among what the parts save, each once.
     """
 
     def __init__(self, parts: Mapping[str, Any]):
+        """Take the dict of what loop.keep is given, by name, which may still be empty."""
         self._parts = parts
         self._after_first: dict[int, dict[str, list[Any]]] = {}
         self._checked: list[Optimizer] = []
@@ -47,7 +48,7 @@ class Unsaved:
         if any(one is optimizer for one in self._checked):
             return
         if id(optimizer) not in self._after_first:
-            self._after_first[id(optimizer)] = beside_state(optimizer)
+            self._after_first[id(optimizer)] = numbers_outside_state(optimizer)
             return
         self._checked.append(optimizer)
         self._check_schedules(optimizer)
@@ -55,6 +56,7 @@ class Unsaved:
         self._check_weights(optimizer)
 
     def _check_schedules(self, optimizer: Optimizer) -> None:
+        """Raise InputError for a schedule of the optimizer that is neither a part nor in an attribute of one."""
         held = [one for part in self._parts.values() for one in _held(part)]
         kept = [id(one) for schedule in (*self._parts.values(), *held) for one in (schedule, *_held(schedule))]
         # All objects are looked through, since ReduceLROnPlateau leaves no mark on the optimizer as other schedules do
@@ -67,8 +69,12 @@ class Unsaved:
                 )
 
     def _check_state(self, optimizer: Optimizer) -> None:
+        """Raise InputError if the optimizer's state_dict lacks an attribute that its second step has changed.
+
+        The state_dict must also have the state of another optimizer that an attribute holds.
+        """
         kind = type(optimizer).__name__
-        before, now = self._after_first.pop(id(optimizer)), beside_state(optimizer)
+        before, now = self._after_first.pop(id(optimizer)), numbers_outside_state(optimizer)
         changed = {name: values for name, values in now.items() if values != before.get(name)}
         kept = [id(part) for part in self._parts.values()]
         inner = [one for one in _held(optimizer) if isinstance(one, Optimizer) and id(one) not in kept]
@@ -89,6 +95,7 @@ class Unsaved:
             )
 
     def _check_weights(self, optimizer: Optimizer) -> None:
+        """Raise InputError for a weight of the optimizer that is in no part, neither itself nor as an equal tensor."""
         networks = [part for part in self._parts.values() if isinstance(part, nn.Module)]
         found = {id(weight) for network in networks for weight in network.parameters()}
         others = [part for part in self._parts.values() if not isinstance(part, (nn.Module, Optimizer))]
@@ -104,7 +111,7 @@ class Unsaved:
 
 
 def _saved(optimizer: Optimizer) -> set[Any]:
-    """Return the numbers, and the sums of the tensors, that are in the optimizer's state_dict."""
+    """Return what the optimizer's state_dict has: the numbers of options, and a digest of each tensor."""
     state = optimizer.state_dict()
     options = [{name: value for name, value in group.items() if name != "params"} for group in state["param_groups"]]
     beside = {name: value for name, value in state.items() if name != "state"}
@@ -112,11 +119,12 @@ def _saved(optimizer: Optimizer) -> set[Any]:
 
 
 def _held(part: Any) -> list[Any]:
-    """Return what the part's attributes have, also in lists and dicts."""
+    """Return the values of an object's attributes, and of lists and dicts there; empty if it has no attributes."""
     return pytree.tree_leaves([*vars(part).values()]) if hasattr(part, "__dict__") else []
 
 
 def _values(tree: Any, only_tensors: bool = False) -> Iterator[Any]:
+    """Yield a digest of each tensor in nested lists and dicts, and each number, unless only tensors are asked for."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield compute_sum(leaf.detach()).item()
