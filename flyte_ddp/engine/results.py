@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.splits import Split
-from flyte_ddp.engine.checkpoints.checkpoint import finish, write_draft
+from flyte_ddp.engine.checkpoints.checkpoint import finish_draft, write_draft
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.evaluations import Evaluated, gather
 from flyte_ddp.engine.hosts.places import hardware
@@ -48,7 +48,7 @@ def write_last(setup: SetUp, job: Job) -> None:
             if distributed.get_rank():
                 fill(None, content, state.device)
             else:
-                finish(write_draft(path, content, state.device), path)
+                finish_draft(write_draft(path, content, state.device), path)
 
 
 def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.engine.checkpoints.sharded_checkpoint import described, open_shards, rebuilt
+from flyte_ddp.engine.checkpoints.sharded_checkpoint import describe_state, open_shards, rebuild_state
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
@@ -33,20 +33,20 @@ FORMAT = 8
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Write a temporary file and rename it: path always holds the old or the new checkpoint. Raises OSError."""
-    finish(write_draft(path, content), path)
+    """Write a checkpoint of one file to the disk: path always holds the old or the new one. Raises OSError."""
+    finish_draft(write_draft(path, content), path)
 
 
 def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
-    """Write the content to a temporary file beside path, one tensor after the other. finish() makes it the checkpoint.
+    """Write the content to a temporary file beside path, and return that file. finish_draft() makes it the checkpoint.
 
     Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. If any tensors are
-    sharded, all ranks must call it.
+    Shards, rank 0 calls it, and the other ranks call fill(None, content, device): rank 0 writes the rows of all ranks.
 
     Args:
         path: where the checkpoint will be.
         content: what to write.
-        device: where sharded tensors are.
+        device: the device that exchanges the rows of Shards.
 
     Raises:
         OSError: the file cannot be written.
@@ -66,8 +66,11 @@ def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU)
     return draft
 
 
-def finish(draft: Path, path: Path) -> None:
-    """Append the checksum to a draft, wait until it is on the disk, and rename it. Raises OSError."""
+def finish_draft(draft: Path, path: Path) -> None:
+    """Append the checksum to what write_draft() has written, wait for the disk, and rename the file to path.
+
+    Raises OSError if that fails; the draft is removed then.
+    """
     try:
         with open(draft, "r+b") as file:
             file.write(_digest(file, draft.stat().st_size))
@@ -78,18 +81,22 @@ def finish(draft: Path, path: Path) -> None:
 
 
 def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the content of a checkpoint.
+    """Verify a checkpoint's checksum and identity, and return its content.
 
-    Its tensors are mapped, not read: a copy of what is kept takes memory, and frees the file. The tensors of a sharded
-    checkpoint are StoredTensors, and content["shards"] has the digests of its files, which are still to be verified.
+    Its tensors are mapped from the file, not read into memory. The tensors of a sharded checkpoint are StoredTensors,
+    and content["shards"] has the digest of each of its files, which the caller has to verify.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint: one file, or the manifest of several.
         identity: what determines the result of this training.
-        files: the hashes of the user's files. The error names the files that differ.
+        files: the hashes of the user's files, for the message about other code.
+
+    Returns:
+        A dict with "identity" and "state", and with what else was written.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of a training with another identity.
+        OtherTrainingError: the checkpoint has another format, or is of a training with another identity.
+        CheckpointError: the checkpoint is damaged, or cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -105,7 +112,7 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str,
         raise OtherTrainingError(f"has format {saved_format}, this version reads {FORMAT}")
     if not all(isinstance(content.get(part), dict) for part in ("identity", "state")):
         raise CheckpointError("has no identity or no state")
-    for (*_, name), saved, expected in differences(content["identity"], identity):
+    for (*_, name), saved, expected in compare_identities(content["identity"], identity):
         which = _changed_files(content.get("files"), files) if name == "code" else ""
         raise OtherTrainingError(
             f"belongs to another training: its {name} was {saved!r}, now it is {expected!r}{which}"
@@ -114,17 +121,20 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str,
 
 
 def _changed_files(saved: Any, ours: Mapping[str, str] | None) -> str:
-    """Return which files differ, in brackets; empty if that is not known."""
+    """Return " (a.py, b.py changed)", from the hashes of files in a checkpoint and of ours; empty if either is unknown.
+
+    If no file differs, the text says that the version of torch or flyte_ddp does.
+    """
     if not isinstance(saved, dict) or ours is None:
         return ""
     changed = sorted(file for file in {*saved, *ours} if saved.get(file) != ours.get(file))
     return f" ({listed(changed)} changed)" if changed else " (another version of torch or flyte_ddp)"
 
 
-def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield where an identity differs from ours, with both values. The place is ("code",) or ("settings", "seed").
+def compare_identities(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield the path, the saved value and our value of each entry in which two identities of trainings differ.
 
-    Parts that ours lacks are not compared.
+    A path is ("code",) or ("settings", "seed"), say. Entries that ours lacks are not compared.
     """
 
     def parts(identity: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
@@ -142,17 +152,17 @@ def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[t
 def refuse(
     error: CheckpointError, options: RunOptions, emit: Callable[[Event], None], output: Path | None = None
 ) -> None:
-    """Report why training starts anew.
+    """Emit CheckpointRefused, which says why training starts anew, or raise InputError where it must not do so.
 
     Args:
         error: why the checkpoint is refused.
         options: how to run the training.
         emit: gets the event.
-        output: the output folder of train(), if there is one.
+        output: the output folder of train(), if the checkpoint is there.
 
     Raises:
-        InputError: the user has asked for this very checkpoint, or another training's would be lost in the output
-            folder.
+        InputError: the user has asked for this very checkpoint, by RunOptions.resume_from; or it is another training's
+            and would be lost in the output folder.
     """
     if options.resume_from:
         raise InputError(f"RunOptions.resume_from: the checkpoint in {options.resume_from} {error}")
@@ -165,14 +175,25 @@ def refuse(
 
 
 def checksum(path: Path) -> bytes:
-    """Return the checksum at the end of a checkpoint. Any other file gives other bytes. Raises OSError."""
+    """Return the checksum at the end of a checkpoint, by which ranks tell whether they see the same file.
+
+    The checksum isn't verified here. Raises OSError.
+    """
     with open(path, "rb") as file:
         file.seek(-DIGEST_BYTES, os.SEEK_END)
         return file.read()
 
 
 def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
-    """Return the content of the checkpoint that another rank has verified; None if it is not at this path here."""
+    """Return the content of a checkpoint that another rank has verified, if this rank sees the same file.
+
+    Args:
+        path: the checkpoint.
+        expected: the checksum that the other rank has.
+
+    Returns:
+        The content, as read_checkpoint() returns it; None if there is no such file here, or another one.
+    """
     try:
         return _content(path) if checksum(path) == expected else None
     except (OSError, CheckpointError):
@@ -180,7 +201,11 @@ def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
 
 
 def restore(state: TrainingState, saved: dict[str, Any]) -> None:
-    """Load a checkpoint's state. Raises CheckpointError if it does not fit, which leaves the state half loaded."""
+    """Load a checkpoint's state, as copy_in_place() has returned it, into the training.
+
+    Raises:
+        CheckpointError: The saved state does not fit. The training's state is half loaded then.
+    """
     try:
         state.load_state_dict(saved)
     except (torch.AcceleratorError, torch.OutOfMemoryError):  # the device has failed, whatever the content
@@ -191,7 +216,10 @@ def restore(state: TrainingState, saved: dict[str, Any]) -> None:
 
 
 def check_readable(state: dict[str, Any]) -> None:
-    """Raise InputError if a checkpoint of this state could not be read again, because of some part's type."""
+    """Write this state to memory without its tensors, and raise InputError if it cannot be read again from there.
+
+    The message names the part whose type is to blame. A state with Shards must also fit into a manifest.
+    """
     is_sharded = any(isinstance(leaf, Shard) for leaf in pytree.tree_leaves(state))
     _check_readable(pytree.tree_map_only((Tensor, Shard), lambda _: torch.empty(0), state), "", is_sharded)
 
@@ -203,7 +231,7 @@ def _check_readable(content: Any, where: str, is_sharded: bool) -> None:
         buffer.seek(0)
         _load(buffer)
         if is_sharded:
-            rebuilt(*described(content))
+            rebuild_state(*describe_state(content))
     except Exception:  # the error is about the whole; trying each part finds the one to blame
         listed_parts = content if isinstance(content, list) else ()
         parts = content if isinstance(content, dict) else dict(enumerate(listed_parts))
@@ -221,7 +249,11 @@ def _save(content: Any, file: IO[bytes]) -> None:
 
 
 def _content(path: Path) -> Any:
-    """Return the content of a checkpoint that is whole, without reading its tensors."""
+    """Return the content of a checkpoint whose checksum is right, without reading its tensors.
+
+    Raises:
+        CheckpointError: The content cannot be read nevertheless.
+    """
     try:
         manifest = read_manifest(path)
         return open_shards(shards_beside(path) / manifest["folder"], manifest) if manifest else _load(path, mmap=True)
@@ -246,7 +278,7 @@ def _load(file: Path | IO[bytes], mmap: bool = False) -> Any:
 
 
 def _digest(file: IO[bytes], count: int) -> bytes:
-    """Return the SHA-256 of the next count bytes, or of as many as there are."""
+    """Read the next `count` bytes of a file, or as many as there are, and return their SHA-256."""
     digest = hashlib.sha256()
     while piece := file.read(max(0, min(count, 2**20))):
         digest.update(piece)

@@ -14,6 +14,7 @@ from torch import distributed
 
 from flyte_ddp.engine.batches.block_cache import locked
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem, open_shards
+from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
 from flyte_ddp.engine.job import RankStorage
 from flyte_ddp.engine.sharding.sharded_state import Layout
 from flyte_ddp.engine.torch_compat import pytree
@@ -23,19 +24,25 @@ from flyte_ddp.whole_files import temporary_beside
 
 
 @contextmanager
-def fetched(
+def fetch_shards(
     manifest: dict[str, Any], layout: Layout, storage: RankStorage, environment: Environment
 ) -> Iterator[dict[str, Any]]:
-    """Provide the content of the checkpoint with this manifest while the block runs. All ranks must call it.
+    """Download the files that have rows of this rank, verify them, and yield the checkpoint's content; a collective.
 
-    The files that have rows of this rank are on its disk, and verified, meanwhile.
+    The host's ranks share a temporary folder for the files, which is removed after the block. The content's tensors
+    are StoredTensors: the block may read this rank's rows, and no others.
+
+    Args:
+        manifest: the checkpoint's manifest, whose "url" is the folder in the storage.
+        layout: says which rows of each tensor are this rank's.
+        storage: the platform's storage.
+        environment: this rank.
 
     Raises:
         CheckpointError: a rank's file is damaged or missing. It is raised on all ranks.
     """
-    names = [uuid.uuid4().hex]
-    distributed.broadcast_object_list(names)
-    folder = Path(tempfile.gettempdir(), f"checkpoint-{names[0]}")  # this job's ranks on this host share the folder
+    name = of_first_rank(f"checkpoint-{uuid.uuid4().hex}")
+    folder = Path(tempfile.gettempdir(), name)  # this job's ranks on this host share the folder
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = open_shards(folder, manifest)
     leaves = pytree.tree_flatten_with_path(content["state"])[0]
@@ -45,8 +52,7 @@ def fetched(
     first = len(needed) * environment.local_rank // environment.world.local_size
     shared_out = needed[first:] + needed[:first]  # each rank of a host begins with another file
     outcomes = (_fetch(file, content["shards"][file], manifest["url"], storage) for file in shared_out)
-    problems: list[Any] = [None] * environment.world.size
-    distributed.all_gather_object(problems, next(filter(None, outcomes), ""))
+    problems = of_each_rank(next(filter(None, outcomes), ""))
     try:
         for problem in filter(None, problems):
             raise CheckpointError(problem)
@@ -58,9 +64,16 @@ def fetched(
 
 
 def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
-    """Download the file, unless another rank of the host has done so.
+    """Download one file of a checkpoint and verify its digest, unless another rank of the host has done so.
 
-    Returns what is wrong with it; empty if nothing is.
+    Args:
+        file: the file's place on this host. Only a whole file is ever there.
+        digest: its SHA-256, in hex.
+        url: the folder in the storage that has a file of this name.
+        storage: the platform's storage.
+
+    Returns:
+        What is wrong with the file; empty if nothing is.
     """
     with locked(file.with_suffix(".lock")):
         if file.exists():

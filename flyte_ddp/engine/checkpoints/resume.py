@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse, restore
-from flyte_ddp.engine.checkpoints.fetched_shards import fetched
+from flyte_ddp.engine.checkpoints.fetched_shards import fetch_shards
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem
+from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.sharding.mesh import copies, counterparts
@@ -28,21 +29,33 @@ OTHER_BASE = "belongs to another training: the weights that model() freezes were
 
 
 def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> str | None:
-    """Restore the state on all ranks from rank 0's checkpoint, if there is one that belongs to this training.
+    """Restore the training on all ranks from rank 0's checkpoint, if there is one of this training; a collective.
 
     Rank 0 verifies the file, and ranks that see the same file map it, too; of a sharded checkpoint each rank reads its
     rows. If some ranks do not see it, such as those of another host, the tensors are broadcast, one by one. With hybrid
     sharding, each rank of the first node then sends its rows to the ranks that have the same. If a manifest has a URL,
     its files are in the platform's storage, from which each host downloads those that it needs.
 
+    A checkpoint that cannot be used is refused with an event, and training starts anew.
+
+    Args:
+        state: the training, as it begins.
+        job: the job, with the checkpoint's path.
+        environment: this rank.
+        link: receives the event.
+
     Returns:
-        None if training can go on, from the checkpoint or from the start. Otherwise the state must be set up anew, on
-            all ranks alike: in the precision that is returned, if the checkpoint has another one; or as it was, for "",
-            because restoring it failed half-way.
+        - None: training can go on, from the checkpoint if it was restored, or else from the start.
+        - "float32" or "bfloat16": the checkpoint was trained in this precision. Nothing was restored: the caller has to
+          set up the training in this precision, and call resume() again.
+        - "": restoring has failed half-way. The caller has to set up the training anew, and start from the beginning.
+
+    Raises:
+        InputError: The user has asked for the checkpoint that is refused. See refuse().
     """
     path = Path(job.checkpoint_path)
     content = None
-    messages: list[Any] = [None]
+    found = None
     if environment.rank == 0 and os.path.exists(job.checkpoint_path):
         try:
             content = read_checkpoint(path, job.checkpoint_identity, job.hashes)
@@ -51,20 +64,20 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
             manifest = read_manifest(path)
             outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
             manifest = manifest if manifest and "url" in manifest else None
-            messages = [(checksum(path), outline, manifest, job.options)]
+            found = (checksum(path), outline, manifest, job.options)
         except CheckpointError as error:
             refuse(error, job.options, link.emit, output=path.parent if job.is_output else None)
-    distributed.broadcast_object_list(messages)
-    if messages[0] is None:
+    found = of_first_rank(found)
+    if found is None:
         return None
-    expected, outline, manifest, options = messages[0]  # only rank 0 knows whether the checkpoint is resume_from's
+    expected, outline, manifest, options = found  # only rank 0 knows whether the checkpoint is resume_from's
     precision: str = outline["precision"]
     if precision != state.precision:  # "auto" may choose another one here, but a training keeps its precision
         return precision
     with ExitStack() as stack:
         try:
             if manifest and job.storage:
-                content = stack.enter_context(fetched(manifest, state.layout, job.storage, environment))
+                content = stack.enter_context(fetch_shards(manifest, state.layout, job.storage, environment))
                 receivers = None
             else:
                 content = content or read_same(path, expected)
@@ -73,7 +86,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
             refuse(error, options, link.emit)
             return None
         try:
-            restore(state, in_place(state, content["state"] if content else outline, receivers))
+            restore(state, copy_in_place(state, content["state"] if content else outline, receivers))
         except CheckpointError as error:
             refuse(error, options, link.emit)
             return ""
@@ -105,42 +118,43 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
 
 
 def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
-    """Ask all ranks who can read the checkpoint, and let these ranks verify its shards; a collective.
+    """Exchange which ranks can read the checkpoint, and let these ranks verify its files of shards; a collective.
 
-    The ranks that can read the checkpoint divide the shards among themselves.
+    The ranks that can read the checkpoint divide the files among themselves. A checkpoint of one file has none.
 
     Args:
-        content: the checkpoint, or None if this rank cannot read it.
+        content: the checkpoint's content, or None if this rank cannot read it.
 
     Returns:
-        For each rank, whether it has the checkpoint.
+        For each rank, whether it can read the checkpoint.
 
     Raises:
         CheckpointError: A shard is damaged or missing. All ranks raise it.
     """
-    seen: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(seen, content is not None)
-    position, count = sum(seen[: distributed.get_rank()]), sum(seen)
-    assigned = sorted(content.get("shards", {}).items())[position::count] if content else []
-    problems: list[Any] = [None] * len(seen)
-    distributed.all_gather_object(problems, next(filter(None, (find_problem(*shard) for shard in assigned)), ""))
-    for problem in filter(None, problems):
+    seen = of_each_rank(content is not None)
+    position = sum(seen[: distributed.get_rank()])
+    assigned = sorted(content.get("shards", {}).items())[position :: sum(seen)] if content else []
+    own_problems = filter(None, (find_problem(*shard) for shard in assigned))
+    for problem in filter(None, of_each_rank(next(own_problems, ""))):
         raise CheckpointError(problem)
     return seen
 
 
-def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None) -> dict[str, Any]:
-    """Copy a checkpoint's content into the training's own tensors where they fit, and else into new ones.
+def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None) -> dict[str, Any]:
+    """Copy a checkpoint's state into the training's weights and buffers, and into new tensors where those don't fit.
 
-    Of sharded tensors, these are this rank's rows.
+    restore() still has to load the result: the optimizer's state is in new tensors, for instance. Of sharded tensors,
+    this rank's rows are copied.
 
     Args:
         state: the training that resumes.
-        saved: the content of the checkpoint; on receivers other than the first it may be an outline of meta tensors.
-        receivers: a process group, whose first rank sends the content to the others; None if each rank has read it.
+        saved: the checkpoint's state, with tensors or StoredTensors. Receivers other than the first may have meta
+            tensors.
+        receivers: a process group, whose first rank sends the content to the others, so that this is a collective of
+            the group; None if each rank can read `saved`.
 
     Returns:
-        The content, in these tensors.
+        The state, in these tensors.
     """
     networks = {"model": state.model, "average": state.average.model if state.average else None}
     own = {name: network.state_dict() for name, network in networks.items() if network}
@@ -149,7 +163,7 @@ def in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None)
     updated = [local(weight) for weight in weights]
 
     def new(path: tuple[Any, ...], value: Tensor) -> Tensor:
-        """Return a new tensor for a value of the checkpoint.
+        """Return an empty tensor for a value of the checkpoint.
 
         Torch's optimizers have their numbers of steps on the CPU, and all else where their weights are. The fused ones
         rely on tensors as large as a weight to have the weight's strides, which the saved ones may lack.

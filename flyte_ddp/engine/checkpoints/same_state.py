@@ -1,4 +1,4 @@
-"""The state in a checkpoint of one file, on all ranks."""
+"""The reader of a checkpoint of one file for all ranks, some of which may not see the file."""
 
 import os
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse
+from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.torch_compat import pytree
@@ -17,30 +18,35 @@ from flyte_ddp.events import Event
 
 
 def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.device) -> dict[str, Any] | None:
-    """Return the state in rank 0's checkpoint, if there is one of this training. All ranks must call it.
+    """Return the state in rank 0's checkpoint, which must be one file of this training; a collective.
 
-    Rank 0 may be on another host. The tensors are mapped from the file, on the CPU. If some rank lacks the file, they
-    are sent, one by one.
+    Ranks that see the same file map its tensors. If some rank doesn't, as on another host, rank 0 broadcasts each
+    tensor to all.
 
     Args:
-        job: the training.
-        emit: gets events.
-        device: from which this rank can send.
+        job: the training, with the checkpoint's path and the identity that the checkpoint must have.
+        emit: gets the event of a checkpoint that is refused.
+        device: the device from which this rank can send.
+
+    Returns:
+        The state, with tensors on the CPU. None, on all ranks, if there is no checkpoint or it is refused.
+
+    Raises:
+        InputError: The user has asked for the checkpoint that is refused. Rank 0 alone raises it.
     """
     path = Path(job.checkpoint_path)
-    objects = [None]
+    found = None
     if distributed.get_rank() == 0 and os.path.exists(job.checkpoint_path):
         try:
             state = read_checkpoint(path, job.checkpoint_identity, job.hashes)["state"]
-            objects = [(checksum(path), pytree.tree_map_only(Tensor, lambda one: one.to("meta"), state))]  # type: ignore[list-item]
+            found = (checksum(path), pytree.tree_map_only(Tensor, lambda one: one.to("meta"), state))
         except CheckpointError as error:
             refuse(error, job.options, emit, output=path.parent if job.is_output else None)
-    distributed.broadcast_object_list(objects)
-    if objects[0] is None:
+    found = of_first_rank(found)
+    if found is None:
         return None
-    expected, outline = objects[0]
+    expected, outline = found
     content = read_same(path, expected)
-    seen: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(seen, content is not None)
+    is_seen_by_all = all(of_each_rank(content is not None))
     state = content["state"] if content else outline
-    return state if all(seen) else pytree.tree_map_only(Tensor, lambda one: broadcast(one, device).cpu(), state)
+    return state if is_seen_by_all else pytree.tree_map_only(Tensor, lambda one: broadcast(one, device).cpu(), state)

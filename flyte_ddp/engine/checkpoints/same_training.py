@@ -4,10 +4,9 @@ Other launchers start each host's ranks separately.
 """
 
 import torch
-from torch import distributed
 
-from flyte_ddp.engine.checkpoints.checkpoint import differences
-from flyte_ddp.engine.checks.data_probe import of_first_rank
+from flyte_ddp.engine.checkpoints.checkpoint import compare_identities
+from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
 from flyte_ddp.engine.job import Job
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
@@ -17,10 +16,14 @@ OPTIONS = ("sharding", "compile", "audit_every", "odd_hosts")
 
 
 def check_same_training(environment: Environment, job: Job) -> None:
-    """Check that settings, code, data, initial weights and OPTIONS are those of rank 0. All ranks must call it.
+    """Check that each rank's settings, code, data, initial weights and OPTIONS are those of rank 0; a collective.
 
-    With another learning rate, say, a rank would silently drift apart from the others. hosts/places.py warns of another
-    version of torch, which is part of the code's version.
+    With another learning rate, say, a rank would silently drift apart from the others. Another version of torch changes
+    the code's version but is accepted here, because hosts/places.py warns of it.
+
+    Args:
+        environment: this rank.
+        job: the training that this rank has been started for.
 
     Raises:
         InputError: a rank differs. It is raised on all ranks.
@@ -29,10 +32,8 @@ def check_same_training(environment: Environment, job: Job) -> None:
     first = of_first_rank(own)
     if first["torch"] != own["torch"]:
         first.update(code=own["code"], torch=own["torch"])
-    found = next(differences(first, own), None)
-    of_ranks = [(environment.host, found)] * environment.world.size
-    distributed.all_gather_object(of_ranks, (environment.host, found))
-    for rank, (host, difference) in enumerate(of_ranks):
+    found = next(compare_identities(first, own), None)
+    for rank, (host, difference) in enumerate(of_each_rank((environment.host, found))):
         if difference:
             (*_, name), usual, other = difference
             raise InputError(

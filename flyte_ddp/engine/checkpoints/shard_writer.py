@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed
 
-from flyte_ddp.engine.checkpoints.sharded_checkpoint import described
+from flyte_ddp.engine.checkpoints.sharded_checkpoint import describe_state
+from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
 from flyte_ddp.engine.job import RankStorage
 from flyte_ddp.engine.sharding.sharded_state import Shard, cut, cut_rows
 from flyte_ddp.errors import InputError
@@ -33,34 +34,36 @@ class Destination(Protocol):
     """
 
     def begin(self, position: str) -> Path:
-        """Return the folder for this rank's file of the next checkpoint. All ranks must call it."""
+        """Return the local folder for this rank's file of the next checkpoint; a collective.
+
+        Args:
+            position: the epoch and step of the checkpoint, as in "3-120".
+        """
 
     def keep(self, file: Path) -> None:
-        """Put the file, which is on this host's disk, where it must be before the manifest may name it."""
+        """Take over a file that is written in the folder, so that the manifest may name it: upload it, for instance."""
 
     def commit(self, manifest: dict[str, Any]) -> None:
-        """Make this the checkpoint, in place of the one before. Rank 0 calls it."""
+        """Write the manifest, which replaces the checkpoint before it. Rank 0 calls it once all files are kept."""
 
     def discard(self, folder: Path) -> None:
-        """Remove the files of a checkpoint of which one is missing. Rank 0 calls it."""
+        """Remove the folder of a checkpoint that a rank could not write. Rank 0 calls it instead of commit."""
 
 
 class SharedFolder:
     """A destination beside the manifest, on a disk that all writing ranks see."""
 
     def __init__(self, path: Path, environment: Environment):
-        """Check that the ranks see the folder. All ranks must call it.
+        """Check that all writing ranks see the folder; a collective.
 
         Args:
-            path: the manifest; rank 0's counts.
+            path: the path of the manifest. All ranks take rank 0's.
             environment: this rank.
 
         Raises:
-            InputError: a rank does not see rank 0's folder.
+            InputError: a rank does not see rank 0's folder. All ranks raise the error.
         """
-        values: list[Any] = [path, uuid.uuid4().hex[:8]]
-        distributed.broadcast_object_list(values)
-        self._path, self._start = values
+        self._path, self._start = of_first_rank((path, uuid.uuid4().hex[:8]))
         self._older: list[Path] = []
         if cut().parts > environment.world.local_size:
             self._check(environment)
@@ -71,8 +74,7 @@ class SharedFolder:
             with suppress(OSError):
                 mark.touch()
         distributed.barrier()
-        seen: list[Any] = [None] * environment.world.size
-        distributed.all_gather_object(seen, not cut().writes or mark.exists())
+        seen = of_each_rank(not cut().writes or mark.exists())
         if environment.rank == 0:
             mark.unlink(missing_ok=True)
         if not all(seen):
@@ -99,11 +101,11 @@ class SharedFolder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Stored:
+class StorageDestination:
     """A destination in the platform's storage, to which each rank uploads its own file.
 
-    Nothing is removed from there. So there are few names for folders. The names of this start of the ranks that the
-    stored manifest may contain are left alone, and the others are used again.
+    Nothing can be removed from the storage, so a few names of folders take turns. A folder that the stored manifest may
+    name is left alone, and the others are overwritten.
     """
 
     def __init__(self, storage: RankStorage):
@@ -113,11 +115,11 @@ class Stored:
         self._taken = set[str]()
 
     def begin(self, position: str) -> Path:
-        names = [next(name for name in (f"{self._start}-{n}" for n in itertools.count()) if name not in self._taken)]
-        distributed.broadcast_object_list(names)
+        names = (f"{self._start}-{number}" for number in itertools.count())
+        name = of_first_rank(next(name for name in names if name not in self._taken))
         shards = shards_beside(self._path)
         shutil.rmtree(shards, ignore_errors=True)  # a checkpoint that could not be written may have left files
-        return shards / names[0]
+        return Path(shards, name)
 
     def keep(self, file: Path) -> None:
         self._storage.put(file)
@@ -137,34 +139,51 @@ class ShardWriter:
     """A writer of this rank's part of each checkpoint."""
 
     def __init__(self, destination: Destination, environment: Environment):
-        """Create the group of writing ranks. All ranks must call it."""
+        """Create the process group of the ranks that write; a collective.
+
+        Args:
+            destination: where the files and the manifest go.
+            environment: this rank.
+        """
         self._destination = destination
         self._cut = cut()
         self._group = gloo_group(environment.world, range(self._cut.parts))
 
     def begin(self, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
-        """Copy this rank's tensors, and return a function that writes the checkpoint.
+        """Copy this rank's rows of the state, and return a function that writes the checkpoint; a collective.
 
-        A thread of each rank must call the function. It raises OSError on rank 0 if any rank fails.
+        On a CPU, the copy is this rank's file itself. The training may go on after this has returned.
+
+        Args:
+            content: the checkpoint's content, with Shards.
+            device: where the Shards' rows are.
+
+        Returns:
+            A function that a thread of each rank has to call: another collective, in a group of its own. The thread
+            waits for the disk and for the other ranks' files. Rank 0 then commits the manifest, or raises OSError if
+            any rank has failed. On ranks that don't write, the function does nothing.
         """
-        description, tensors = described(content)
+        description, tensors = describe_state(content)
         progress = content["state"]["progress"]
         folder = self._destination.begin(f"{progress['epoch']}-{progress['step']}")
         if not self._cut.writes:
             return lambda: None
         entries = {name: self._entry(tensor) for name, tensor in tensors.items()}
         manifest = {"folder": folder.name, "tensors": entries, "content": description}
-        own = {name: self._own(tensor) for name, tensor in tensors.items()}
+        own = {name: self._own_part(tensor) for name, tensor in tensors.items()}
         local = {name: tensor for name, tensor in own.items() if tensor is not None}
         file = folder / _name_file(self._cut.part)
         if device.type == "cpu":
-            problem = _write(file, local)
+            problem = _try_to_write(file, local)
             return lambda: self._finish(manifest, file, problem)
         copied = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
-        return lambda: self._finish(manifest, file, _write(file, copied))
+        return lambda: self._finish(manifest, file, _try_to_write(file, copied))
 
     def _entry(self, tensor: Tensor | Shard) -> dict[str, Any]:
-        """Return the manifest's entry of a tensor. The first file has all of a tensor that is not sharded."""
+        """Return what the manifest says of a tensor: its dtype, its whole shape, and how many rows each file has.
+
+        The first file has all rows of a tensor that is not sharded.
+        """
         count = tensor.shape[0] if tensor.shape else 1
         each = count
         dtype = (tensor.rows if isinstance(tensor, Shard) else tensor).dtype
@@ -172,11 +191,14 @@ class ShardWriter:
             _, each = cut_rows(count, 0, self._cut.parts)
         return {"dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape), "each": max(1, each)}
 
-    def _own(self, tensor: Tensor | Shard) -> Tensor | None:
-        """Return what this rank's file has of a tensor. Rank 0's file has all of a tensor that is not sharded.
+    def _own_part(self, tensor: Tensor | Shard) -> Tensor | None:
+        """Return what this rank's file has of a tensor: its rows of a Shard, or on rank 0 the whole tensor.
 
-        Such a tensor is copied, because it may share memory with others, which safetensors refuses. Complex numbers
+        A whole tensor is copied, because it may share memory with others, which safetensors refuses. Complex numbers
         become pairs of real ones, because safetensors lacks some of their types.
+
+        Returns:
+            None if this rank's file has nothing of the tensor.
         """
         if isinstance(tensor, Shard):
             return tensor.rows.contiguous() if len(tensor.rows) else None
@@ -186,7 +208,7 @@ class ShardWriter:
         return torch.view_as_real(copied.resolve_conj()) if copied.is_complex() else copied
 
     def _finish(self, manifest: dict[str, Any], file: Path, problem: str) -> None:
-        digest, problem = ("", problem) if problem else self._kept(file)
+        digest, problem = ("", problem) if problem else self._keep(file)
         outcomes: list[Any] | None = None if self._cut.part else [None] * self._cut.parts
         try:
             distributed.gather_object((digest, problem), outcomes, group=self._group)
@@ -201,8 +223,12 @@ class ShardWriter:
             {**manifest, "files": {_name_file(part): digest for part, (digest, _) in enumerate(outcomes)}}
         )
 
-    def _kept(self, file: Path) -> tuple[str, str]:
-        """Return the digest of a file that is kept from now on, and what went wrong, if anything did."""
+    def _keep(self, file: Path) -> tuple[str, str]:
+        """Wait until a written file is on the disk, and let the destination keep it.
+
+        Returns:
+            The file's SHA-256 in hex, and an empty text; or an empty text, and what went wrong.
+        """
         try:
             with open(file, "rb") as written:
                 sync(written)
@@ -218,8 +244,8 @@ def _name_file(part: int) -> str:
     return f"{part}.safetensors"
 
 
-def _write(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors to a file, and return what went wrong, if anything did: the other ranks must be told."""
+def _try_to_write(file: Path, tensors: dict[str, Tensor]) -> str:
+    """Write tensors to a file, and return what went wrong, for the other ranks; empty if nothing did."""
     from safetensors.torch import save_file  # an optional library
 
     try:

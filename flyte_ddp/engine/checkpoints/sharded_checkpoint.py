@@ -22,14 +22,14 @@ PLAIN = (str, int, float, bool, type(None))  # the plain types that JSON has
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Rows of a tensor of a sharded checkpoint, in files.
+    """Rows of a tensor in the files of a sharded checkpoint, which read() reads. A slice of it is another StoredTensor.
 
     Attributes:
         name: the tensor's name in the files.
         shape: the shape of these rows; () for a number.
         files: the checkpoint's files, in the order of their rows.
         each: how many rows of the whole tensor a file has: the first ones in the first file, and so on.
-        first: the first of these rows in the whole tensor.
+        first: the index in the whole tensor of the first of these rows.
     """
 
     name: str
@@ -51,7 +51,10 @@ class StoredTensor:
         return replace(self, shape=(last - first, *self.shape[1:]), first=self.first + first)
 
     def parts(self) -> Iterator[tuple[Path, int, int]]:
-        """Yield each file that has some of these rows, or the number, with its first row and the one after its last."""
+        """Yield each file that has some of these rows, with the index of the file's first row and that after its last.
+
+        The indices are those of the whole tensor. A number counts as one row.
+        """
         count = len(self) if self.shape else 1
         for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():
             yield self.files[begin // self.each], begin, begin + self.each
@@ -70,7 +73,7 @@ class StoredTensor:
         return tensor
 
     def _joined(self, part: Tensor) -> Tensor:
-        """Return complex numbers made from pairs of real ones.
+        """Return a part that was read from a file, in the tensor's dtype: pairs of real numbers become complex ones.
 
         The pairs are copied: in the file they begin at a multiple of 8 bytes, and torch's kernels for complex numbers,
         which may need 16, would end the process.
@@ -78,14 +81,24 @@ class StoredTensor:
         return torch.view_as_complex(part.clone()) if self.dtype.is_complex and not part.is_complex() else part
 
 
-def described(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:
-    """Return the state as JSON can have it, and its tensors by name. Raises TypeError for anything else."""
+def describe_state(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:
+    """Split a state into a description without tensors, which JSON can hold, and its tensors by name.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors and PLAIN values.
+
+    Returns:
+        The description, from which rebuild_state() makes the state again, and the tensors. Tied weights share a name.
+
+    Raises:
+        TypeError: The state has a value of another type.
+    """
     names: dict[int, str] = {}
     tensors: dict[str, Tensor | Shard] = {}
 
     def describe(value: Any, name: str) -> Any:
         if isinstance(value, (Tensor, Shard)):
-            name = names.setdefault(id(value), name)  # tied weights have several names names
+            name = names.setdefault(id(value), name)
             tensors[name] = value
             return {"tensor": name}
         if isinstance(value, dict):
@@ -104,23 +117,33 @@ def _plain(value: Any) -> Any:
     return plain
 
 
-def rebuilt(description: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that a description stands for, with these tensors."""
+def rebuild_state(description: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the state that describe_state() has described.
+
+    Args:
+        description: its description.
+        tensors: what to put in place of each tensor, by the tensor's name, such as StoredTensors.
+    """
     if not isinstance(description, dict):
         return description
     ((kind, content),) = description.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":
-        return {key: rebuilt(inner, tensors) for key, inner in content}
-    built = [rebuilt(inner, tensors) for inner in content]
+        return {key: rebuild_state(inner, tensors) for key, inner in content}
+    built = [rebuild_state(inner, tensors) for inner in content]
     return tuple(built) if kind == "tuple" else built
 
 
 def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the checkpoint with this manifest and files in this folder.
+    """Return the content of a sharded checkpoint. No file is opened yet.
 
-    Its tensors are StoredTensors, and "shards" has the digest of each file.
+    Args:
+        folder: the folder that has, or will have, the checkpoint's files.
+        manifest: the checkpoint's manifest.
+
+    Returns:
+        What was written, with StoredTensors in place of the tensors, and "shards": the SHA-256 of each file in hex.
     """
     files = tuple(folder / name for name in manifest["files"])
     tensors = {
@@ -128,11 +151,11 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         for name, about in manifest["tensors"].items()
     }
     shards = dict(zip(files, manifest["files"].values(), strict=True))
-    return {**rebuilt(manifest["content"], tensors), "shards": shards}
+    return {**rebuild_state(manifest["content"], tensors), "shards": shards}
 
 
 def find_problem(shard: Path, digest: str) -> str:
-    """Return what is wrong with a file of a checkpoint; empty if nothing is."""
+    """Return what is wrong with a file of a sharded checkpoint, which must have this SHA-256; empty if nothing is."""
     try:
         is_whole = content_digest(shard) == digest
     except OSError as error:

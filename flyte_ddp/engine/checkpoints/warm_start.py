@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from flyte_ddp.engine.checkpoints.checkpoint import differences, read_checkpoint, restore
-from flyte_ddp.engine.checkpoints.resume import OTHER_BASE, in_place
+from flyte_ddp.engine.checkpoints.checkpoint import compare_identities, read_checkpoint, restore
+from flyte_ddp.engine.checkpoints.resume import OTHER_BASE, copy_in_place
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
@@ -125,7 +125,7 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
         "progress": progress if step else {**progress, **{name: fresh["progress"][name] for name in NEW_WITH_EPOCH}},
         "choice": saved["choice"] or fresh["choice"],
     }
-    restore(state, in_place(state, continued))
+    restore(state, copy_in_place(state, continued))
     _judge_best(state, fresh["choice"], other_identity, job.identity)
     where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"
     return f"Continues from {path.name}, {where}"
@@ -139,7 +139,9 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
         raise InputError(
             f"{name} must be above {epoch}, because it includes the epochs of init, got {settings.last_epoch}: raise it"
         )
-    differing = [path[-1] for path, *_ in differences(other_identity, job.identity) if path not in FREE_WITHIN_EPOCH]
+    differing = [
+        path[-1] for path, *_ in compare_identities(other_identity, job.identity) if path not in FREE_WITHIN_EPOCH
+    ]
     if step and differing:
         raise InputError(
             "init is a checkpoint from within an epoch, which needs the same settings and data, but these differ: "
@@ -151,7 +153,7 @@ def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any]
     """Drop the other training's best epoch if it does not count here. Patience that ran out there begins anew."""
     if not state.best_tracker:
         return
-    differing = {path for path, *_ in differences(other_identity, ours)}
+    differing = {path for path, *_ in compare_identities(other_identity, ours)}
     if differing & JUDGED_BY:  # the best epoch was chosen by another measure, or on other samples
         state.best_tracker.load_state_dict(fresh)
     elif state.best_tracker.is_over and not other_identity["settings"].get("stop_after"):  # patience ended the training

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, finish, write_checkpoint, write_draft
-from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, Stored
+from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, finish_draft, write_checkpoint, write_draft
+from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, StorageDestination
+from flyte_ddp.engine.checks.data_probe import of_first_rank
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.progress import Checkpoints, Resumable
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -34,11 +35,10 @@ Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
 def make_checkpoints(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
 ) -> Checkpoints:
-    """Return the object that writes this rank's checkpoints.
+    """Return the object that writes this rank's checkpoints; a collective if the network is sharded.
 
     Without sharding, rank 0 writes a single file, and the other ranks write nothing. With sharding, each writing rank
-    writes its own rows, to the storage or to a shared folder. Only rank 0 decides when a checkpoint is due. With
-    sharding, all ranks must call this function.
+    writes its own rows, to the storage or to a shared folder. Only rank 0 decides when a checkpoint is due.
 
     Args:
         state: the training.
@@ -48,14 +48,22 @@ def make_checkpoints(
     """
     if not is_sharded(state.model):
         return whole_checkpoints(environment, emit, job)
-    destination = Stored(job.storage) if job.storage else SharedFolder(Path(job.checkpoint_path), environment)
+    destination = (
+        StorageDestination(job.storage) if job.storage else SharedFolder(Path(job.checkpoint_path), environment)
+    )
     kind = StoredCheckpointWriter if job.storage else CheckpointWriter
     every = math.inf if environment.rank else job.options.checkpoint_seconds  # rank 0 decides when
     return kind(ShardWriter(destination, environment).begin, job, every, emit)
 
 
 def whole_checkpoints(environment: Environment, emit: Callable[[Event], None], job: Job) -> Checkpoints:
-    """Return the writer of a single file on rank 0, and one that writes nothing on the other ranks."""
+    """Return the writer of a training that is not sharded: on rank 0 of a single file, on the other ranks of nothing.
+
+    Args:
+        environment: this rank.
+        emit: gets events of written and failed checkpoints.
+        job: the job, with the checkpoint's path and the time between two checkpoints.
+    """
     if environment.rank:
         return NoCheckpoints()
     return CheckpointWriter(
@@ -68,17 +76,20 @@ def begin_file(
 ) -> Callable[[], None]:
     """Copy the content of a checkpoint, and return a function that writes the copy to a single file.
 
-    The training may change the tensors once this function has returned. The returned function also removes the shards
-    of an earlier sharded checkpoint at this path. With path and room given, this is a Begin.
+    The training may change the tensors once begin_file has returned. With path and room given, it is a Begin.
 
     Args:
-        path: the checkpoint. On a CPU, the copy is a draft of the file beside it.
-        room: the copies from a GPU, in the host's memory. Later checkpoints overwrite them.
+        path: the checkpoint's path. On a CPU, the copy is a draft of the file beside it.
+        room: the copies from a GPU in the host's memory, which this fills, and which later checkpoints overwrite. Give
+            an empty dict at first, and the same one again.
         content: what to write.
         device: where the tensors are.
+
+    Returns:
+        A function that replaces the file at the path, and removes the shards of an earlier sharded checkpoint there.
     """
     if device.type == "cpu":
-        write = partial(finish, write_draft(path, content, device), path)
+        write = partial(finish_draft, write_draft(path, content, device), path)
     else:
         copies = copied_to_host(
             {where: leaf for where, leaf in pytree.tree_flatten_with_path(content)[0] if isinstance(leaf, Tensor)}, room
@@ -105,13 +116,13 @@ class CheckpointWriter:
     """
 
     def __init__(self, begin: Begin, job: Job, seconds: float, emit: Callable[[Event], None]):
-        """Remember what to write, and when.
+        """Prepare to write the checkpoints of a training.
 
         Args:
-            begin: copies a state.
-            job: the training.
-            seconds: time between two checkpoints that this rank asks for.
-            emit: gets events.
+            begin: copies a checkpoint's content, and returns what writes the copy.
+            job: the training, whose identity each checkpoint has.
+            seconds: the time between two checkpoints, after which due() returns True.
+            emit: gets events of written and failed checkpoints.
         """
         self._begin = begin
         self._path = job.checkpoint_path
@@ -125,10 +136,12 @@ class CheckpointWriter:
         return time.monotonic() - self._last >= self._seconds
 
     def save(self, state: Resumable, is_last: bool = False) -> None:
-        """Save the state.
+        """Wait until the checkpoint before is written, copy the state, and have a thread write the copy.
+
+        An event tells of the outcome. If the copy fails with an OSError, nothing is written, and training goes on.
 
         Args:
-            state: the state.
+            state: the training, which may go on once this has returned.
             is_last: whether training ends with this checkpoint.
         """
         started = time.monotonic()
@@ -148,7 +161,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until the current checkpoint is written."""
+        """Wait until the thread has written the latest checkpoint."""
         if self._thread:
             self._thread.join()
 
@@ -173,9 +186,8 @@ class StoredCheckpointWriter(CheckpointWriter):
         return super().due() and not self._is_busy()
 
     def save(self, state: Resumable, is_last: bool = False) -> None:
-        flags = [is_last or not self._is_busy()]
-        distributed.broadcast_object_list(flags)  # rank 0's thread ends last, because it waits for the others
-        if flags[0]:
+        # Rank 0 decides, because its thread ends last: it waits for the others
+        if of_first_rank(is_last or not self._is_busy()):
             super().save(state, is_last)
 
     def _is_busy(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, differences, read_checkpoint, write_checkpoint
+from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, compare_identities, read_checkpoint, write_checkpoint
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished
@@ -108,8 +108,10 @@ def test_a_setting_of_any_name_belongs_to_the_identity():
     for name, value in [*dict.fromkeys(("recipe", "data", "code", "init"), "other").items(), ("settings", {"code": 1})]:
         other = training(**{name: value})
         assert other.key != first.key
-        assert [path for path, *_ in differences(first.identity, other.identity)] == [("settings", name)]
-    assert [path for path, *_ in differences(first.identity, replace(first, code_version="3").identity)] == [("code",)]
+        assert [path for path, *_ in compare_identities(first.identity, other.identity)] == [("settings", name)]
+    assert [path for path, *_ in compare_identities(first.identity, replace(first, code_version="3").identity)] == [
+        ("code",)
+    ]
 
 
 @pytest.mark.parametrize(

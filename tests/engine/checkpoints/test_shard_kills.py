@@ -15,7 +15,7 @@ KILLS = """if True:
     import torch
     from torch import distributed
     from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint
-    from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, Stored
+    from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, StorageDestination
     from flyte_ddp.engine.checkpoints.sharded_checkpoint import find_problem
     from flyte_ddp.engine.sharding.sharded_state import Shard, cut_rows
     from flyte_ddp.launch.environment import Environment, World
@@ -47,7 +47,7 @@ KILLS = """if True:
         environment = Environment(World(SIZE, SIZE, "gloo", "cpu"), rank, rank, "", 1)
         disk = root / "place" / f"disk {rank} {os.getpid()}"
         disk.mkdir()
-        place = Stored(Storage(disk / "checkpoint")) if is_stored else SharedFolder(path, environment)
+        place = StorageDestination(Storage(disk / "checkpoint")) if is_stored else SharedFolder(path, environment)
         writer = ShardWriter(place, environment)
         count, last = 0, False
 

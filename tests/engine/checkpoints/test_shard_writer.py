@@ -17,9 +17,9 @@ from torch import distributed, nn
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint
-from flyte_ddp.engine.checkpoints.fetched_shards import fetched
+from flyte_ddp.engine.checkpoints.fetched_shards import fetch_shards
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder
-from flyte_ddp.engine.checkpoints.sharded_checkpoint import described, find_problem, rebuilt
+from flyte_ddp.engine.checkpoints.sharded_checkpoint import describe_state, find_problem, rebuild_state
 from flyte_ddp.engine.checkpoints.writer import CheckpointWriter, begin_file
 from flyte_ddp.engine.job import make_job, make_subject
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard
@@ -53,8 +53,8 @@ def test_a_state_comes_back_from_json_as_it_was():
         "tied": shard, "too": shard, "groups": [{"betas": (0.9, math.inf), "params": [0, 1], "none": None}],
         "state": {0: {"step": tensor}, 1: {}}, "order": OrderedDict(b=1, a=np.float32(0.1)),
     }  # fmt: skip
-    description, tensors = described(state)
-    again = rebuilt(json.loads(json.dumps(description)), tensors)
+    description, tensors = describe_state(state)
+    again = rebuild_state(json.loads(json.dumps(description)), tensors)
     assert again == {**state, "order": OrderedDict(b=1, a=float(np.float32(0.1)))}
     assert type(again["order"]["a"]) is float
     assert again["tied"] is again["too"] is shard
@@ -64,7 +64,7 @@ def test_a_state_comes_back_from_json_as_it_was():
 @pytest.mark.parametrize("value", [torch.float32, {(1, 2): 3}, b"bytes", {1, 2}])
 def test_what_json_does_not_have_is_refused(value):
     with pytest.raises(TypeError):
-        rebuilt(*described([value]))
+        rebuild_state(*describe_state([value]))
 
 
 def test_tensors_of_a_gpu_may_change_once_they_are_copied(rank, tmp_path):
@@ -129,8 +129,8 @@ def test_what_one_job_of_a_host_has_fetched_is_not_anothers(rank, tmp_path):
     network = nn.Linear(1, 1)
     layout = Layout(network, torch.optim.SGD(network.parameters()))
     storage: Any = Copies()
-    with fetched(manifest, layout, storage, ALONE) as one:
-        with fetched(manifest, layout, storage, ALONE) as other:
+    with fetch_shards(manifest, layout, storage, ALONE) as one:
+        with fetch_shards(manifest, layout, storage, ALONE) as other:
             (file,) = other["shards"]
             file.write_bytes(b"damaged")
         assert torch.equal(one["state"]["shards"]["0"].read(), torch.ones(2, 2))
