@@ -33,7 +33,7 @@ from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import any_batch_size, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
-from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gathered
+from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gather_by_part
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
@@ -258,7 +258,7 @@ class TrainingState:
         step = self.parallel.module
         parts = [part for share in shares for part in self.parallel.parts(share, 0)]
         with any_batch_size():
-            return gathered(self.recipe, step.outputs, step.trained, parts, before.put_back)
+            return gather_by_part(self.recipe, step.outputs, step.trained, parts, before.put_back)
 
     def gradient_norms(self) -> dict[str, float]:
         """Return the Euclidean norm of each parameter's gradient in the last step, before clipping, by name.

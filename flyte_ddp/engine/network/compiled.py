@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -50,10 +51,17 @@ def check_device(device: torch.device) -> None:
 
 
 def compile_layers(recipe: Recipe, networks: Sequence[nn.Module]) -> None:
-    """Have torch compile the layers when they are next called."""
+    """Have torch compile the layers of these networks when they are next called.
+
+    The layers are those that Recipe.fsdp_units names, or else the networks themselves. Their `forward` is replaced.
+
+    Args:
+        recipe: names the layers.
+        networks: the network, and its average if there is one.
+    """
     # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
     dynamic = False if recipe.settings.virtual_ranks else None
-    layers = [layer for network in networks for layer in _layers(recipe, network)]
+    layers = [*chain.from_iterable(_layers(recipe, network) for network in networks)]
     allow_compiling(WAYS * len(layers))  # layers may differ in what is compiled into each, such as a number of its own
     for layer in layers:
         # Module.compile would take the layer's hooks along
@@ -65,9 +73,16 @@ def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
 
 
 def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatches, link: Link) -> None:
-    """Call what is compiled as steps and evaluations will, which leaves no trace; a collective.
+    """Compile now, by a forward and backward pass and an evaluation of each size of batch; a collective.
 
-    All of that may take longer than a step ever should; so the rank says after each layer that it is alive.
+    Buffers are put back afterwards, and no weight changes. Compiling may take longer than a step ever should, so the
+    rank sends a heartbeat after each layer.
+
+    Args:
+        state: the training, whose layers compile_layers() was given.
+        train: the batches of the steps.
+        test: the batches of the evaluations.
+        link: receives the heartbeats.
 
     Raises:
         InputError: Virtual ranks are set, and samples have different lengths, or batch norm would see a single sample.
@@ -103,9 +118,13 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
 
 
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:
-    """Return batches like this one of all sizes.
+    """Return a batch of each size that this rank's shares can have, filled with the samples of one batch.
 
-    They are as many on all ranks, since without virtual ranks the ranks may meet in each of them.
+    All ranks get equally many batches, because layers may exchange something in each of them.
+
+    Args:
+        batches: the batches, which know the sizes.
+        batch: one of them.
     """
 
     def of_size(size: int) -> Batch:

@@ -20,7 +20,8 @@ from flyte_ddp.recipe import Recipe
 def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[str]) -> None:
     """Have the layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
 
-    The backward pass computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers.
+    The backward pass computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers. The
+    layers' `forward` is replaced.
 
     Args:
         recipe: names the layers.
@@ -47,17 +48,17 @@ def _forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
-    """Halve the micro-batch until a step fits into memory on all ranks; a collective.
+    """Set state.micro_batch to as many samples as fit into memory at once on all ranks; a collective.
 
-    This is for a recipe with micro_batch = -1. The search begins with a checkpoint's number, or with a rank's whole
-    share. The result is stored in the state.
+    Call it for a recipe with micro_batch = -1. The search begins with the checkpoint's number, or else with a rank's
+    whole share, and halves the number until it fits.
 
     Args:
         state: the training.
         train: the training batches. The first one is tried.
 
     Returns:
-        A remark on the number.
+        A remark on the number, for the log.
 
     Raises:
         InputError: A single sample does not fit.
@@ -77,7 +78,10 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 
 
 def _fits(state: TrainingState, part: Batch) -> bool:
-    """Return whether there is memory to compute these samples as in a step; the trial leaves no trace."""
+    """Return whether there is memory to compute the gradients of these samples, and for the optimizer's state.
+
+    Buffers are put back afterwards, and no weight or gradient changes. With sharding it is a collective.
+    """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
     before = state.kept()
     try:

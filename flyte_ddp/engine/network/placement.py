@@ -1,8 +1,9 @@
 """The placement of a network: whole on a rank's device, or sharded over all ranks."""
 
-from torch import distributed, nn
+from torch import nn
 
 from flyte_ddp.engine.average import Average
+from flyte_ddp.engine.checks.data_probe import of_first_rank
 from flyte_ddp.engine.sharding.mesh import make_mesh
 from flyte_ddp.engine.sharding.shardable import check_recipe, check_weights
 from flyte_ddp.engine.sharding.sharding import shard
@@ -20,18 +21,18 @@ def to_device(
     environment: Environment,
     precision: str = "float32",
 ) -> Average | None:
-    """Move the network to the device, or shard it; a collective.
+    """Move the network to the device or, if options.sharding says so, shard it over the ranks; a collective then.
 
     Args:
-        recipe: says where, and which average.
-        model: the network.
-        base: the network's frozen weights.
+        recipe: has the device, and the decay of the weights' moving average.
+        model: the network, which is changed in place.
+        base: the network's frozen weights. With sharding, its digest becomes rank 0's, which alone has their values.
         options: how to shard it, if at all.
         environment: this rank's place among all ranks.
         precision: that of training, float32 or bfloat16.
 
     Returns:
-        The network's average, if there is one, at the same place.
+        The moving average of the weights, placed like the network; None if the recipe has none.
 
     Raises:
         InputError: The network cannot be sharded.
@@ -41,9 +42,7 @@ def to_device(
         return Average(model, recipe.ema_decay) if recipe.ema_decay else None
     check_recipe(recipe, options, environment)
     check_weights(recipe, model)
-    digests = [base.digest if environment.rank == 0 else ""]  # of whole weights, with their values
-    distributed.broadcast_object_list(digests)
-    base.digest = digests[0]
+    base.digest = of_first_rank(base.digest if environment.rank == 0 else "")  # the others have no values
     average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
     mesh = make_mesh(options, environment)
     shard(recipe, [model, average.model] if average else [model], mesh, precision)

@@ -29,18 +29,19 @@ CALLS = 16  # calls of backward in a step that have units of their own; later ca
 class ExactStep(SingleStep):
     """A step on all ranks that sends the gradients bucket by bucket while others are still computed.
 
-    With the last bucket go the measures: the bits of each part's in a place of its own, where the other ranks have
-    zeros. So the measures are added up in the order of the parts. A weight that no part has used has no gradient, as
-    torch does it.
+    Each part has a forward and a backward pass, and finish_part() after them. The measures go with the last bucket: the
+    bits of each part's in a place of its own, where the other ranks have zeros. So the measures are added up in the
+    order of the parts. A weight that no part has used has no gradient, as torch does it.
 
     Attributes:
         repeated: how many sums were computed again, as their units were too large or too small.
-        seen: (buckets,) int64, the digest of the gradients of the part that is watched, if it was this rank's.
+        seen: (buckets,) int64, a digest of each bucket's gradients in the part that is watched; 0 if the part was
+            another rank's. See watching().
     """
 
     def __init__(self, step: Step, virtual_ranks: int):
         super().__init__(step)
-        check_types(step)
+        _check_dtypes(step)
         device = step.carrier.device
         # The value and weight of each measure, by part
         self._measured = torch.zeros(virtual_ranks, 2 * len(step.names), dtype=torch.float64, device=device)
@@ -60,17 +61,27 @@ class ExactStep(SingleStep):
         self._in_part: list[set[int]] = [set() for _ in self._buckets]
         # The gradients of each bucket that any part of this rank has had
         self._used: list[set[int]] = [set() for _ in self._buckets]
-        self._is_looking = False
+        self._is_looking = False  # whether gradients are digested, and not added up
         self._exponents: list[Tensor] = []  # of the units of each call of backward in a step
         self.repeated = 0
-        self._part = -1
-        self._watched = -1
+        self._part = -1  # the part that is computed; -1 if its samples are borrowed
+        self._watched = -1  # the part whose gradients are digested
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
         if distributed.get_world_size() > 1:
             # Another host's processor may have computed other bits of weights and buffers
             rank_0s.take((*step.model.parameters(), *step.model.buffers()))
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
+        """Compute one of the rank's parts, and add its measures to those of the step.
+
+        Args:
+            batch: the part.
+            requests: whether this rank asks to stop, and for a checkpoint.
+            is_last: whether it is the rank's last part, in whose backward pass the buckets are sent.
+
+        Returns:
+            The sum of what is trained, (), for backward().
+        """
         self._part = -1 if batch.share.borrowed else batch.share.part
         trained, measured = self.module.compute(batch)
         with torch.no_grad():
@@ -84,7 +95,7 @@ class ExactStep(SingleStep):
         return trained
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Point each weight's gradient to its place in the buckets, and set the buckets to zero."""
+        """Make each weight's gradient a view of its place in the buckets, and set the buckets to zero."""
         for weights, bucket in zip(self._weights, self._buckets, strict=True):
             for weight, view in zip(weights, bucket.views, strict=True):
                 weight.grad = view
@@ -92,7 +103,7 @@ class ExactStep(SingleStep):
         self._forget_arrivals()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Cut the batch into parts, and copy them.
+        """Cut a share into batches of at most this many samples (0: one batch), and copy their tensors.
 
         A forward pass may change what it gets, and may be repeated, also by another rank.
         """
@@ -100,14 +111,18 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def add_up_gradients(self, backward: Callable[[], None], call: int = 0) -> Totals:
-        """Add up the gradients of all ranks exactly, or make all of them NaN if one is not finite; a collective.
+        """Set each weight's gradient to the sum over all parts of all ranks, the same bits on each; a collective.
 
-        backward is called twice if the units of the sum are not known yet, as in the first step, or don't fit. The host
-        waits for the device.
+        All gradients become NaN if one is not finite. A weight that no part has used gets None. The host waits for the
+        device.
 
         Args:
-            backward: runs forward and backward passes of the rank's parts, from gradients of 0.
+            backward: runs forward and backward passes of the rank's parts, from gradients of 0. backward is called a
+                second time if the units of the sum are not known yet, as in the first step, or don't fit.
             call: the number of this call within the step, from 0, as each loss of a GAN needs units of its own.
+
+        Returns:
+            The sums of measures and requests, and the norms of the gradients.
         """
         call = min(call, CALLS - 1)
         is_known = call < len(self._exponents)
@@ -138,6 +153,11 @@ class ExactStep(SingleStep):
         return Totals(measured, asked, norms)
 
     def finish_part(self, is_last: bool) -> None:
+        """Add the gradients of a part, whose backward pass is over, to this rank's sums.
+
+        After the rank's last part, the buckets that are left are sent. After any other part, the gradients are set to
+        zero. Within compute_gradient_digest() the gradients are only digested.
+        """
         if self._is_looking:
             for number in range(len(self._buckets)):
                 self._watch(number)
@@ -184,10 +204,10 @@ class ExactStep(SingleStep):
         return len(self._in_part[number]) == len(self._weights[number])
 
     def _send(self, end: int) -> None:
-        """Add up and send the buckets that were not sent yet, up to this number, exclusive.
+        """Add this part's gradients to the buckets from self._next to end, exclusive, and start their all-reduce.
 
-        All ranks send the buckets in the same order. The last bucket also carries the requests, the measures and the
-        words of Units.
+        All ranks send the buckets in the same order. The last bucket also carries the requests, the measures and what
+        Units.write_words() writes.
 
         Args:
             end: the number of the first bucket that is not sent.
@@ -211,16 +231,19 @@ class ExactStep(SingleStep):
         self._buckets[number].add()
 
     def _watch(self, number: int) -> None:
-        """Store the digest of a bucket's gradients if this part is watched.
+        """Store a digest of a bucket's gradients in `seen`, if the current part is watched.
 
-        add() changes the gradients, so it comes later.
+        Call it before Bucket.add(), which rounds the gradients.
         """
         if self._part == self._watched >= 0:
             self.seen[number] = compute_sum(self._buckets[number].gradients) * (2 * number + 1)
 
     @contextmanager
     def watching(self, part: int) -> Iterator[None]:
-        """Store the digest of this part's gradients in `seen`, within the block."""
+        """Store digests of one part's gradients in `seen` when this rank computes the part within the block.
+
+        `seen` is set to 0 at the beginning, and stays so on ranks that don't compute the part.
+        """
         self.seen.zero_()
         self._watched = part
         yield
@@ -228,9 +251,13 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
-        """Return the digest of the gradients of this part, which backward computes: () int64.
+        """Run backward, and return a digest of the gradients of this part: () int64.
 
-        The gradients are in no sum. It must be called before add_up_gradients.
+        The gradients are not added up, and are lost: a step calls it before add_up_gradients().
+
+        Args:
+            part: the number of the part.
+            backward: runs forward and backward pass of this part, from gradients of 0.
         """
         self._is_looking = True
         self.zero_grad()
@@ -239,7 +266,10 @@ class ExactStep(SingleStep):
         return self.seen.sum()
 
     def _sum(self, backward: Callable[[], None]) -> None:
-        """Run the backward passes of the rank's parts from zero gradients, and add up all ranks' gradients."""
+        """Run the backward passes of the rank's parts, and wait for the buckets' sums over all ranks; a collective.
+
+        The sums stay whole numbers, in the buckets. The gradients must be zero at the beginning.
+        """
         self._is_looking = False
         self._measured.zero_()
         for bucket, used in zip(self._buckets, self._used, strict=True):
@@ -251,17 +281,20 @@ class ExactStep(SingleStep):
 
     @property
     def grid(self) -> Tensor | None:
-        """The (calls, blocks, 1) int32 exponents of the next step's units; None before the first step."""
+        """The exponents of the next step's units, for a checkpoint: (calls in a step, blocks, 1) int32.
+
+        None before the first step.
+        """
         return torch.stack(self._exponents) if self._exponents else None
 
     @grid.setter
     def grid(self, exponents: Tensor | None) -> None:
-        """Set the units; None, or exponents of another network, has the next step choose them by its addends."""
+        """Set the units; with None, or exponents of another network, the next step finds them by computing twice."""
         fit = exponents is not None and exponents.shape[1:] == self._units.exponents.shape
         self._exponents = [*exponents] if exponents is not None and fit else []
 
 
-def check_types(step: Step) -> None:
+def _check_dtypes(step: Step) -> None:
     """Raise InputError if a weight that is trained is not float32, the type that sums are made for."""
     for name, weight in step.model.named_parameters():
         if weight.requires_grad and weight.dtype != torch.float32:
@@ -272,6 +305,9 @@ def check_types(step: Step) -> None:
 
 
 def copied(batch: Batch) -> Batch:
-    """Return a batch with tensors of its own, which are dense, in the order of their strides."""
+    """Return a batch with copies of the tensors, whose numbers lie in memory in the order of the strides, without gaps.
+
+    Conjugate and negative views, which only mark what is to be computed, become plain numbers.
+    """
     tree = pytree.tree_map_only(Tensor, lambda leaf: leaf.resolve_conj().resolve_neg().clone(), batch.tree)
     return replace(batch, tree=tree)

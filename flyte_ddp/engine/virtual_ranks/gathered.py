@@ -8,7 +8,6 @@ gradients are added up in the order of the parts, and all ranks have all of them
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +20,17 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 
-Measure = Callable[[Any, Batch], Tensor]  # returns the sum of what is trained, from outputs and a part
+Measure = Callable[[Any, Batch], Tensor]  # returns the sum of what is trained, (), from a part's outputs and the part
 
 
 class Seen(NamedTuple):
-    """A part after its first pass: the outputs of forward without their graph, and the states of the generators."""
+    """A part after its first pass.
+
+    Attributes:
+        part: the part.
+        outputs: what forward has returned for it, without a graph.
+        generators: the states of the random number generators after forward.
+    """
 
     part: Batch
     outputs: Any
@@ -44,7 +49,11 @@ class Gathered(NamedTuple):
     gradients: Tensor | None = None
 
     def given_to(self, part: Batch) -> Batch:
-        """Return the part, in which all_gather() returns the rows."""
+        """Return the part with a share by which all_gather() returns all rows, and may be called once.
+
+        In training, the rows that the part itself gives get their known gradient in the backward pass, whatever the
+        gradient of all_gather()'s result is.
+        """
         own = slice(part.share.first, part.share.first + part.share.count)
         left = [self]
 
@@ -98,17 +107,23 @@ def first_pass(
     parts: Sequence[Batch],
     begin: Callable[[], None] = lambda: None,
 ) -> tuple[list[Seen], Tensor | None]:
-    """Compute the outputs of the rank's parts, and gather the rows of all parts. All ranks must call it.
+    """Compute the outputs of the rank's parts, and the rows that measure() gives to all_gather(); a collective.
+
+    measure() is not completed: all_gather() ends it, once the rows of the part are known.
 
     Args:
         recipe: the recipe of forward and measure.
         forward: returns the outputs of a part.
         measure: a Measure. It gets copies, since the recipe may change what it is given.
         parts: this rank's parts.
-        begin: called before each forward pass.
+        begin: called before each forward pass, to put back the buffers.
 
     Returns:
-        What the rank's parts leave, and the rows of all parts, or None if measure() gathers none.
+        Each of the rank's parts with its outputs; and the rows of all parts of all ranks, (N, ...), or None if
+        measure() does not call all_gather().
+
+    Raises:
+        InputError: forward calls all_gather(), or measure() calls it for some parts alone.
     """
     seen = list[Seen]()
     own = list[Tensor]()
@@ -126,7 +141,7 @@ def first_pass(
             ) from None
         seen.append(Seen(part, outputs, generator_states()))
         try:
-            measure(_copied(outputs), replace(stopping, tree=_copied(part.tree)))
+            measure(_clone_tensors(outputs), replace(stopping, tree=_clone_tensors(part.tree)))
         except _Stop as stop:
             own.append(stop.local)
     gathering = torch.tensor([float(len(own)), float(len(parts))], device=recipe.device)
@@ -144,48 +159,48 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _copied(tree: Any) -> Any:
-    """Return copies, which may be changed in place, as the outputs of a network may."""
+def _clone_tensors(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.clone, tree)
 
 
 def _joined(parts: Sequence[Batch], own: Sequence[Tensor]) -> Tensor:
-    """Return (N, ...), the rows of all ranks' parts."""
+    """Return the rows of all parts, (N, ...), from those of this rank's parts; a collective."""
     rows = own[0].new_zeros(parts[0].share.size, *own[0].shape[1:])
     for part, local in zip(parts, own, strict=True):
         if not part.share.borrowed:
             rows[part.share.first : part.share.first + part.share.count] = local
-    return _of_all(rows)
+    return _merge(rows)
 
 
-def _of_all(own: Tensor) -> Tensor:
-    """Return the numbers of all ranks, each of which is 0 on all ranks but one. All ranks must call it."""
+def _merge(own: Tensor) -> Tensor:
+    """Replace zeros by the numbers of the rank that has others there, and return the tensor; a collective."""
     distributed.all_reduce(own.view(-1).view(torch.uint8))  # sums of floats would change -0.0, sums of bytes don't
     return own
 
 
-def _instead(rows: Tensor, local: Tensor) -> Tensor:
-    """Return all rows in place of the part's own."""
-    return rows
-
-
-def gathered(
+def gather_by_part(
     recipe: Recipe,
     forward: Callable[[Batch], Any],
     measure: Measure,
     parts: Sequence[Batch],
     begin: Callable[[], None],
 ) -> Gathered | None:
-    """Return the rows of a step's parts, and their gradients.
+    """Compute the rows that all_gather() returns in a step, and the gradients of all parts' losses by them.
 
-    None if measure() gathers no rows. All ranks must call it.
+    A collective. After first_pass(), measure() runs once more for each part, now with all rows.
 
     Args:
-        recipe: as in first_pass.
-        forward: as in first_pass.
-        measure: as in first_pass.
-        parts: as in first_pass.
-        begin: as in first_pass.
+        recipe: the recipe of forward and measure.
+        forward: returns the outputs of a part.
+        measure: a Measure.
+        parts: this rank's parts.
+        begin: called before each forward pass, to put back the buffers.
+
+    Returns:
+        The rows, without gradients if they are integers; None if measure() does not call all_gather().
+
+    Raises:
+        InputError: forward calls all_gather(), or measure() calls it for some parts alone.
     """
     seen, rows = first_pass(recipe, forward, measure, parts, begin)
     if rows is None or not rows.is_floating_point():
@@ -195,18 +210,26 @@ def gathered(
     by_part = rows.new_zeros(len(own), *rows.shape)
     for part, outputs, generators in seen:
         leaf = rows.clone().requires_grad_()
-        with_leaf = replace(part, share=replace(part.share, stand_in=partial(_instead, leaf)))
+        with_leaf = replace(part, share=replace(part.share, stand_in=lambda _, leaf=leaf: leaf))
         put_back_generators(generators)
-        loss = measure(_copied(outputs), with_leaf)
+        loss = measure(_clone_tensors(outputs), with_leaf)
         if not part.share.borrowed and loss.requires_grad:
             (by_part[part.share.part - own.start],) = torch.autograd.grad(loss, leaf, materialize_grads=True)
-    return Gathered(rows, _added_up(by_part, virtual_ranks))
+    return Gathered(rows, _add_up_by_part(by_part, virtual_ranks))
 
 
-def _added_up(own: Tensor, virtual_ranks: int) -> Tensor:
-    """Return the sums over all parts, (N, ...), from this rank's (parts, N, ...). All ranks must call it.
+def _add_up_by_part(own: Tensor, virtual_ranks: int) -> Tensor:
+    """Add up numbers over the parts of all ranks, in the order of the parts; a collective.
 
-    Each rank adds up its own rows, so that what it sends and receives has the same size among any number of ranks.
+    Each rank adds up some of the N rows, so that what it sends and receives has the same size among any number of
+    ranks.
+
+    Args:
+        own: (parts, N, ...), the numbers of this rank's parts.
+        virtual_ranks: the number of all parts.
+
+    Returns:
+        (N, ...), the sums, the same bits on all ranks and on any number of ranks.
     """
     world_size = distributed.get_world_size()
     (_, size, *shape) = own.shape
@@ -222,4 +245,4 @@ def _added_up(own: Tensor, virtual_ranks: int) -> Tensor:
     sums = own.new_zeros(size, *shape)
     for of_part in received.view(virtual_ranks, -1, *shape):  # adding in the order of the parts rounds the same
         sums[ours] += of_part
-    return _of_all(sums)
+    return _merge(sums)

@@ -10,7 +10,11 @@ OFF = "set virtual_ranks to 0"
 
 
 def check_settings(settings: TrainingSettings, options: RunOptions, world_size: int) -> None:
-    """Raise InputError for more ranks than can share a batch, and for what virtual ranks cannot do."""
+    """Raise InputError if settings and options cannot go together on this number of ranks.
+
+    There may be no more ranks than virtual ranks or, without these, than samples in a batch. Audits need virtual ranks,
+    and a network that is sharded can't have them.
+    """
     check_ranks(world_size, settings.batch_size, settings.virtual_ranks)
     if options.audit_every and not settings.virtual_ranks:
         raise InputError(
@@ -25,7 +29,7 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise InputError if a machine's memory would decide the result."""
+    """Raise InputError if micro_batch is -1 with virtual ranks: a machine's memory would decide the result."""
     virtual_ranks = recipe.settings.virtual_ranks
     owner = type(recipe).__name__
     if virtual_ranks and recipe.micro_batch == -1:
@@ -36,7 +40,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:
-    """Return a remark if some ranks compute more parts than others, which wait for them."""
+    """Return a list with one remark if some ranks compute more parts of a batch than others, which wait for them."""
     if virtual_ranks % world_size == 0:
         return []
     most = len(parts_of_rank(virtual_ranks, world_size - 1, world_size))

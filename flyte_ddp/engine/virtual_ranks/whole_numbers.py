@@ -34,16 +34,16 @@ LARGEST_SCALE = 126  # exponent of the largest scale; the unit 2^-126 is the lea
 
 @dataclass(frozen=True)
 class Digits:
-    """The number of bits that whole numbers have, in sums of so many addends.
+    """The numbers of bits that gradients get as whole numbers, so that a sum of 2^n of them fits into an int32.
 
-    An addend must have at least FINE bits and at most `addend` bits, while only the sum's size is known. If the addends
-    of a sum of 2^b agree, they are as large as 2^(b - bits); if they are independent, as 2^(b - bits / 2). `total` puts
-    both in the middle.
+    The unit is chosen by the expected sum, and then each addend must have at least FINE and at most `addend` bits. If
+    all addends of a sum of 2^b are alike, each is 2^(b - n); if they are independent, each is about 2^(b - n / 2).
+    `total` puts both cases in the middle of what is allowed.
 
     Attributes:
         addend: the most bits of an addend, so that the sum fits however the addends add up.
-        total: the bits of a sum that is as large as the sum of the step before.
-        spread: by how many bits a sum of independent addends is larger than they are.
+        total: the bits that the expected sum gets.
+        spread: by how many bits a sum of independent addends is larger than they are: n / 2.
     """
 
     addend: int
@@ -52,6 +52,7 @@ class Digits:
 
     @classmethod
     def for_addends(cls, addends: int) -> "Digits":
+        """Return the numbers of bits in sums of this many addends."""
         bits = math.ceil(math.log2(addends))
         spread = math.ceil(bits / 2)
         return cls(30 - bits, min((30 + FINE + spread) // 2, 28 - bits + spread), spread)
@@ -60,19 +61,30 @@ class Digits:
 class Bucket:
     """The gradients of some tensors in one piece of memory, and the whole numbers that they become.
 
+    A sum begins with start(). After each backward pass, add() adds the gradients to this rank's sum, in int32. send()
+    and receive() add the sums of all ranks, and total() turns the result back into gradients. Words, uses and more are
+    int32 numbers in the same message, which are added up, too.
+
     Attributes:
-        gradients: (numbers,) float32, each block's in one piece; in the end, the sum.
+        gradients: (numbers,) float32, each block's in one piece; in the end, the sum over all ranks.
         views: the same memory with each tensor's shape and strides, in the order in which the tensors were given.
         blocks: the number of blocks of each tensor, in the order of the memory.
         scales: (blocks, 1) float32, 1 / unit of each block.
         largest: (blocks, 1) float32, the largest absolute value in each block's addends so far, or in its sum.
-        uses: a whole number for each tensor that travels with the sum.
-        more: other whole numbers that travel with the sum.
+        words: what Units writes about all buckets, in the last bucket.
+        uses: a number for each tensor, by which the ranks tell whether any part has used it.
+        more: other numbers.
     """
 
     def __init__(self, tensors: Sequence[Tensor], more: int = 0):
+        """Lay out the memory.
+
+        Args:
+            tensors: the weights whose gradients the bucket has.
+            more: how many other numbers travel with the sum.
+        """
         device = self.device = tensors[0].device
-        shapes = [block_shape(tensor) for tensor in tensors]
+        shapes = [_block_shape(tensor) for tensor in tensors]
         # Blocks of the same width lie together, so that few kernels measure and scale them
         order = sorted((number for number, (blocks, _) in enumerate(shapes) if blocks), key=lambda one: shapes[one][1])
         starts = [0] * len(tensors)
@@ -99,19 +111,19 @@ class Bucket:
         self.allocate(0)
 
     def allocate(self, words: int) -> None:
-        """Allocate the memory that is sent: the sum, so many words for Units, `uses` and `more`."""
+        """Allocate the message: the sum, this many words for Units, `uses` and `more`."""
         sizes = [len(self.gradients), words, len(self.views), self._more]
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
         self._sum, self.words, self.uses, self.more = self._sent.split(sizes)
         self._work: distributed.Work | None = None
 
     def start(self) -> None:
-        """Begin a new sum."""
+        """Begin a new sum on this rank: the next add() overwrites the old one."""
         self._is_first = True
         self.largest.zero_()
 
     def add(self) -> None:
-        """Add the gradients to the sum, and scale and round them in place."""
+        """Scale and round the gradients in place, add them to this rank's sum, and update `largest`."""
         torch.maximum(self.largest, self._measure(), out=self.largest)
         for rows, scales, _, _ in self._groups:
             rows.mul_(scales)
@@ -123,24 +135,24 @@ class Bucket:
         self._is_first = False
 
     def send(self) -> None:
-        """Start to add up the sums of all ranks."""
+        """Start an all-reduce of this rank's sum, words, uses and more, without waiting for its end."""
         if distributed.get_world_size() > 1:
             self._work = distributed.all_reduce(self._sent, async_op=True)
 
     def receive(self) -> None:
-        """Wait for the sum of all ranks."""
+        """Wait until the all-reduce is done."""
         if self._work:
             self._work.wait()
 
     def total(self) -> None:
-        """Make the gradients the sum of all ranks, and measure it."""
+        """Set `gradients` to the sum of all ranks, in float32, and `largest` to the largest values of that."""
         self.gradients.copy_(self._sum)
         for rows, scales, _, _ in self._groups:
             rows.div_(scales)
         self.largest.copy_(self._measure())
 
     def _measure(self) -> Tensor:
-        """Return the (blocks, 1) largest absolute values, or NaN where there is one."""
+        """Return the largest absolute value of each block's gradients, (blocks, 1); NaN if the block has a NaN."""
         for rows, _, high, low in self._groups:
             torch.amax(rows, 1, keepdim=True, out=high)  # both take less time than abs() or aminmax() by row
             torch.amin(rows, 1, keepdim=True, out=low)
@@ -148,13 +160,14 @@ class Bucket:
 
 
 class Units:
-    """The units of all blocks, and whether a sum has kept the bound.
+    """The units of all blocks of all buckets, and the check that a sum has kept the bound that the module promises.
 
     Attributes:
         exponents: (blocks, 1) int32, the exponent of the largest number expected in each block's sum, in steps of 1/8.
     """
 
     def __init__(self, buckets: Sequence[Bucket], digits: Digits):
+        """Allocate room for words in the last bucket, and expect sums of 1 in all blocks."""
         self._buckets = buckets
         self._digits = digits
         device = buckets[0].gradients.device
@@ -168,10 +181,10 @@ class Units:
         self.use(torch.zeros(len(self._tensor), 1, dtype=torch.int32, device=device))
 
     def use(self, exponents: Tensor) -> None:
-        """Choose each block's unit, so that a sum as large as its exponent says fits.
+        """Set `exponents` to these, and each bucket's `scales` so that sums of this size have Digits.total bits.
 
         Args:
-            exponents: (blocks, 1) int32, as the attribute exponents.
+            exponents: (blocks, 1) int32, in steps of 1/8, as the attribute.
         """
         self.exponents = exponents.to(self._tensor.device)
         rounded_up = -torch.div(-self.exponents, STEPS, rounding_mode="floor")
@@ -185,10 +198,11 @@ class Units:
         self._words_needed = torch.where(self._words_scales == 2.0**LARGEST_SCALE, 0, self._needed)
 
     def write_words(self) -> None:
-        """Write into the last bucket how this rank's addends fit, before the bucket is sent.
+        """Write into the last bucket's words how this rank's addends fit their units, before the bucket is sent.
 
-        A word has 1 if a block or tensor is not 0, and more than all ranks' ones if it is large enough. The last word
-        is 1 if a number is too large or not finite.
+        Each block and each tensor has a word: 0 if all addends are 0, 1 if they are too small for the unit, and 1 + the
+        number of ranks if they are large enough. So a sum of 1 to that number means that no rank's were large enough.
+        The last word is 1 if an addend is too large or not finite.
         """
         of_blocks = self._largest()
         largest = torch.cat([of_blocks.view(-1), self._by_tensor(of_blocks)])
@@ -199,19 +213,25 @@ class Units:
         words[-1] = ~(scaled < 2.0**self._digits.addend).all()  # NaN isn't smaller, either
 
     def fit(self) -> bool:
-        """Return whether all ranks' addends were small enough. The last bucket must have been received."""
+        """Return whether no rank had an addend that was too large for its unit, or not finite.
+
+        The last bucket must have been received.
+        """
         return not self._buckets[-1].words[-1]
 
     def keep_bound(self) -> bool:
-        """Return whether all ranks' addends were small enough, and large enough.
+        """Return whether the sum has kept the bound: no addend was too large or too small.
 
-        The last bucket must have been received.
+        Of each block and each tensor, the largest addend of all ranks counts. The last bucket must have been received.
         """
         words = self._buckets[-1].words
         return not ((words > 0) & (words <= self._ranks)).any()
 
     def follow_addends(self) -> bool:
-        """Choose the units by the addends themselves. Returns False if one is not finite. All ranks must call it."""
+        """Choose the units by the addends that all ranks have just added, so that the same sum fits; a collective.
+
+        Returns False if an addend is not finite.
+        """
         largest = self._largest().nan_to_num_(nan=math.inf, posinf=math.inf)
         if self._ranks > 1:
             distributed.all_reduce(largest, distributed.ReduceOp.MAX)
@@ -219,10 +239,10 @@ class Units:
         return bool(largest.isfinite().all())
 
     def follow_sums(self) -> Tensor:
-        """Return the exponents for the next step, from the sums of this one. All buckets must have their total.
+        """Return exponents for the same sums in the next step, from those of this one. The units stay as they are.
 
-        An exponent rises at once. It falls by 1/8 of the excess at each step, because a block that was large often
-        grows again.
+        All buckets must have their total. An exponent rises at once, but falls by 1/8 of the excess at each step,
+        because a block that was large often grows again.
 
         Returns:
             (blocks, 1) int32, in steps of 1/8, as the attribute exponents.
@@ -253,11 +273,11 @@ class Units:
         return torch.where(largest > 0, roomy, self.exponents).minimum(most)
 
     def _largest(self) -> Tensor:
-        """Return the (blocks, 1) largest numbers of all buckets."""
+        """Return `largest` of all buckets, one after the other: (blocks, 1)."""
         return torch.cat([bucket.largest for bucket in self._buckets])
 
     def _by_tensor(self, numbers: Tensor) -> Tensor:
-        """Return the (tensors,) largest of each tensor's blocks."""
+        """Return the largest number among each tensor's blocks, (tensors,), from (blocks, 1)."""
         # scatter_reduce counts as not deterministic on a GPU, even where it is
         return torch.segment_reduce(numbers.view(-1), "max", lengths=self._blocks, unsafe=True)
 
@@ -287,15 +307,22 @@ def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tupl
     return buckets, Units(buckets, Digits.for_addends(addends))
 
 
-def block_shape(tensor: Tensor) -> tuple[int, int]:
-    """Return the number of a tensor's blocks, and how many numbers each has."""
+def _block_shape(tensor: Tensor) -> tuple[int, int]:
+    """Return how many blocks a tensor's numbers are divided into, and how many numbers each block has.
+
+    A block is a row, or BLOCK numbers of a tensor with one dimension or rows of one number. The last one of these may
+    have room to spare.
+    """
     if tensor.ndim < 2 or tensor.numel() == len(tensor):
         return -(-tensor.numel() // BLOCK), BLOCK
     return (len(tensor), tensor.numel() // len(tensor)) if tensor.numel() else (0, BLOCK)
 
 
 def _view(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Return the beginning of the memory, with a tensor's strides, on which fused optimizers rely."""
+    """Return the beginning of the memory as a tensor of this shape.
+
+    The strides are those of a parameter's gradient, on which fused optimizers rely.
+    """
     if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
         strides = torch.empty_like(tensor).stride()
         return memory.as_strided(tensor.shape, strides, memory.storage_offset())
