@@ -12,9 +12,15 @@ Groups = list[list[str]]
 
 
 def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether each weight is trained, by name, and the names of the weights in each optimizer's groups.
+    """Return what no state dict says: which weights are trained, and which are in each group of each optimizer.
 
-    A weight that is in none of the parts has an empty name.
+    Args:
+        parts: what loop.keep was given, by name.
+
+    Returns:
+        "trained": for each weight's name, such as "model.fc.weight", whether it requires a gradient. "groups": for each
+        optimizer's name, the names of the weights in each of its groups. A weight that is in no network among the parts
+        has an empty name.
     """
     weights = _weights(parts)
     return {
@@ -48,9 +54,19 @@ def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[
 def without_later_groups(
     parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states and the arrangement without the groups that an optimizer has not been given yet.
+    """Leave out of a checkpoint's states the parameter groups that the optimizers do not have yet.
 
-    The user's code gives them again before the steps of the epoch.
+    The user's code may have added groups within training, by add_param_group. That code runs again before the steps of
+    the epoch, and then the whole states are loaded. If an optimizer's first groups differ from now, its state stays
+    whole.
+
+    Args:
+        parts: the parts of the loop, by name.
+        states: the state dicts in the checkpoint, by the parts' names.
+        arranged: what arrangement() returned when the states were saved.
+
+    Returns:
+        The states and the arrangement, as load() takes them.
     """
     now = arrangement(parts)["groups"]
     states, groups = {**states}, {**arranged["groups"]}
@@ -68,7 +84,7 @@ def without_later_groups(
 
 
 def _weights(parts: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """Return each weight of the networks once, by the name of its part and its own."""
+    """Return each weight of the networks among the parts once, by a name such as "model.fc.weight"."""
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for part_name, part in parts.items():
         for name, weight in part.named_parameters() if isinstance(part, nn.Module) else ():
@@ -84,6 +100,19 @@ def _groups(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> Groups
 def _load_optimizer(
     optimizer: Optimizer, state: dict[str, Any], saved: Groups, weights: Mapping[str, nn.Parameter]
 ) -> None:
+    """Put the weights into an optimizer's groups as they were when it was saved, and load its state dict.
+
+    The list of groups, and the dict of each group, stay the same objects if load_state_dict is torch's own.
+
+    Args:
+        optimizer: the optimizer.
+        state: its state dict, whose tensors it keeps.
+        saved: the names of the weights in each group, when the state was saved.
+        weights: the weights by name.
+
+    Raises:
+        ValueError: The groups differ, and have weights that are in no network among the parts.
+    """
     groups = optimizer.param_groups
     options = [*groups]
     now = _groups(optimizer, weights)

@@ -23,7 +23,10 @@ UNTRAINED = "to pass over the data without training, as update_bn does, take loo
 
 
 class TrainSteps:
-    """A rank's trees of tensors, step by step; what belongs to a step is ended when the next one is asked for."""
+    """The batches that loop.batches returns: this rank's tensors of each step, or with virtual ranks its Parts.
+
+    A step begins when its batch is yielded. LoopState.end_step() ends the step when the next batch is asked for.
+    """
 
     def __init__(self, split: Split, settings: TrainingSettings, environment: Environment, state: LoopState):
         name, size, ranks = f"{type(settings).__name__}.batch_size", settings.batch_size, environment.world.size
@@ -86,7 +89,11 @@ class TrainSteps:
 
 
 class Evaluation:
-    """A rank's trees of tensors for one evaluation."""
+    """The batches that loop.evaluation returns: this rank's tensors, or with virtual ranks those of one part at a time.
+
+    Iterating over it gives all ranks rank 0's buffers, seeds what each batch draws, and stops the training if that is
+    requested; a collective.
+    """
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class Evaluation:
         state.evaluation_sizes.append(len(split))
 
     def __len__(self) -> int:
-        """Return how many this rank has; with virtual ranks, each part of a batch is one."""
+        """Return how many batches this rank is given; with virtual ranks, each part of a global batch counts as one."""
         return self._batches.shares()
 
     def __iter__(self) -> Iterator[Any]:

@@ -14,10 +14,10 @@ from flyte_ddp.engine.torch_compat import pytree
 
 
 class LastStep:
-    """The content of a checkpoint without a copy of its tensors: it is good for as long as nobody changes them.
+    """A checkpoint's content without a copy of the weights: it is good for as long as nobody changes them.
 
     Tensors that an evaluation may change are copied, and whatever is no tensor. All others have a digest, because the
-    user's code may change them before the evaluation, as by weights that it swaps for their average, and would do so
+    user's code may change them before the evaluation. Code that swaps weights for their average, say, would do so
     again after a resume.
     """
 
@@ -57,13 +57,13 @@ class LastStep:
             self._content = copied
 
     def is_whole(self) -> bool:
-        """Return whether it is still what a checkpoint would have had."""
+        """Return whether a checkpoint can be written: the content could be copied, and no weight has changed since."""
         return self._content is not None and self._digest_now() == self._digest
 
     def _digest_now(self) -> int:
         return int(sum_of_all(self._tensors, self.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the content."""
+        """Return the content. Call it only if is_whole() returns True."""
         assert self._content is not None
         return self._content

@@ -11,12 +11,12 @@ def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False
     """Return the names in rank 0's order, because values are summed by position; a collective.
 
     Args:
-        call: the user's call that the names were given to.
-        names: of this rank's measures.
+        call: the method that the user has given the names to, for the message, such as "loop.log".
+        names: the names of this rank's measures.
         may_lack: whether a rank may have no measures, as one without samples has none.
 
     Raises:
-        InputError: A rank has other names than rank 0.
+        InputError: A rank has other names than rank 0. All ranks raise it.
     """
     of_ranks: list[list[str]] = [[]] * distributed.get_world_size()
     distributed.all_gather_object(of_ranks, [*names])

@@ -32,12 +32,13 @@ class Optimizers:
         self._stepped = []
 
     def have(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer is one of these."""
         if not _is_among(optimizer, self._known):
             self._known = self._now()  # a wrapper may have made it by now
         return _is_among(optimizer, self._known)
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note the gradients that the optimizer has stepped by, until they change."""
+        """Record which gradients the optimizer has stepped by. Torch calls it after each step of any optimizer."""
         self._stepped.append(optimizer)
         for weight in list_weights([optimizer]):
             if weight.grad is not None:
@@ -47,12 +48,12 @@ class Optimizers:
         """Return the gradients that no optimizer has applied since they last changed.
 
         Args:
-            idle_alone: leaves out the weights of optimizers that have stepped in this step. Their gradients came after
-                the step, and most loops set them to zero. That happens in a GAN, where one network's loss also reaches
-                the weights of the other.
+            idle_alone: whether to leave out the weights of optimizers that have stepped in this training step. Their
+                gradients came after that, and most loops set them to zero. A GAN has such gradients, where one
+                network's loss also reaches the weights of the other.
 
         Returns:
-            The gradients by the position of their weight in weights().
+            The gradients, not copied, by the position of their weight in weights().
         """
         left_out = {id(weight) for weight in list_weights(self._stepped if idle_alone else [])}
         gradients = {number: weight.grad for number, weight in enumerate(self.weights()) if id(weight) not in left_out}
@@ -63,7 +64,7 @@ class Optimizers:
         }
 
     def put_back(self, pending: Mapping[int, Tensor]) -> None:
-        """Give the weights the gradients that were pending."""
+        """Give the weights copies of these gradients, which pending() has returned in an earlier attempt."""
         weights = self.weights()
         for number, gradient in pending.items():
             weights[number].grad = gradient.to(weights[number].device, copy=True)
@@ -73,6 +74,7 @@ class Optimizers:
         return list_weights(self._now())
 
     def _now(self) -> list[Optimizer]:
+        """Return the optimizers among the parts, and those in attributes of parts, or in lists there."""
         parts = [*self._parts.values()]
         # A schedule has its optimizer, but does not keep it
         wrappers = [part for part in parts if hasattr(part, "__dict__") and not isinstance(part, LRScheduler)]
@@ -82,11 +84,11 @@ class Optimizers:
 
 
 class PendingGradients:
-    """Gradients that no optimizer has stepped by, for which a checkpoint may have to wait.
+    """Gradients that no optimizer has stepped by. A checkpoint can have them only if all ranks have the same.
 
     Attributes:
-        of_weights: the gradients that the next checkpoint has, by their weights' place in Optimizers.weights().
-        has_given_up: whether a checkpoint has waited in vain, and the next one has none of them.
+        of_weights: the gradients that the next checkpoint has, by the position of their weight in Optimizers.weights().
+        has_given_up: whether a checkpoint has waited MOST_WAITED steps in vain, so that the next one has no gradients.
     """
 
     def __init__(self, optimizers: Optimizers, device: torch.device):
@@ -95,9 +97,10 @@ class PendingGradients:
         self._waited, self.has_given_up = 0, False
 
     def wait(self) -> bool:
-        """Return whether a checkpoint has to wait, as rank 0 would write gradients that are its own; a collective.
+        """Return whether a checkpoint has to wait for a later step, and set of_weights if not; a collective.
 
-        The wait has an end, as it may be that nothing is ever done with these gradients.
+        The checkpoint has to wait while ranks differ in gradients that no optimizer has stepped by. After MOST_WAITED
+        steps the wait ends, because nothing may ever be done with these gradients: the checkpoint then has none.
         """
         for idle_alone in (False, True):
             self.of_weights = self._optimizers.pending(idle_alone)
@@ -111,7 +114,7 @@ class PendingGradients:
 
 
 def list_weights(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return each of their weights once."""
+    """Return the weights in the groups of these optimizers, each once."""
     weights = [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
     return [*{id(weight): weight for weight in weights}.values()]
 

@@ -22,7 +22,11 @@ AddUp = Callable[[Backward, Sequence[Batch], int], Totals]
 
 
 class Parts:
-    """A rank's parts of a global batch, for Loop.backward alone."""
+    """A rank's parts of a global batch, one for each virtual rank that it computes. Only Loop.backward can use them.
+
+    Attributes:
+        shares: the parts.
+    """
 
     def __init__(self, shares: Sequence[Batch]):
         self.shares = shares
@@ -59,10 +63,13 @@ class ByParts(nn.Module):
 
 
 class ExactGradients:
-    """The gradients of the mean loss over the parts of a global batch.
+    """A network's gradients of the mean loss over the parts of a global batch, the same bits on any number of ranks.
 
     Attributes:
-        add_up: does what Audit.add_up_gradients does, given the number of the call in its step, from 0.
+        parallel: the step that adds the gradients of the parts up.
+        add_up: called as add_up(backward, shares, call). Adds up the gradients that backward(shares) computes, and may
+            audit them; `call` is the number of this call in its step, from 0.
+        is_computing: whether backward() is running.
     """
 
     def __init__(self, model: nn.Module, virtual_ranks: int):
@@ -84,7 +91,7 @@ class ExactGradients:
         self.parallel.grid = exponents
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise InputError if the optimizer steps by gradients that are not added up by part."""
+        """Raise InputError if the optimizer steps by a gradient of a weight that is not in this network."""
         ours = {id(weight) for weight in self._weights}
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         others = [tuple(weight.shape) for weight in weights if weight.grad is not None and id(weight) not in ours]
@@ -95,10 +102,22 @@ class ExactGradients:
             )
 
     def backward(self, parts: Parts, loss_of: Loss, step_seed: int, call: int) -> Tensor:
-        """Return the mean of the parts' losses and add its gradients to those that there are; a collective.
+        """Add the gradients of the mean of all parts' losses to those of the weights; a collective.
 
-        A part is computed again where a number does not fit. The buffers become those that part 0 leaves. step_seed and
-        call: see seed_part.
+        Each part begins with the same buffers. Afterwards they are as part 0 has left them, on all ranks. All parts are
+        computed twice if the units of the sums don't fit, as in the first step.
+
+        Args:
+            parts: this rank's parts.
+            loss_of: returns the mean loss of a part, given its tensors.
+            step_seed: the seed of the step, from which each part's random numbers follow.
+            call: the number of this call in its step, from 1.
+
+        Returns:
+            The mean of the parts' losses, () float32, without a graph.
+
+        Raises:
+            InputError: Other weights require a gradient than at first.
         """
         if [weight.requires_grad for weight in self._weights] != self._is_trained:
             raise InputError(
@@ -139,7 +158,7 @@ class ExactGradients:
 
 
 class _LossStep(Step):
-    """A part's loss by a function of the user's."""
+    """A step whose loss is what a function of the user's returns for a part, in place of a recipe's measures."""
 
     loss_of: Loss
 
@@ -152,7 +171,11 @@ class _LossStep(Step):
         self._places = [(name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
     def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of the part, (), and (2, 1) float64, that loss and its weight 1."""
+        """Return the mean loss of the part, (), and the measures as a recipe has them: (2, 1) float64, the loss and 1.
+
+        Raises:
+            InputError: loss_of changes a weight, or returns anything but a loss that depends on the network.
+        """
         before = self._versions()
         loss = self.loss_of(batch.tree)
         for (name, _, _), now, earlier in zip(self._places, self._versions(), before, strict=True):
@@ -171,6 +194,6 @@ class _LossStep(Step):
         return loss, measured.view(2, 1)
 
     def _versions(self) -> list[tuple[int, ...]]:
-        """Return numbers of each weight that change where it is changed, given other data, or replaced."""
+        """Return some numbers of each weight. At least one differs once the weight is changed, moved or replaced."""
         weights = [getattr(module, name) for _, module, name in self._places]
         return [(id(weight), version(weight), weight.data_ptr()) for weight in weights]

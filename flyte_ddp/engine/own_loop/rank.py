@@ -36,7 +36,16 @@ ALREADY = "the ranks are a process group before the loop is called, and until it
 def run(
     function: Callable[[Loop], None], environment: Environment, device: torch.device, link: Link, job: Job
 ) -> TrainingResult:
-    """Call the user's function as this rank of the process group, and return what it has trained.
+    """Call the user's function as this rank of the process group, and return the result; a collective.
+
+    Rank 0 writes the weights to job.model_path. While the function runs, hooks of torch watch each optimizer's steps.
+
+    Args:
+        function: the user's loop, which is given a Loop.
+        environment: this rank.
+        device: the device of this rank.
+        link: receives the events.
+        job: the training.
 
     Raises:
         InputError: A setting or option would have no effect or is wrong, the function doesn't take one argument, or it
