@@ -26,20 +26,35 @@ KEPT = "flyte_ddp_kept"  # beside Lightning's parts of a checkpoint
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """The checkpoint that a training resumes from. Checkpoints of the user's callbacks are saved as Lightning does.
+    """A plugin of Lightning that writes and reads checkpoints: in our format the one that a training resumes from.
+
+    Checkpoints of the user's callbacks, at other paths than job.checkpoint_path, are saved as Lightning does.
 
     Attributes:
-        position: epoch and step, from 0, that training goes on with; whoever saves sets it.
+        position: the epoch and step, from 0, that training goes on with. Set it before a checkpoint is saved.
     """
 
     def __init__(self, job: Job, emit: Callable[[Event], None], device: torch.device):
-        """device: the one from which this rank can send."""
+        """Prepare to write and read the checkpoints of a training.
+
+        Args:
+            job: the training, with the checkpoint's path.
+            emit: gets events of checkpoints that are written, failed or refused.
+            device: the device from which this rank can send.
+        """
         super().__init__()
         self._path, self._job, self._emit, self._device = job.checkpoint_path or NOWHERE, job, emit, device
         self._is_readable, self._kept = False, KeptFiles(job)
         self.position = 0, 0
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write Lightning's checkpoint to this path; Lightning calls it on rank 0.
+
+        An OSError at the path of our checkpoint is only reported as an event.
+
+        Raises:
+            InputError: A checkpoint of this state could not be read again.
+        """
         if path != self._path:
             return self._save_theirs(checkpoint, path, storage_options)
         started = time.monotonic()
@@ -58,7 +73,10 @@ class CheckpointFiles(TorchCheckpointIO):
             self._emit(CheckpointWritten(*self.position, str(path), stall_seconds=seconds, write_seconds=0.0))
 
     def check(self, trainer: Trainer) -> None:
-        """Raise InputError before the first step for what a checkpoint cannot hold; a collective."""
+        """Raise InputError, before the first step, if a checkpoint of the training could not be read again.
+
+        The checkpoint is gathered as Lightning does it, which may be a collective. If that fails, nothing is checked.
+        """
         try:
             checkpoint = checkpoint_now(trainer)
         except Exception:  # a hook may need what a step leaves; the first checkpoint is checked again
@@ -66,7 +84,10 @@ class CheckpointFiles(TorchCheckpointIO):
         check_readable(_needed(checkpoint))
 
     def _save_theirs(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Save a new file: Lightning writes into the old one where its folder is on another disk than /tmp."""
+        """Write a checkpoint of the user's callbacks as Lightning does, but replace the file at the path as a whole.
+
+        Lightning writes into the old file if the folder is on another disk than /tmp.
+        """
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         beside = temporary_beside(Path(path))
@@ -77,12 +98,21 @@ class CheckpointFiles(TorchCheckpointIO):
             beside.unlink(missing_ok=True)
 
     def find(self) -> str | None:
-        """Return the path if rank 0 has a checkpoint of this training there, perhaps on another host; a collective."""
+        """Read rank 0's checkpoint, if there is one of this training, and keep its state for load_checkpoint().
+
+        A collective.
+
+        Returns:
+            The checkpoint's path, for Trainer.fit; None if there is none.
+        """
         self._state = state_on_all_ranks(self._job, self._emit, self._device)
         return self._path if self._state else None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """Return the state that `find` has found."""
+        """Return the state that find() has kept, once; or, for any other path, what Lightning reads from there.
+
+        Of the former, files of ModelCheckpoints are put back into the logs; a warning names those that are gone.
+        """
         if path != self._path:
             return super().load_checkpoint(path, map_location, weights_only)
         state, self._state = self._state, None
@@ -92,7 +122,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return state
 
     def restore_tensors(self, trainer: Trainer) -> None:
-        """Load the weights and the state of optimizers once more; a collective."""
+        """Load the weights and the state of optimizers from rank 0's checkpoint once more; a collective."""
         self.find()
         state, self._state = self._state, None
         assert state

@@ -23,7 +23,7 @@ class EpochState:
     """Gradients that no optimizer has stepped by, and what each rank has logged and measured in the epoch.
 
     Attributes:
-        gradients: those that a checkpoint may have to wait for.
+        gradients: the gradients, for which a checkpoint may have to wait.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, validation: LoggedByValidation):
@@ -35,7 +35,9 @@ class EpochState:
         self.gradients = PendingGradients(self._optimizers, self._device)
 
     def restore(self, saved: Mapping[str, Any], is_trained: bool) -> None:
-        """Restore what gather has returned in an earlier attempt, after hooks that may set it to zero.
+        """Restore what gather() has returned in an earlier attempt.
+
+        Call it after the hooks that begin an epoch, which may set metrics and gradients to zero.
 
         On another number of ranks, what the epoch's steps have logged and measured begins anew, unless there are no
         more steps: then a rank takes what one of the earlier ranks had.
@@ -56,11 +58,14 @@ class EpochState:
         values_for_callbacks(self._trainer).update(own["values"])
 
     def begin_step(self) -> None:
-        """Note that the optimizers have not stepped in this step."""
+        """Begin a training step, in which no optimizer has stepped yet."""
         self._optimizers.begin_step()
 
     def waits(self, steps: int) -> bool:
-        """Return whether a checkpoint has to wait for gradients; a collective.
+        """Return whether a checkpoint has to wait for an optimizer's step; a collective.
+
+        The checkpoint waits while gradients are accumulated or, if the module optimizes by itself, as long as
+        PendingGradients.wait() says.
 
         Args:
             steps: the number of the epoch's batches that are done.
@@ -70,7 +75,11 @@ class EpochState:
         return self.gradients.wait()
 
     def gather(self) -> dict[str, Any]:
-        """Return the state, with a part for each rank; a collective."""
+        """Return what a checkpoint within the epoch needs besides Lightning's state; a collective.
+
+        Returns:
+            "gradients" of the weights, and "ranks": for each rank, what it has logged, and the sums of its metrics.
+        """
         own = {
             "metrics": {name: metric_state(metric) for name, metric in self._metrics().items()},
             "logged": logged_in_epoch(self._trainer),

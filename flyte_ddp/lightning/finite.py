@@ -25,14 +25,14 @@ def check_finite(
     epoch: int,
     steps: int,
 ) -> None:
-    """Raise NonFiniteError on all ranks if a loss of the epoch, or a weight, is not finite on one; a collective.
+    """Raise NonFiniteError on all ranks if a loss, or a weight that is trained, is not finite on any; a collective.
 
     Args:
-        trainer: of the module.
-        module: its weights are looked at.
+        trainer: the trainer of the module.
+        module: has the weights.
         trained: the measures that training steps have logged last.
-        validation: the measures of the last validation.
-        epoch: from 0.
+        validation: the measures of the last validation; empty if only training is looked at.
+        epoch: the number of the epoch, from 0.
         steps: the number of the epoch's steps that are done.
     """
     weights = [local(weight.detach()) for weight in module.parameters() if weight.requires_grad]

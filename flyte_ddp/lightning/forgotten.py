@@ -1,4 +1,4 @@
-"""Restores what Lightning leaves out in a resume: state of callbacks, and hooks of an epoch that goes on."""
+"""State of callbacks that Lightning's checkpoints lack, and the hooks that begin an epoch, after a resume within it."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -44,30 +44,34 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 
 
 def forgotten(trainer: Trainer) -> dict[str, Any]:
-    """Return whether a callback has ended the training, and what callbacks have frozen or unfrozen."""
+    """Return what callbacks have done that Lightning's checkpoints lack, for remember().
+
+    Callbacks may have ended the training, or frozen weights and layers.
+    """
     switches = _switches(trainer.lightning_module)
     frozen = {name: getattr(owner, attribute) for name, (owner, attribute) in switches.items()}
     return {"stops_early": trainer.should_stop, "frozen": frozen}
 
 
 def remember(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Restore what callbacks had done before the checkpoint. saved: what `forgotten` has returned."""
+    """Freeze and unfreeze weights as forgotten() found them, and end the training if a callback had ended it."""
     trainer.should_stop |= saved["stops_early"]
     for name, (owner, attribute) in _switches(trainer.lightning_module).items():  # BackboneFinetuning unfreezes once
         setattr(owner, attribute, saved["frozen"][name])
 
 
 def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
-    """Call on_train_epoch_start of callbacks and module, as Lightning doesn't in an epoch that a resume goes on with.
+    """Call on_train_epoch_start of the user's callbacks and of the module, after a resume within an epoch.
 
-    A hook may change weights, which the checkpoint has as they were later: then the caller restores them.
+    Lightning doesn't do so, because the epoch has begun already. Of its own callbacks, only SETTING_UP_EPOCHS are
+    called. The callbacks keep their state. A hook may change weights, which the checkpoint has as they were later.
 
     Args:
-        trainer: before the first step after a resume.
-        observer: the callback that isn't called.
+        trainer: the trainer, before the first step.
+        observer: a callback that isn't called.
 
     Returns:
-        Whether weights, buffers or the state of optimizers have changed.
+        Whether weights, buffers or the state of optimizers have changed, so that the caller has to restore them.
     """
     before, module = _versions(trainer), trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -83,7 +87,7 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
 
 
 def _versions(trainer: Trainer) -> list[tuple[int, int]]:
-    """Return which tensors the training has, and how often each was changed."""
+    """Return the id of each tensor of the module and the optimizers, and how often it was changed in place."""
     module = trainer.lightning_module
     states = [value for one in trainer.optimizers for state in one.state.values() for value in state.values()]
     tensors = [*module.parameters(), *module.buffers(), *(value for value in states if isinstance(value, Tensor))]
@@ -91,7 +95,12 @@ def _versions(trainer: Trainer) -> list[tuple[int, int]]:
 
 
 def _switches(module: LightningModule) -> dict[str, tuple[Any, str]]:
-    """Return what callbacks such as BackboneFinetuning freeze: by name the object, and the name of its attribute."""
+    """Return the attributes that callbacks such as BackboneFinetuning set to freeze something.
+
+    Returns:
+        By the name of each weight: the weight and "requires_grad". By the name of each layer with running statistics:
+        the layer and "track_running_stats".
+    """
     layers = {name: one for name, one in module.named_modules() if hasattr(one, "track_running_stats")}
     return {
         **{name: (weight, "requires_grad") for name, weight in module.named_parameters()},

@@ -16,8 +16,10 @@ from flyte_ddp.whole_files import link_or_copy, temporary_beside
 
 
 class KeptFiles:
+    """The folder beside the checkpoint in which files of ModelCheckpoints are kept."""
+
     def __init__(self, job: Job):
-        """job: the paths of a training; ranks other than the first may have none."""
+        """Take the paths of the checkpoint and the logs from the job. Ranks other than 0 may have none."""
         self._folder = models_beside(Path(job.checkpoint_path or "another host's"))
         self._logs = os.path.realpath(job.logs)  # as ModelCheckpoint has it
 
@@ -53,19 +55,19 @@ class KeptFiles:
             beside.unlink(missing_ok=True)
 
     def drop_others(self, kept: Mapping[str, Any]) -> None:
-        """Remove the files that the newest checkpoint doesn't name."""
+        """Remove the kept files that the newest checkpoint doesn't need. kept: what keep() returned for it."""
         for file in self._folder.glob("*.pt"):
             if file.name not in kept["files"].values():
                 file.unlink(missing_ok=True)
 
     def restore(self, callbacks: dict[str, Any], kept: Mapping[str, Any]) -> list[str]:
-        """Put the kept files into this attempt's logs, and name them there in the callbacks' state; a collective.
+        """Put the kept files into this attempt's logs, and rename their paths in the callbacks' state; a collective.
 
         Only rank 0 links or copies files. All ranks change the paths in the state.
 
         Args:
             callbacks: the state of the callbacks, which is changed in place.
-            kept: what keep() returned.
+            kept: what keep() returned in the attempt before.
 
         Returns:
             The names of files that are gone; always empty on ranks other than rank 0.
@@ -86,12 +88,12 @@ class KeptFiles:
 
 
 def _checkpoints_in(callbacks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of ModelCheckpoints."""
+    """Return the states of ModelCheckpoints among those of all callbacks."""
     return {key: state for key, state in callbacks.items() if isinstance(state, dict) and "best_k_models" in state}
 
 
 def _paths(state: Any) -> Iterator[str]:
-    """Yield all strings in a state."""
+    """Yield all strings in a callback's state, which are paths or not: keys and values of nested dicts."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from (*_paths(key), *_paths(value))
@@ -100,7 +102,7 @@ def _paths(state: Any) -> Iterator[str]:
 
 
 def _moved(state: Any, before: str, now: str) -> Any:
-    """Return the state with paths in the folder `now` instead of `before`."""
+    """Return a callback's state in which each path in the folder `before` is a path in the folder `now`."""
     if isinstance(state, dict):
         return {_moved(key, before, now): _moved(value, before, now) for key, value in state.items()}
     is_below = isinstance(state, str) and f"{state}/".startswith(f"{before}/")

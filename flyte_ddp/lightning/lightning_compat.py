@@ -18,9 +18,11 @@ from flyte_ddp.engine.torch_compat import last_layers_first, settle_buckets
 
 
 def settle_strategy_buckets(strategy: Strategy) -> None:
-    """Make a DDP strategy fix the gradient buckets when it wraps the network, as SettledBuckets does.
+    """Make a DDP strategy fix the buckets of gradients when it wraps the network.
 
-    A resumed training then ends with the same bits. Other strategies are left alone.
+    DistributedDataParallel would choose them anew after the first step of each attempt, and a bucket's gradients are
+    added up in an order of their own. With fixed ones, a resumed training ends with the same bits. Other strategies are
+    left alone.
 
     Args:
         strategy: the trainer's strategy; its _setup_model is replaced.
@@ -39,7 +41,7 @@ def settle_strategy_buckets(strategy: Strategy) -> None:
 
 
 def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Call a function before each training step, after all that belongs to the step before.
+    """Have a function called before each training step, after all that belongs to the step before.
 
     Lightning has no hook there: on_train_batch_end of the module comes after those of callbacks. Lightning's own check
     for SIGTERM is turned off, because the host waits for it in each step.
@@ -56,7 +58,7 @@ def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
 
 
 def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Call a function before each validation of a training, after all that belongs to the step before."""
+    """Have a function called before each validation of a training, after all that belongs to the step before."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     run = loop.run
 
@@ -78,7 +80,7 @@ def begin_with_validation(checkpoint: dict[str, Any]) -> None:
 
 
 def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Call a function before the hooks of callbacks at an epoch's start."""
+    """Have a function called at the start of each training epoch, before the hooks of callbacks."""
     loop = trainer.fit_loop
     start = loop.on_advance_start
 
@@ -150,13 +152,16 @@ def values_for_callbacks(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:
-    """Return the sums of a metric of torchmetrics; a list of what all samples have is left out."""
+    """Return this rank's sums of a metric of torchmetrics, for set_metric_state().
+
+    States that are lists, with an entry for each batch, are left out.
+    """
     sums = {name: value for name, value in metric.metric_state.items() if isinstance(value, Tensor)}
     return {**sums, "_update_count": metric._update_count}
 
 
 def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
-    """Restore the sums of a metric."""
+    """Restore the sums that metric_state() has returned."""
     for name, value in state.items():
         setattr(metric, name, value)
 
@@ -174,16 +179,19 @@ def set_steps_done(trainer: Trainer, steps: int) -> None:
 
 
 def shared_out_by(sampler: object) -> object:
-    """Return the sampler that Lightning's sampler shares out among the ranks; None for others."""
+    """Return the user's sampler that Lightning's distributed sampler wraps; None for other samplers."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
 def has_cycles(loaders: Any) -> bool:
-    """Return whether a loader begins anew where its batches end before those of others."""
+    """Return whether, of several loaders, one that ends before the others begins anew within the epoch.
+
+    Lightning does so unless it is given a CombinedLoader with another mode than "max_size_cycle".
+    """
     return not isinstance(loaders, CombinedLoader) or loaders._mode == "max_size_cycle"
 
 
 def checkpoint_now(trainer: Trainer) -> dict[str, Any]:
-    """Return what trainer.save_checkpoint would write; a collective if one of the module's hooks is."""
+    """Return the dict that trainer.save_checkpoint would write now; a collective if one of the module's hooks is."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return checkpoint

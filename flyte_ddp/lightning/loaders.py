@@ -27,15 +27,24 @@ TRAIN = METHODS[0]
 
 
 class Loaders:
-    """The loaders of a module and its data.
+    """The changes to the DataLoaders of a module and its data by which a resume reads what is still to be read.
+
+    settle() changes the methods that make the loaders, settle_in() the trainer that processes them.
 
     Attributes:
-        begins_epochs_anew: why a resume cannot begin within an epoch; empty if it can.
-        problems: what a resume would not bring back.
+        begins_epochs_anew: the reason why a resume cannot begin within an epoch; empty if it can.
+        problems: warnings of what a resume would not bring back.
     """
 
     def __init__(self, seed: int, rank: int, world_size: int, position: Callable[[], tuple[int, int]]):
-        """position: returns the epoch and step, from 0, that training begins with, or goes on with."""
+        """Change nothing yet.
+
+        Args:
+            seed: the setting seed, from which orders follow.
+            rank: this rank.
+            world_size: the number of ranks.
+            position: returns the epoch and step, from 0, that training begins with, or goes on with.
+        """
         self._seed, self._rank, self._world_size, self._position = seed, rank, world_size, position
         self._method, self._owner, self._count = TRAIN, "", 0  # which method has made loaders, and how many are settled
         self._has_cycles = True
@@ -45,9 +54,14 @@ class Loaders:
     def settle(
         self, owner: LightningModule | LightningDataModule, seed: Callable[[], None], begin_order: Callable[[], None]
     ) -> None:
-        """Have the owner's methods that make loaders begin with seed(), and that of training end with begin_order().
+        """Replace the owner's methods that make DataLoaders by ones that draw alike on all ranks, and check these.
 
-        The methods then raise InputError for a sampler that Lightning would ignore, or that no resume could restore.
+        The new methods raise InputError for a sampler that Lightning would ignore, or that no resume could restore.
+
+        Args:
+            owner: has train_dataloader, val_dataloader and test_dataloader.
+            seed: called before each of these. The states of the generators are put back afterwards.
+            begin_order: called after train_dataloader, to seed what its order is drawn from.
         """
 
         def settled(method: Callable[[], Any]) -> Callable[[], Any]:
@@ -71,6 +85,10 @@ class Loaders:
             setattr(owner, name, settled(getattr(owner, name)))
 
     def _check(self, loader: object) -> None:
+        """Raise InputError for a sampler that cannot be used, and add to `problems` what a resume would not bring back.
+
+        The loader is one that the method self._method has just returned. begins_epochs_anew is set, too.
+        """
         where = f"{self._owner}.{self._method}"
         if self._world_size > 1:
             check_sampler(getattr(loader, "sampler", None), where)
@@ -95,10 +113,10 @@ class Loaders:
             )
 
     def settle_in(self, trainer: Trainer) -> None:
-        """Patch the trainer so that its loaders read, after a resume, what they read in an undisturbed training.
+        """Replace process_dataloader of the trainer's strategy, so that after a resume loaders read what is left.
 
-        That is done to each loader when Lightning processes it. Its samplers are told the epoch, because Lightning
-        tells them once workers have begun to read, which is too late. Steps that are done are skipped.
+        Each loader gets an Order when Lightning processes it, and the training loader skips the steps that are done.
+        Samplers are told the epoch, because Lightning tells them once workers have begun to read, which is too late.
         """
         process = trainer.strategy.process_dataloader
 
@@ -122,7 +140,14 @@ class Loaders:
 
 
 def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
-    """Raise InputError for a sampler that Lightning takes for a plain shuffle, or for none."""
+    """Raise InputError for a sampler that Lightning would replace by another one on several ranks.
+
+    Refused are subclasses of RandomSampler and SequentialSampler, and these two with replacement or num_samples.
+
+    Args:
+        sampler: the loader's sampler, if it has one.
+        where: the method that has returned the loader, for the message.
+    """
     if not isinstance(sampler, (RandomSampler, SequentialSampler)):
         return
     drawn = {name: getattr(sampler, name, None) for name in ("replacement", "num_samples")}
@@ -137,7 +162,7 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
 
 
 def problems_of_ranks(batch: Any, world_size: int) -> list[str]:
-    """Return a sentence if ranks see the same samples in a step; a collective."""
+    """Return a list with one warning if some ranks have been given equal batches; a collective."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     own = [int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided]
     sums: list[list[int]] = [[]] * world_size

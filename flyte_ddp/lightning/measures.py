@@ -12,7 +12,13 @@ FORKS = ("_step", "_epoch")  # what Lightning appends to the name of what is log
 
 
 def read_measures(logged: Mapping[str, Any]) -> dict[str, float]:
-    """Return values by name without the split in front: val_loss and val/loss are both loss, unless loss is logged."""
+    """Return each logged number by its name without the split: "val_loss" and "val/loss" become "loss".
+
+    A name keeps its split if the short name is logged, too. What Lightning logs by step and by epoch is taken once.
+
+    Args:
+        logged: what a module has logged, by name. Tensors of several numbers are left out.
+    """
     values = {name: float(value) for name, value in logged.items() if getattr(value, "numel", lambda: 1)() == 1}
     measures = {}
     for name, value in values.items():
@@ -23,9 +29,13 @@ def read_measures(logged: Mapping[str, Any]) -> dict[str, float]:
 
 
 class LoggedByValidation(DummyLogger):
-    """Lightning's logger, for what the module's validation logs: Trainer.callback_metrics has it mixed with the rest.
+    """A logger of Lightning that keeps what the validation logs: Trainer.callback_metrics has it mixed with the rest.
 
     Whatever else a module does with `self.logger` has no effect: trackers belong to the parent of the ranks.
+
+    Attributes:
+        values: what the latest validation has logged, by name.
+        trainer: the trainer that this is the logger of; set it before training.
     """
 
     def __init__(self) -> None:
@@ -40,7 +50,7 @@ class LoggedByValidation(DummyLogger):
             self._names |= {*self.values, *(name.removesuffix("_epoch") for name in self.values)}
 
     def trained(self) -> dict[str, float]:
-        """Return what training steps have logged last."""
+        """Return the measures that training steps have logged last, as read_measures() does."""
         return read_measures(self.without_its_own(self.trainer.callback_metrics))
 
     def without_its_own(self, logged: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,9 +61,14 @@ class LoggedByValidation(DummyLogger):
 def problems_of_names(
     headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool, has_batches: bool
 ) -> list[str]:
-    """Return sentences about names that nothing has, and names that the validation lacks.
+    """Return warnings if the headline is never logged, or if the validation lacks batches, the headline or the loss.
 
-    has_batches: whether the validation's loaders, if there are any, have batches.
+    Args:
+        headline: the name of the main measure.
+        trained: the names of the measures of training.
+        validated: the measures of the validation, by name.
+        has_validation: whether anything is validated.
+        has_batches: whether the validation's loaders have batches; True if there are no loaders.
     """
     if not has_batches:
         return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]

@@ -38,10 +38,11 @@ class Parts:
 
 
 def build(job: LightningJob) -> Parts:
-    """Build a module, its data and its callbacks from the settings.
+    """Import the user's module, data and callbacks by their names, and call each with the settings that it takes.
 
     Raises:
-        InputError: one of them is of another type, or needs what is no setting.
+        InputError: one of them is of another type, or needs what is no setting; a setting is used by none of them; or
+            there is no train_dataloader.
     """
     with checked_imports(job.root, job.files):
         kind = _find_class(job.recipe, LightningModule)
@@ -58,6 +59,7 @@ def build(job: LightningJob) -> Parts:
 
 
 def _find_function(name: str) -> Callable[..., Any]:
+    """Import the function of this name, "package.module:name". Raises InputError if it is a class or no function."""
     function: Any = pkgutil.resolve_name(name)
     if isinstance(function, type) or not callable(function):
         raise InputError(f"{name} must be a function that returns a list of callbacks, got {function!r}: write def")
@@ -65,7 +67,15 @@ def _find_function(name: str) -> Callable[..., Any]:
 
 
 def _checked_callbacks(job: LightningJob, callbacks: Any) -> list[Callback]:
-    """Return the callbacks without progress bars; raise InputError if they are no list of callbacks."""
+    """Return the callbacks without progress bars.
+
+    Args:
+        job: has the name of the function that has returned the callbacks, for the message.
+        callbacks: what it has returned.
+
+    Raises:
+        InputError: The function has returned anything else than a list of Lightning's callbacks.
+    """
     if not (isinstance(callbacks, (list, tuple)) and all(isinstance(one, Callback) for one in callbacks)):
         raise InputError(
             f"{job.callbacks} must return a list of lightning.pytorch.Callback (that of the package pytorch_lightning "
@@ -75,6 +85,7 @@ def _checked_callbacks(job: LightningJob, callbacks: Any) -> list[Callback]:
 
 
 def _find_class(name: str, base: type) -> type:
+    """Import the class of this name, "package.module:Name". Raises InputError if it is no subclass of `base`."""
     kind: Any = pkgutil.resolve_name(name)
     own_lock_of_tqdm()
     if not (isinstance(kind, type) and issubclass(kind, base)):
@@ -86,7 +97,14 @@ def _find_class(name: str, base: type) -> type:
 
 
 def _check_taken(called: Sequence[Callable[..., Any]], job: LightningJob) -> None:
-    """Raise InputError for a setting that nothing would obey, while the report says that it was used."""
+    """Raise InputError for a field of the user's settings that no parameter is named after.
+
+    Nothing would obey it, while the report says that it was used. A parameter named `settings` takes all fields.
+
+    Args:
+        called: the classes and functions that were called with the settings.
+        job: has the settings.
+    """
     taken = {parameter for one in called for parameter in inspect.signature(one).parameters}
     of_trainer = {field.name for field in fields(LightningSettings)}
     unused = [field.name for field in fields(job.settings) if field.name not in taken | of_trainer]
@@ -105,9 +123,14 @@ def _check_taken(called: Sequence[Callable[..., Any]], job: LightningJob) -> Non
 
 
 def _called(name: str, kind: Callable[..., Any], job: LightningJob) -> Any:
-    """Call a class or function with what its parameters are named after.
+    """Call a class or function with a value for each parameter that is named after one, and return the result.
 
-    That is a field of the settings, or settings, data_path, loader_workers or pin_memory. `name` is for messages.
+    Values are the fields of the settings, and `settings`, `data_path`, `loader_workers` and `pin_memory`.
+
+    Args:
+        name: the name of the class or function, for messages.
+        kind: the class or function.
+        job: has the values.
 
     Raises:
         InputError: A parameter has neither such a value nor a default.

@@ -22,26 +22,30 @@ OWN = re.compile(r"self\.(?!generator\.manual_seed)\w+( = |\.(manual_)?seed\()")
 
 
 def can_skip(loader: object) -> bool:
-    """Return whether a resume within an epoch can leave out the loader's first batches."""
+    """Return whether a loader can begin in the middle of an epoch, by an Order.
+
+    Only a DataLoader can that has torch's __iter__, no state of its own, and a Dataset with __getitem__.
+    """
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False  # a class with an __iter__ of its own may read in an order of its own
     return not (hasattr(loader, "load_state_dict") or isinstance(loader.dataset, IterableDataset))
 
 
 class Order:
-    """A sampler's order, from the batch on with which a resume begins.
+    """An iterable that takes the place of a loader's batch sampler, and can begin in the middle of an epoch.
 
-    The sampler draws from generators that are seeded by the epoch. A batch is read with generators that are seeded by
-    its place in the epoch, so it doesn't matter which worker reads it, or what that worker has read before.
+    Iterating yields what the batch sampler yields: the indices of each batch. The sampler draws from generators that
+    are seeded by the epoch. A batch is read with generators that are seeded by its place in the epoch, so it doesn't
+    matter which worker reads the batch, or what that worker has read before.
     """
 
     def __init__(self, loader: DataLoader[Any], key: tuple[int, ...], rank: int, epoch: Callable[[], int]):
-        """Take the order of a loader.
+        """Take the batch sampler of a loader.
 
         Args:
-            loader: it has a map-style dataset.
+            loader: a loader for which can_skip() returns True.
             key: the numbers that tell the loader's random numbers from those of other loaders and trainings.
-            rank: ranks read batches with other random numbers.
+            rank: this rank, as each reads its batches with random numbers of its own.
             epoch: returns the epoch, from 0, in which an iteration begins.
         """
         self._batches: Iterable[Any] = batch_order(loader)[1]
@@ -56,7 +60,9 @@ class Order:
     def begin_at(self, step: int, has_cycles: bool) -> None:
         """Have the next iteration leave out what the epoch's first steps have read.
 
-        has_cycles: whether the loader begins anew where its batches end before those of others.
+        Args:
+            step: the number of these steps.
+            has_cycles: whether the loader begins anew within the epoch when its batches end before those of others.
         """
         length = sized_len(self._batches) if has_cycles else 0
         self._first = divmod(step, length) if length else (0, step)
@@ -76,6 +82,12 @@ class Order:
         yield from self._read((*self._key, epoch, self._pass), skipped)
 
     def _read(self, key: tuple[int, ...], skipped: int) -> Iterator[Any]:
+        """Yield the batches of one pass over the samples, without the first ones.
+
+        Args:
+            key: the numbers that the pass's random numbers follow from.
+            skipped: how many batches to leave out. The sampler draws these, too.
+        """
         for generator, seed in self._generators:
             generator.manual_seed(derive_key(Use.LIGHTNING_ORDER, *key, 0, seed))
         with generators_restored():
@@ -95,6 +107,7 @@ class Order:
                 batch = next(batches, END)
 
     def _placed(self, batch: Any, key: int) -> Any:
+        """Return a batch's indices, having seeded how it is read: in a loader worker, by indices that carry the key."""
         if self._has_workers:
             return SeededIndices(batch, key)
         seed_generators(key)
@@ -110,14 +123,21 @@ def list_samplers(loader: object) -> list[Any]:
 
 
 def list_generators(loader: object) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers were given."""
+    """Return the torch.Generators that a loader and its samplers were given as their `generator`, each once."""
     samplers = list_samplers(loader)
     found = [getattr(one, "generator", None) for one in (loader, *samplers, *map(shared_out_by, samplers))]
     return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
 
 
 def check_sampler_state(loader: object, where: str) -> None:
-    """Raise InputError for a sampler that draws from a generator that no resume can bring back."""
+    """Raise InputError if a sampler of the loader has a generator of its own, which no checkpoint has.
+
+    A sampler with set_epoch() is taken to seed it there.
+
+    Args:
+        loader: the loader.
+        where: the method that has returned the loader, for the message.
+    """
     for sampler in list_samplers(loader):
         calls = [] if hasattr(sampler, "set_epoch") else own_generators(sampler)
         if calls:

@@ -46,15 +46,25 @@ SAID_ELSEWHERE = (
 
 
 def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResult:
-    """Join the process group, train, and leave it; see train."""
+    """Join the process group, train() in it, and leave it."""
     with process_group(environment, job.options) as device:
         return train(environment, device, link, job)
 
 
 def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
-    """Train the module as this rank of the process group, which Lightning finds already initialised.
+    """Train and test the module under Lightning's Trainer, as this rank of the process group; a collective.
 
-    Rank 0 writes the weights to job.model_path.
+    Rank 0 writes the weights to job.model_path. Sets filters of warnings, environment variables and the number of
+    threads for the whole process.
+
+    Args:
+        environment: this rank.
+        device: the device of this rank.
+        link: receives the events.
+        job: the training.
+
+    Raises:
+        InputError: Something is wrong with the module, its data or callbacks, or with the settings.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
@@ -71,7 +81,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
 
 
 def launcher_variables(environment: Environment) -> dict[str, str]:
-    """Return the variables in which Lightning looks for a rank that torchrun, or another launcher, has started."""
+    """Return torchrun's environment variables for this rank, which Lightning's TorchElasticEnvironment reads."""
     node = environment.rank // environment.world.local_size
     position = {"RANK": environment.rank, "LOCAL_RANK": environment.local_rank, "GROUP_RANK": node}
     sizes = {"WORLD_SIZE": environment.world.size, "LOCAL_WORLD_SIZE": environment.world.local_size}
@@ -116,7 +126,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
 
 
 def seed(job: LightningJob) -> None:
-    """Seed all generators, so that weights, and splits that a datamodule's setup draws, are the same on all ranks."""
+    """Seed all generators by the setting seed, alike on all ranks, for weights and splits that are drawn next."""
     seed_everything(job.settings.seed, workers=True, verbose=False)
 
 
@@ -128,6 +138,16 @@ def make_trainer(
     validation: LoggedByValidation,
     callbacks: list[Callback],
 ) -> Trainer:
+    """Return Lightning's Trainer for this rank, with the arguments that follow from settings and options.
+
+    Args:
+        environment: this rank.
+        device: the device of this rank.
+        job: the training.
+        files: the plugin that writes and reads checkpoints.
+        validation: the logger, which is given the trainer.
+        callbacks: the callbacks of the user and of this package.
+    """
     settings, world = job.settings, environment.world
     limits: dict[str, Any] = {name: getattr(settings, name) for name in LIMITS}
     limits = {name: int(limit) if limit > 1 else limit for name, limit in limits.items()}  # a float is a share
@@ -156,7 +176,20 @@ def make_trainer(
 
 
 def test(trainer: Trainer, parts: Parts, link: Link, observer: RankObserver) -> dict[str, float]:
-    """Return the measures of the test split, with the weights of the last epoch; empty if there is no such split."""
+    """Evaluate the module, with the weights of the last epoch, on its test split, and emit the result; a collective.
+
+    Args:
+        trainer: the trainer, once it has trained.
+        parts: the module, and its data.
+        link: receives EpochChosen with the measures.
+        observer: knows the epochs, and emits warnings of measures that are not finite.
+
+    Returns:
+        The measures by name; empty if the module has no test_step, or neither it nor its data a test_dataloader.
+
+    Raises:
+        NonFiniteError: The loss is not finite.
+    """
     has_split = any(is_overridden("test_dataloader", one) for one in parts.owners)
     if not (has_split and is_overridden("test_step", parts.module)):
         return {}

@@ -19,13 +19,18 @@ REMEDIES = {
 
 
 def with_remedy(error: Exception) -> InputError | None:
-    """Return the error with what to do about it; None for most errors."""
+    """Return an InputError with the error's text and what to do about it; None if REMEDIES has nothing for it."""
     remedies = [remedy for text, remedy in REMEDIES.items() if text in str(error)]
     return InputError(f"{type(error).__name__}: {str(error).strip()} Here: {remedies[0]}") if remedies else None
 
 
 def problem_of_ranks(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
-    """Return a sentence if a checkpoint is of another number of ranks, else an empty text; see hosts/machine.py."""
+    """Return a warning if a training goes on on another number of ranks than before, else an empty text.
+
+    Args:
+        ran_on: the machines that the training has run on, latest last, each with its number of "ranks"; empty at first.
+        ranks: the number of ranks now.
+    """
     before = ran_on[-1]["ranks"] if ran_on else ranks
     if ranks == before:
         return ""
@@ -37,12 +42,12 @@ def problem_of_ranks(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
 
 
 def check_schedules(trainer: Trainer, step: int, other_ranks: str) -> None:
-    """Raise InputError for a schedule, such as OneCycleLR, that ends before a training on another number of ranks does.
+    """Raise InputError if a schedule, such as OneCycleLR, ends before the training, as the number of ranks differs.
 
     Args:
-        trainer: at the start of a training.
+        trainer: the trainer, at the start of a training.
         step: the number of batches of the first epoch that are done.
-        other_ranks: what problem_of_ranks has returned.
+        other_ranks: what problem_of_ranks() has returned. If it is empty, nothing is checked.
     """
     for config in trainer.lr_scheduler_configs if other_ranks else ():
         schedule, accumulated = config.scheduler, trainer.accumulate_grad_batches

@@ -15,7 +15,10 @@ SLOW_DATA = "look at what its host reads from, or raise num_workers of the DataL
 
 
 def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
-    """Return what the training is going to do. The test split is opened once training has ended."""
+    """Return the plan of a training that is about to start, for Progress.start().
+
+    The plan has no test_samples, because the test split is opened once training has ended.
+    """
     steps, loader = int(trainer.num_training_batches), trainer.train_dataloader
     train_samples = count_samples(loader)
     of_batches = round(steps * trainer.world_size * (getattr(loader, "batch_size", None) or 0))
@@ -36,6 +39,10 @@ def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
 
 
 def count_samples(loaders: Any) -> int:
-    """Return the number of samples that loaders read, nested as Lightning takes them; 0 where it is unknown."""
+    """Return the number of samples in the datasets of all loaders.
+
+    Args:
+        loaders: loaders in nested lists and dicts, or None. One whose dataset has no length counts as 0.
+    """
     datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
     return sum(len(dataset) for dataset in datasets if isinstance(dataset, Sized))

@@ -19,11 +19,17 @@ class StepSeeds(Checkpoint):
     """
 
     def __init__(self, seed: int, rank: int, observer: RankObserver):
-        """observer: has the epoch that training begins with, or goes on with."""
+        """Seed nothing yet.
+
+        Args:
+            seed: the setting seed.
+            rank: this rank.
+            observer: has the epoch that training begins with, or goes on with.
+        """
         self._settings_seed, self._rank, self._observer = seed, rank, observer
 
     def begin_order(self) -> None:
-        """Seed what the training loader draws where its first iteration begins."""
+        """Seed all generators as at the start of the first epoch that is trained, for the order of its samples."""
         self._seed(self._observer.position[0], 0)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -60,5 +66,5 @@ class StepSeeds(Checkpoint):
         self._seed(trainer.current_epoch, int(trainer.num_training_batches), *step)
 
     def _seed(self, *position: int) -> None:
-        """Seed by epoch and step, and within a step by one more than the rank, or at its end by 0."""
+        """Seed all generators by a position: the epoch and step, then within a step 1 + the rank, or at its end 0."""
         seed_all(derive_key(Use.LIGHTNING, self._settings_seed, *position))

@@ -117,7 +117,15 @@ class LightningOptions(RunOptions):
 
 
 def _hint(name: str, other: type[Settings]) -> str:
-    """Return what an argument of the Trainer is here; empty if the name is none."""
+    """Return a hint, in brackets, about a name that the settings or the options don't have.
+
+    Args:
+        name: the name, which may be an argument of Lightning's Trainer.
+        other: the class of the options, or of the settings, which may have it.
+
+    Returns:
+        The hint; empty if nothing is known of the name.
+    """
     if name in CALLED:
         return f" (the Trainer's {name} is {CALLED[name]})"
     if name in UNSET:

@@ -113,7 +113,7 @@ class OfLightning(NamedTraining[Outputs]):
 
 
 class LightningTraining(OfLightning[RecipeOutputs]):
-    """A LightningModule and its data, known only by their names, with the outputs of a recipe."""
+    """The training of a LightningModule and its data, which only ranks import, with the outputs of a recipe."""
 
     def make_outputs(self, trained: Trained) -> RecipeOutputs:
         return recipe_outputs(trained)
