@@ -8,10 +8,8 @@ import pytest
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.sources.image_index import write_folder
-from flyte_ddp.data.sources.image_settings import ImageSettings
 from tests import commands
 from tests.commands import ROOT, words
-from tests.pod import Pod, literal, package
 
 WORKFLOW = str(ROOT / "workflows" / "image_folder.py")
 IMAGES = '{"image_size": 28, "channels": "grayscale"}'
@@ -60,7 +58,6 @@ def test_it_trains_on_a_folder_and_follows_what_becomes_of_it(digits):
         (["--folder", "."], ["has no image files", "sub-folder"]),
         (["--images", '{"source": "lfw"}'], ["lfw-py", "no longer downloads it", "--folder"]),
         (["--images", '{"source": "lfw"}', "--folder", "."], ["source must be", "where a folder is given"]),
-        (["--options", '{"nproc": 3}', "--hp", '{"batch_size": 2}'], ["number of ranks (3)", "got 2", "raise it"]),
     ],
 )
 def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkeypatch, arguments, expected):
@@ -69,13 +66,3 @@ def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkey
     # lines are broken in the middle of a path
     assert all(word.replace(" ", "") in said.replace(" ", "") for word in expected), said
     assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.slow
-def test_pods_know_the_digits_again(tmp_path):
-    """Each puts them in a place of its own, and what was made of them is to come from the cache all the same."""
-    task = package().tasks["flyte_ddp.flyte1.index_images.find_images"]
-    inputs = {"folder": literal(""), "images": literal(ImageSettings())}
-    one, other = (Pod(task, inputs, tmp_path / name).run()["folder"] for name in ("one", "other"))
-    assert one.scalar.blob.uri != other.scalar.blob.uri
-    assert one.hash == other.hash != ""

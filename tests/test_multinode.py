@@ -18,7 +18,7 @@ from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.commands import same
-from tests.nodes import listens, lose_one, meeting, weights
+from tests.nodes import listens, meeting, weights
 from tests.pod import (
     PATIENCE_SECONDS,
     TWO_NODES,
@@ -110,17 +110,6 @@ def test_two_hosts_begin_with_given_weights_and_train_as_one_does(node, one_node
         pods[-1].environment["PET_RDZV_ENDPOINT"] = f"{next(iter(hosts))}:{port}"
     assert same(weights(run_together(*pods)), one_node)
     assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in pods)
-
-
-def test_lost_node_comes_back_and_all_go_on(node, one_node, tmp_path):
-    """Where a lost pod is started again, the others, whose ranks fail with it, wait for it. Flyte's PyTorchJob does not
-    start it again: there the next attempt resumes."""
-    stored = tmp_path / "stored"
-    first, second, done = lose_one(node, stored, (stored / "checkpoint").exists)
-    assert same(weights(done.outputs()), one_node)
-    (lost,) = rank_of(second)
-    (survivor,) = {"0", "1"} - {lost}
-    assert f"rank {lost} on {platform.node()} does not answer" in (first.logs / f"rank-{survivor}.log").read_text()
 
 
 def rank_of(pod):

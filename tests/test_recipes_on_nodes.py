@@ -1,6 +1,8 @@
 """Users' own trainings on two nodes."""
 
 import os
+import platform
+import re
 import shutil
 from functools import partial
 from importlib import import_module
@@ -64,6 +66,8 @@ def on_both(make):
 
 
 def test_a_users_sharded_recipe_that_loses_a_node_goes_on_from_the_files_of_both_as_in_a_plain_call(charlm, tmp_path):
+    """Where a lost pod is started again, the other, whose rank fails with it, waits for it. Flyte's PyTorchJob does not
+    start it again: there the next attempt resumes."""
     make, stored = charlm(RunOptions(sharding="full", checkpoint_seconds=0)), tmp_path / "stored"
     files = []
 
@@ -72,8 +76,11 @@ def test_a_users_sharded_recipe_that_loses_a_node_goes_on_from_the_files_of_both
             files.append(len((read_manifest(stored / "checkpoint") or {}).get("files", ())))
         return bool(files)
 
-    _, _, done = lose_one(make, stored, has_files_of_both)
+    first, lost, done = lose_one(make, stored, has_files_of_both)
     assert files[0] == 2
+    (rank,) = {*re.findall(r"\[rank (\d)\] Logs: ", lost.log)}
+    (survivor,) = {"0", "1"} - {rank}
+    assert f"rank {rank} on {platform.node()} does not answer" in (first.logs / f"rank-{survivor}.log").read_text()
     plain = examples.train_small("charlm", tmp_path / "plain", lambda event: None, sharding="full")
     assert same(weights(done.outputs()), torch.load(plain.model_path, weights_only=True))
 

@@ -9,9 +9,8 @@ from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.whole_files import write_whole
-from tests.attempt.test_platform_training import HP, Folders, run
+from tests.attempt.test_platform_training import Folders
 from tests.attempt.test_sharded_checkpoints import Watched
-from tests.small_training import small_data  # noqa: F401 a fixture
 
 BEST = {1: (1,), 2: (1, 2), 3: (3, 2), 4: (3, 4), 5: (5, 4), 6: (5, 6)}  # kept after each evaluation
 
@@ -83,19 +82,6 @@ def test_an_upload_that_ends_anywhere_leaves_what_the_stored_checkpoint_needs(tm
             break
     assert {number - 1, number} <= found
     assert puts >= 4
-
-
-@pytest.mark.slow
-def test_the_next_attempt_has_the_same_files_in_its_logs(small_data, tmp_path):  # noqa: F811
-    hp = type(HP)(**{**vars(HP), "epochs": 4, "validation_fraction": 0.2, "learning_rate": 0.25})
-    first, again = (run(Folders(tmp_path, attempt), small_data, hp, keep_best=2) for attempt in (0, 1))
-    log = (tmp_path / "1" / "logs" / "console.log").read_text()
-    assert "resuming from the checkpoint" in log
-    assert "Train Epoch" not in log
-    assert first.figures.kept == again.figures.kept
-    for one in first.figures.kept:
-        assert (first.logs / one.file).read_bytes() == (again.logs / one.file).read_bytes()
-        assert one.file in first.report.read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from multiprocessing import Pipe, get_context
 
 import pytest
 from flytekit import FlyteContextManager, current_context
@@ -31,16 +29,6 @@ from flyte_ddp.whole_files import LEFTOVER_SECONDS, write_whole
 from tests.attempt.test_platform_training import FolderError, Folders, FolderTraining
 from tests.unreliable_storage import UnreliableStorage
 
-ROOT = Path(__file__).parents[2]
-HOLDER = """if True:
-    import sys
-    from tests.attempt.test_checkpoints import local_store
-    with local_store() as store:
-        store.path.write_text("half a training")
-        print(store.path, flush=True)
-        sys.stdin.read()
-"""
-
 
 @contextmanager
 def local_store(resume_from=""):
@@ -56,11 +44,19 @@ def local_store(resume_from=""):
 def holder(tmp_path, monkeypatch):
     """A process that is at the training "key", and the place of its checkpoint."""
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
-    command = [sys.executable, "-c", HOLDER]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        yield process, Path(process.stdout.readline().strip())
-        process.kill()
+    mine, theirs = Pipe()
+    process = get_context("fork").Process(target=hold, args=(theirs,))
+    process.start()
+    yield process, mine.recv()
+    process.kill()
+    process.join()
+
+
+def hold(connection):
+    with local_store() as store:
+        store.path.write_text("half a training")
+        connection.send(store.path)
+        signal.pause()
 
 
 def test_two_of_the_same_training_do_not_meet_and_the_second_leaves_nothing(holder):
@@ -77,7 +73,7 @@ def test_two_of_the_same_training_do_not_meet_and_the_second_leaves_nothing(hold
 def test_a_killed_one_is_taken_over(holder):
     process, theirs = holder
     process.kill()
-    process.wait()
+    process.join()
     with local_store() as store:
         assert store.path == theirs
         assert store.path.read_text() == "half a training"

@@ -103,8 +103,8 @@ def run(platform, data, hp=HP, observers=(), nproc=1, **more):
 
 
 def test_an_attempt_leaves_logs_report_and_checkpoint_and_the_next_one_goes_on_from_there(small_data, tmp_path):  # noqa: F811
-    first = Folders(tmp_path)
-    trained = run(first, small_data)
+    first, hp = Folders(tmp_path), dataclasses.replace(HP, validation_fraction=0.2)
+    trained = run(first, small_data, hp, keep_best=1)
     stored = {str(file.relative_to(tmp_path / "0")) for file in (tmp_path / "0").rglob("*") if file.is_file()}
     assert {"report.html", "logs/console.log", "logs/progress.jsonl", "checkpoints/checkpoint"} <= stored
     assert trained.logs_url == first.logs_url()
@@ -113,23 +113,17 @@ def test_an_attempt_leaves_logs_report_and_checkpoint_and_the_next_one_goes_on_f
     assert len(trained.epoch_measures) == 2
     assert f"{trained.image_summary().accuracy:.2%}" in first.pages[-1]
 
-    again = run(Folders(tmp_path, attempt=1), small_data)
+    again = run(Folders(tmp_path, attempt=1), small_data, hp, keep_best=1)
     log = (tmp_path / "1" / "logs" / "console.log").read_text()
     assert f"those of the previous attempt: {tmp_path}/0/logs" in log
     assert "resuming from the checkpoint" in log
     assert "Train Epoch" not in log
     weights = [torch.load(one.model, weights_only=True) for one in (trained, again)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_what_would_come_again_is_final_and_says_where_the_logs_are(small_data, tmp_path):  # noqa: F811
-    with pytest.raises(FolderError) as failed:
-        run(Folders(tmp_path), small_data, Hyperparameters(learning_rate=1e30, precision="float32"))
-    headline, logs, *_ = str(failed.value).splitlines()
-    assert "NonFiniteError: loss is not finite" in headline
-    assert logs == f"Logs: {tmp_path}/0/logs"
-    assert not failed.value.failure.recoverable
-    assert "NonFiniteError" in (tmp_path / "0" / "logs" / "console.log").read_text()
+    (best,) = trained.figures.kept
+    assert trained.figures.kept == again.figures.kept
+    assert (trained.logs / best.file).read_bytes() == (again.logs / best.file).read_bytes()
+    assert best.file in again.report.read_text()
 
 
 def test_another_execution_goes_on_from_a_named_checkpoint_and_refuses_that_of_another_training(small_data, tmp_path):  # noqa: F811

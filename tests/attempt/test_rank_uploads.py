@@ -13,6 +13,8 @@ from tests.attempt.test_rank_checkpoints import Rank, shards_of
 from tests.attempt.test_sharded_checkpoints import Watched
 from tests.commands import same
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_upload_that_fails_leaves_the_last_whole_one_and_training_goes_on(tmp_path):
     """The storage takes the first three files: the third is a shard of the second checkpoint."""
@@ -29,7 +31,6 @@ def test_an_upload_that_fails_leaves_the_last_whole_one_and_training_goes_on(tmp
     assert ["step", first.step] in progress["dict"]
 
 
-@pytest.mark.slow
 def test_the_best_models_are_there_as_soon_as_a_checkpoint_that_needs_them(tmp_path):
     """The storage takes nothing any more when the first of them is uploaded, its list, the checkpoint, or later.
 
@@ -52,7 +53,6 @@ def test_the_best_models_are_there_as_soon_as_a_checkpoint_that_needs_them(tmp_p
     assert [at >= (1, 0) for at in started] == [False, False, False, True]
 
 
-@pytest.mark.slow
 def test_a_plain_checkpoint_that_uploads_slowly_does_not_take_the_place_of_a_sharded_one(tmp_path):
     """Each attempt begins with that of the one before, which is handed on while the ranks train."""
     Rank(Folders(tmp_path), "off", cut_at=(0, 2))

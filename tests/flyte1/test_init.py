@@ -1,6 +1,5 @@
 """A task that begins with given weights: a training that is remembered by their content."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests import examples
-from tests.commands import ROOT, pyflyte, words
+from tests.commands import pyflyte
 
 WORKFLOW = """
 from flytekit import task, workflow
@@ -45,6 +44,7 @@ def output(said: str, name: str) -> Path:
     return Path(found)
 
 
+@pytest.mark.slow
 def test_a_task_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
     tabular = str(examples.project() / "tabular" / "workflow.py")
     (tmp_path / "tune.py").write_text(WORKFLOW)
@@ -69,33 +69,3 @@ def test_a_task_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
     _, log = run(tmp_path, "tune.py", "tune_wf", "--settings", '{"epochs": 4}', "--init", str(checkpoint))
     assert "Continues from final-checkpoint, after epoch 3\n" in log
     assert re.findall(r"^Epoch (\d) of 4", log, re.MULTILINE) == ["4"]
-
-
-@pytest.mark.slow
-def test_a_built_in_training_begins_with_weights_and_goes_on_from_a_checkpoint(tmp_path):
-    def train(*arguments: str, status: int = 0, **hp: object) -> "tuple[str, str]":
-        small = {"dataset": "digits", "epochs": 1, "batch_size": 512, "train_fraction": 0.1, "schedule": "constant"}
-        workflow = [str(ROOT / "workflows" / "mnist.py"), "pytorch_training_wf"]
-        return run(tmp_path, *workflow, "--hp", json.dumps({**small, **hp}), *arguments, status=status)
-
-    first, log = train("--options", '{"keep_checkpoint": true}')
-    assert "Starts from" not in log
-    model, checkpoint = output(first, "model_state"), output(first, "logs") / "final-checkpoint"
-
-    tuned, log = train("--init", str(model), freeze="conv1")
-    assert "Starts from 8 of 8 tensors of model.pt\nFrozen: conv1.weight, conv1.bias\n" in log
-    shutil.copy(model, tmp_path / "copy.pt")
-    again, log = train("--init", "copy.pt", freeze="conv1")
-    assert (output(again, "model_state"), "Epoch" in log) == (output(tuned, "model_state"), False)
-    assert output(train()[0], "model_state") == model, "without a file it is the same training as before"
-
-    _, log = train("--init", str(checkpoint), epochs=2)
-    assert "Continues from final-checkpoint, after epoch 1\n" in log
-    assert re.findall(r"^Epoch (\d) of 2", log, re.MULTILINE) == ["2"]
-
-    _, log = train("--init", str(model), model="fashion_cnn", status=2)
-    assert "init must fit the network, got" in words(log)
-    assert "unexpected keys conv1.bias" in words(log)
-    assert 'set init_leave_out to their names, as "conv1", or to "mismatching"' in words(log)
-    _, log = train("--init", "nowhere.pt", status=2)
-    assert "Invalid value for '--init': parameter should be a valid file path, nowhere.pt" in words(log)

@@ -36,10 +36,6 @@ def flyte_run(*arguments: str, status: int = 0, file: str = "flyte2/mnist.py", t
     ("hp", "says"),
     [
         ('{"epochz": 1}', 'Hyperparameters has no field "epochz" (did you mean epochs?)'),
-        ('{"epochs": "two"}', 'Hyperparameters.epochs must be a whole number, got "two"'),
-        ('{"epochs": 1, "epochs": 2}', '"epochs" is given twice: leave one of them out'),
-        ('{"epochs": 0}', "Hyperparameters.epochs must be at least 1, got 0"),
-        ("[1]", "Hyperparameters must be an object with named fields, got [1]"),
         ("no-such-file.yaml", "no-such-file.yaml cannot be read (No such file or directory)"),
     ],
 )
@@ -49,11 +45,10 @@ def test_an_input_that_is_wrong_is_refused_in_one_line(hp, says):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("option", ["--epochs", "--learning-rate"])
-def test_a_setting_that_is_given_as_an_option_is_told_where_it_belongs(option):
-    field = option[2:].replace("-", "_")
-    value = json.dumps({field: getattr(Hyperparameters(), field)})
-    assert f"No such option '{option}'. {field} is a field of --hp: --hp '{value}'" in flyte_run(option, "1", status=1)
+def test_a_setting_that_is_given_as_an_option_is_told_where_it_belongs():
+    value = json.dumps({"learning_rate": Hyperparameters().learning_rate})
+    said = flyte_run("--learning-rate", "1", status=1)
+    assert f"No such option '--learning-rate'. learning_rate is a field of --hp: --hp '{value}'" in said
     assert "is a field of" not in flyte_run("--nothing", "1", status=1)
 
 
@@ -189,14 +184,3 @@ def test_a_sweep_cuts_trials_and_trains_with_the_best(tmp_path, monkeypatch):
     assert (best["learning_rate"], best["trained_epochs"], second["trained_epochs"]) == ("0.1", "2", "1")
     assert diverged["failure"].startswith("NonFiniteError: loss is not finite in epoch 1")
     assert "Sweep of digits" in (table.parent / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_a_trial_that_is_refused_is_listed_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
-    sweep = {"values": {"freeze": ["", "no_such_layer"]}}
-    flyte_run("--sweep", json.dumps(sweep), "--hp", json.dumps({**SMALL, "seed": 14}), file="flyte2/sweep.py")
-    (table,) = tmp_path.glob("*/trials.csv")
-    with open(table, newline="") as file:
-        _, refused = csv.DictReader(file)
-    assert refused["failure"].startswith("InputError: freeze must match names of tensors, got 'no_such_layer'")

@@ -138,15 +138,6 @@ def test_a_storage_that_fails_is_told_from_one_without_the_file(storage, tmp_pat
     assert not isinstance(error.value, FileNotFoundError), "else training would begin anew"
 
 
-@pytest.mark.slow
-def test_a_lost_mirror_is_worth_a_retry(storage, tmp_path):
-    nowhere = {"DDP_DATA_MIRROR": (tmp_path / "no-such-folder").as_uri(), "DDP_DATA_DIR": str(tmp_path / "empty")}
-    blocked = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
-    pod = Pod2(mnist.prepare, {"name": "mnist"}, storage, action="prepare", environment={**nowhere, **blocked})
-    pod.finish()
-    assert pod.error.error.kind == ContainerError.RECOVERABLE, pod.log
-
-
 def test_a_killed_rank_is_worth_a_retry_and_a_full_disk_is_not():
     killed = from_exit_code(-signal.SIGKILL, 1, "host")
     full = from_exception(OSError(errno.ENOSPC, "No space left on device"), 1, "host")
