@@ -4,7 +4,6 @@ import lzma
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from flyte_ddp.whole_files import temporary_beside
 from tests.pod import Pod, literal, package
 
 ROOT = Path(__file__).resolve().parents[2]
-PREPARE = "import sys; from flyte_ddp.data.sources.datasets import prepare; print(prepare(sys.argv[1]))"
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +35,6 @@ def mirror(test_data, tmp_path_factory):
     for packed in (test_data / "CIFAR10" / "cifar-10-batches-py").glob("*.xz"):
         (unpacked / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
     return unpacked.parent
-
-
-def prepare_at_once(name, times):
-    command = [sys.executable, "-c", PREPARE, name]
-    pipe = subprocess.PIPE
-    runs = [subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) for _ in range(times)]
-    for run in runs:
-        output, errors = run.communicate()
-        assert run.returncode == 0, errors
-        assert output == f"{prepared_dir(name)}\n"
-    verify(prepared_dir(name))
 
 
 def test_every_dataset_of_the_hyperparameters_has_a_source():
@@ -114,15 +101,6 @@ def test_damaged_folder_is_prepared_again(content, capsys):
     assert "Warning: digits is prepared again: " in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_four_runs_at_once_on_an_empty_or_damaged_folder(folder, is_damaged):
-    if is_damaged:
-        (prepare("digits") / "test_images.npy").write_bytes(b"")
-    prepare_at_once("digits", 4)
-    assert os.listdir(folder / "prepared") == ["digits"]
-
-
 def test_read_only_folder_is_one_clear_error(folder):
     folder.mkdir()
     if os.geteuid() == 0:  # permission bits mean nothing to root
@@ -176,9 +154,11 @@ def test_real_mnist_and_fashion_mnist_from_one_mirror(test_data, folder, monkeyp
 
 
 @pytest.mark.slow
-def test_real_cifar10_from_unpacked_files(mirror, folder, monkeypatch):
-    monkeypatch.setenv("DDP_DATA_MIRROR", mirror.as_uri())
-    cifar10 = read_description(prepare("cifar10"))
+def test_a_pod_prepares_real_cifar10_from_unpacked_files_within_its_memory(mirror, folder, tmp_path):
+    task = package(DDP_PROFILE="sandbox").tasks["flyte_ddp.flyte1.prepare.prepare_dataset"]
+    environment = {"DDP_DATA_MIRROR": mirror.as_uri(), "DDP_DATA_DIR": str(folder)}
+    Pod(task, {"name": literal("cifar10")}, tmp_path / "pod", environment=environment).run()
+    cifar10 = read_description(prepared_dir("cifar10"))
     assert (cifar10.mean, cifar10.std) == ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616))
     assert (cifar10.train_samples, cifar10.test_samples, cifar10.image_shape) == (50_000, 10_000, (3, 32, 32))
     assert cifar10.classes[:2] == ("airplane", "automobile")
@@ -192,20 +172,3 @@ def test_cifar10_that_is_not_to_be_had_is_one_clear_error(tmp_path, monkeypatch)
     monkeypatch.setenv("DDP_DATA_MIRROR", (tmp_path / "mirror").as_uri())
     with pytest.raises(DownloadError, match=r"no mirror delivered cifar-10-python.tar.gz(.|\n)*DDP_DATA_MIRROR"):
         prepare("cifar10")
-
-
-@pytest.mark.slow
-def test_real_mnist_by_two_runs_at_once(test_data, folder, monkeypatch):
-    monkeypatch.setenv("DDP_DATA_MIRROR", test_data.as_uri())
-    prepare_at_once("mnist", 2)
-    assert sorted(os.listdir(folder)) == ["MNIST", "prepared"]
-    assert len(os.listdir(folder / "MNIST" / "raw")) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_a_pod_prepares_real_data_within_its_memory(request, folder, tmp_path, name):
-    files = request.getfixturevalue("mirror" if name == "cifar10" else "test_data")
-    task = package(DDP_PROFILE="sandbox").tasks["flyte_ddp.flyte1.prepare.prepare_dataset"]
-    environment = {"DDP_DATA_MIRROR": files.as_uri(), "DDP_DATA_DIR": str(folder)}
-    Pod(task, {"name": literal(name)}, tmp_path / "pod", environment=environment).run()

@@ -155,7 +155,7 @@ def test_of_several_images_in_a_file_the_first_counts(kind):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("shape", [(3, 40, 120), (3, 120, 40), (1, 64, 64)])
+@pytest.mark.parametrize("shape", [(3, 40, 120), (1, 64, 64)])
 def test_a_large_photo_is_as_sharp_whichever_way_the_camera_was_held(orientation, shape):
     """A JPEG is decoded at a part of its size, which has to suffice after it has been turned."""
     rng = np.random.default_rng(0)
