@@ -56,7 +56,7 @@ def test_the_best_evaluation_does_not_depend_on_the_ranks(train, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("epoch", "step"), [(0, 5), (0, 7), (1, 10), (1, 16)])
+@pytest.mark.parametrize(("epoch", "step"), [(0, 7), (1, 16)])
 def test_a_run_that_is_killed_between_evaluations_goes_on_with_the_same_bits(train, whole, epoch, step):
     def unplug(event):
         if isinstance(event, StepLogged) and (event.epoch, event.step) == (epoch, step):

@@ -32,7 +32,6 @@ def notice(monkeypatch):
 @pytest.mark.parametrize(
     ("phase", "said", "begins"),
     [
-        ("set-up 1", "ended at once, before the first step", (0, 0)),
         ("trial 2", "ended at once, before the first step", (0, 0)),
         ("step 7", "stopped on request before epoch 1, step 9$", (0, 8)),
         (
@@ -74,7 +73,6 @@ OWN = {
 @pytest.mark.parametrize(
     ("loop", "phase", "said", "begins"),
     [
-        ("own_loop", "step 3", "stopped on request before epoch 1, step 4$", (0, 3)),
         ("own_loop", "evaluation 3", "stopped on request in the evaluation after epoch 1, step 7, .*$", (0, 7)),
         ("own_loop", "evaluation 25", "stopped on request in the evaluation after epoch 2, .*$", (2, 0)),
         ("own_loop_that_swaps", "evaluation 3", "stopped on request before epoch 2, step 1$", (1, 0)),

@@ -7,10 +7,19 @@ from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RanksTimed, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankError
-from flyte_ddp.settings import TrainingSettings
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.training import train
 from tests.small_training import TWO_HOSTS, Unplugged, first_and_slow, identical, relative_difference, unplug_at
 
 LOOPS, MISTAKES = "tests.engine.own_loops:", "tests.engine.own_loop_mistakes:"
+# Mistakes that one rank cannot make, or only after two whole epochs
+OF_SEVERAL_RANKS = {
+    "forgets_to_wrap", "evaluates_on_the_first_rank", "has_other_samples_on_each_rank",
+    "evaluates_more_on_the_first_rank", "logs_more_on_the_last_rank", "skips_a_step_on_the_last_rank",
+    "repeats_a_closure_on_the_first_rank", "leaves_the_steps_on_the_first_rank", "starts_the_ranks", "ends_the_ranks",
+    "unfreezes_what_was_wrapped", "averages_over_the_training_batches",
+}  # fmt: skip
 SMALL = {"keep_checkpoint": False, "batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
 
 
@@ -24,12 +33,26 @@ def mistaken(train):
     return lambda loop, nproc=2, **more: train(nproc, recipe=MISTAKES + loop, **{**SMALL, **more})
 
 
+@pytest.fixture
+def mistaken_here(request, small_data, tmp_path):
+    """A training in this process, if one rank can make the mistake."""
+
+    def run(loop):
+        if loop in OF_SEVERAL_RANKS:
+            request.getfixturevalue("mistaken")(loop)
+        request.getfixturevalue("alone")
+        settings = Hyperparameters(batch_size=12, epochs=2, log_interval=1, precision="float32")
+        train(MISTAKES + loop, settings, RunOptions(loader_workers=0, tracking="off"), small_data, tmp_path)
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def undisturbed(whole):
     return lambda nproc=2, loop="train", **more: whole(nproc, recipe=LOOPS + loop, **{**SMALL, **more})
 
 
-@pytest.mark.parametrize(("step", "nproc"), first_and_slow((4, 3), (1, 2), (7, 2)))
+@pytest.mark.parametrize(("step", "nproc"), first_and_slow((4, 3), (7, 2)))
 def test_killed_at_any_step_it_ends_with_the_same_bits(own, undisturbed, step, nproc):
     with pytest.raises(Unplugged):
         own(nproc, on_event=unplug_at(step), checkpoint_seconds=0, name="cut")
@@ -41,7 +64,7 @@ def test_killed_at_any_step_it_ends_with_the_same_bits(own, undisturbed, step, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "epoch"), [(2, 0), (5, 0), (1, 1), (2, 1), (4, 1)])
+@pytest.mark.parametrize(("step", "epoch"), [(2, 0), (4, 1)])
 def test_a_checkpoint_waits_for_the_optimizer_while_gradients_are_accumulated(own, undisturbed, step, epoch):
     with pytest.raises(Unplugged):
         own(3, "accumulates", on_event=unplug_at(step, epoch), checkpoint_seconds=0, name="cut")
@@ -50,11 +73,10 @@ def test_a_checkpoint_waits_for_the_optimizer_while_gradients_are_accumulated(ow
     assert resumed.result.digest == undisturbed(3, "accumulates").result.digest
 
 
-@pytest.mark.parametrize("epoch", first_and_slow(1, 0))
-def test_it_waits_for_each_optimizer_and_draws_the_same_before_the_steps_of_an_epoch(own, undisturbed, epoch):
+def test_it_waits_for_each_optimizer_and_draws_the_same_before_the_steps_of_an_epoch(own, undisturbed):
     loop = "trains_layers_at_their_own_pace"
     with pytest.raises(Unplugged):
-        own(2, loop, on_event=unplug_at(2, epoch), checkpoint_seconds=0, name="cut")
+        own(2, loop, on_event=unplug_at(2, 1), checkpoint_seconds=0, name="cut")
     assert own(2, loop, name="cut").result.digest == undisturbed(2, loop).result.digest
 
 
@@ -68,7 +90,7 @@ def test_it_does_not_wait_without_end(mistaken):
     assert "an optimizer has some that it has not stepped by in 256 steps" in warning.reason
 
 
-@pytest.mark.parametrize(("step", "epoch"), first_and_slow((4, 1), (1, 2), (3, 2)))
+@pytest.mark.parametrize(("step", "epoch"), first_and_slow((4, 1), (1, 2)))
 def test_what_has_changed_since_the_start_is_as_it_was_in_a_resume(own, undisturbed, step, epoch):
     loop = "changes_what_it_trains"
     with pytest.raises(Unplugged):
@@ -153,8 +175,8 @@ def test_without_dropout_and_batch_norm_the_number_of_ranks_changes_rounding_alo
     assert relative_difference(undisturbed(1, "plain"), undisturbed(3, "plain")) < 1e-5
 
 
-@pytest.mark.parametrize("batch_size", first_and_slow(10, 18))  # nine steps an epoch, or five
-def test_a_request_to_stop_is_obeyed_by_all_ranks_after_a_checkpoint_also_in_the_last_step(own, whole, batch_size):
+def test_a_request_to_stop_is_obeyed_by_all_ranks_after_a_checkpoint_also_in_the_last_step(own, whole):
+    batch_size = 18  # five steps an epoch
     target = "tests.launch.targets:stop_after_the_fifth_step"
     assert own(target=target, name="stopped", batch_size=batch_size) == [(0, 5)] * 2
     resumed = own(name="stopped", batch_size=batch_size)
@@ -323,15 +345,15 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
         ("takes_nothing", r"own_loop_mistakes:takes_nothing must take one argument, the loop, as in def train\(loop\)"),
     ],
 )
-def test_a_mistake_is_one_error_with_its_remedy(mistaken, loop, words):
+def test_a_mistake_is_one_error_with_its_remedy(mistaken_here, loop, words):
     with pytest.raises(InputError, match=words):
-        mistaken(loop)
+        mistaken_here(loop)
 
 
 BEST = {"loop": "gets_worse_after_two_epochs", "epochs": 6, "keep_best": 2, "patience": 2, "kind": TrainingSettings}
 
 
-@pytest.mark.parametrize(("step", "epoch"), first_and_slow((4, 3), (6, 1), (2, 2)))
+@pytest.mark.parametrize(("step", "epoch"), first_and_slow((4, 3), (6, 1)))
 def test_a_resume_returns_the_best_epoch_and_stops_as_early_as_an_undisturbed_training(own, undisturbed, step, epoch):
     whole = undisturbed(1, **BEST)
     with pytest.raises(Unplugged):

@@ -64,7 +64,7 @@ def named(recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "nproc"),
-    [("Drawing", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [("Drawing", 3), ("InMicroBatches", 2)])],
+    [("Drawing", 2), pytest.param("InMicroBatches", 2, marks=pytest.mark.slow)],
 )
 def test_as_many_virtual_ranks_compute_the_same_up_to_rounding(train, recipe, nproc):
     settings = {"recipe": named(recipe), **UNEVEN, "train_fraction": 54 / 318}  # few steps, as each amplifies rounding
@@ -130,19 +130,6 @@ def test_weights_that_no_rank_uses_in_a_step_stay_as_they_are(train, virtual_ran
     alone = train(1, name="alone", **settings)
     both = train(2, name="both", virtual_ranks=virtual_ranks, **settings)
     assert relative_difference(alone, both) < 1e-3  # decay in each step would halve them
-
-
-class FollowsRank(Drawing):
-    """Its rate follows the rank."""
-
-    def optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + distributed.get_rank()))
-
-
-def test_weights_that_drift_apart_end_the_run_before_a_checkpoint_has_them(train):
-    words = r"WrongBitsError: in epoch 1, step 10, weights have other bits on each of rank 0 .*, rank 1 .*: code reads"
-    with pytest.raises(RankError, match=words):
-        train(2, recipe=named("FollowsRank"), batch_size=33)
 
 
 def test_of_three_ranks_the_one_that_drifts_is_named(train):

@@ -64,7 +64,7 @@ def test_an_import_by_a_computed_name_is_refused_in_the_rank(code):
     assert launch("of_mine:check", (code.root, declared, "plain.folder.deep"), code.root) == [None]
 
 
-@pytest.mark.parametrize("name", ["flyte_ddp.watch.compare", "json.tool", "colorsys"])
+@pytest.mark.parametrize("name", ["flyte_ddp.watch.compare", "colorsys"])
 def test_the_library_and_installed_modules_may_be_imported_by_any_name(code, name):
     assert launch("of_mine:check", ("/", code.files, name), code.root) == [None]
 

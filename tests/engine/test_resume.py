@@ -13,8 +13,6 @@ from tests.small_training import TWO_HOSTS, WORKER, Unplugged, identical, relati
     [
         (1, WORKER, 2),
         (7, TWO_HOSTS, 2),
-        pytest.param(9, WORKER, 3, marks=pytest.mark.slow),
-        pytest.param(19, WORKER, 2, marks=pytest.mark.slow),
         (20, WORKER, 3),
     ],
 )

@@ -1,20 +1,14 @@
 """Which time-out counts: a start and writing may take long, and a hang in them is said to be one."""
 
-import pytest
-
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
 from flyte_ddp.launch.environment import environment_from_variables
-from flyte_ddp.launch.failures import RecoverableRankError
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.training import train
 from tests.engine.probe_recipes import Settings, Validated
-from tests.engine.slow_recipes import Settings as SlowSettings
-from tests.engine.slow_recipes import Slow
 
 NOW = [""]
 SEEN: list[tuple[str, str]] = []
@@ -63,31 +57,3 @@ def test_each_rank_says_when_it_starts_steps_and_writes(alone, tmp_path):
     assert events[-1] == ("pictures", WRITING)
     ends = [at for at, (name, _) in enumerate(SEEN) if name == EpochFinished.__name__]
     assert all(("heartbeat", WRITING) in SEEN[at : at + 4] for at in ends)
-
-
-def run(output, **waits):
-    options = RunOptions(nproc=2, timeout_seconds=8, loader_workers=0, tracking="off", **waits.pop("timeouts", {}))
-    return train(Slow, SlowSettings(**waits), options, output=output)
-
-
-@pytest.mark.slow
-def test_what_takes_longer_than_a_step_before_the_first_and_after_the_last_ends_well(tmp_path):
-    assert run(tmp_path, in_data=5.0, in_model=10.0, in_pictures=10.0).model_path.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "timeouts", "said"),
-    [
-        ("in_model", {"start_timeout_seconds": 20}, "rank 1 on .*: Hang: still starting "),
-        ("in_data", {"start_timeout_seconds": 20}, "rank 1 on .*: Hang: still starting "),
-        (
-            "in_pictures",
-            {"write_timeout_seconds": 10},
-            "rank 0 on .*: Hang: still writing ",
-        ),
-    ],
-)
-def test_a_hang_before_the_first_step_or_after_the_last_is_named(tmp_path, where, timeouts, said):
-    with pytest.raises(RecoverableRankError, match=said):
-        run(tmp_path, **{where: -1.0}, timeouts=timeouts)

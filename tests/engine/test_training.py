@@ -111,10 +111,9 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_before_the_step(train, tmp
     assert all(torch.isfinite(weight).all() for weight in saved["model"].values())
 
 
-@pytest.mark.parametrize("log_interval", [4, 1000])
-def test_a_host_that_is_ahead_of_its_device_gives_the_same(train, whole, log_interval):
+def test_a_host_that_is_ahead_of_its_device_gives_the_same(train, whole):
     expected = whole(2, epochs=2)
-    trained = train(2, epochs=2, log_interval=log_interval, target="tests.launch.targets:behind", checkpoint_seconds=0)
+    trained = train(2, epochs=2, log_interval=1000, target="tests.launch.targets:behind", checkpoint_seconds=0)
     assert identical(expected, trained)
     written = [(event.epoch, event.step) for event in trained.events if isinstance(event, CheckpointWritten)]
     assert sum(epoch == 0 for epoch, _ in written) >= 4, "however rarely steps are logged"

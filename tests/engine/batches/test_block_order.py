@@ -27,7 +27,7 @@ def steps_of(order):
     ]
 
 
-@pytest.mark.parametrize("key", [None, 1, 2])
+@pytest.mark.parametrize("key", [None, 1])
 @pytest.mark.parametrize("lengths", [UNEVEN, [50], [1] * 50, [25, 25], [3, 3]])
 @pytest.mark.parametrize(
     ("batch_size", "window", "streams"), [(8, 6, 4), (7, 1, 3), (64, 100, 5), (3, 2, 32), (1, 4, 1)]
@@ -46,12 +46,12 @@ def test_keys_and_windows_make_other_orders():
     assert order_of(key=None, streams=1).at(torch.arange(50)).tolist() == list(range(50))
 
 
-@pytest.mark.parametrize("key", [None, 1, 2, 3])
+@pytest.mark.parametrize("key", [None, 1])
 @pytest.mark.parametrize("samples", [50, 33])
 @pytest.mark.parametrize(
     ("batch_size", "window", "streams"), [(8, 6, 4), (7, 1, 3), (5, 3, 4), (64, 100, 5), (9, 4, 1)]
 )
-@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("nodes", [1, 3])
 def test_a_node_needs_only_the_announced_blocks_at_the_announced_steps(
     key, samples, batch_size, window, streams, nodes
 ):

@@ -70,19 +70,17 @@ def test_ranks_do_not_change_the_result(digits, tmp_path):
     first, weights, _ = run(digits, tmp_path / "first", virtual_ranks=3)
     labels = np.load(tmp_path / "first" / "predictions.npy")
     assert labels.tolist() == sorted(labels.tolist())  # in the order of the data, whatever that of the batches
-    for nproc in (2, 3):
-        output = tmp_path / str(nproc)
-        other, others, _ = run(digits, output, nproc, virtual_ranks=3)
-        assert gap(weights, others) == 0
-        assert other.epochs[1].evaluated == first.epochs[1].evaluated
-        assert np.array_equal(np.load(output / "predictions.npy"), labels)
+    other, others, _ = run(digits, tmp_path / "other", 2, virtual_ranks=3)
+    assert gap(weights, others) == 0
+    assert other.epochs[1].evaluated == first.epochs[1].evaluated
+    assert np.array_equal(np.load(tmp_path / "other" / "predictions.npy"), labels)
     assert gap(weights, run(digits, tmp_path / "seed", seed=2)[1]) > 1e-3
     assert not list(Path(tempfile.gettempdir(), "ddp-blocks").glob("*-*"))
 
 
 @pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_the_same_bits(digits, tmp_path):
-    kills, epochs = 20, 7
+    kills, epochs = 4, 3
     _, expected, _ = run(digits, tmp_path / "whole", 2, epochs=epochs)
     draw, first_steps = random.Random(1), []
     for number in itertools.count():
@@ -101,7 +99,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(digits, tmp_path):
         except Unplugged:
             pass
     assert number == kills
-    assert len(set(first_steps)) > 1 + kills // 4
+    assert len(set(first_steps)) > 2
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

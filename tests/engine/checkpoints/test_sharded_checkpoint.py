@@ -42,10 +42,10 @@ class Seen:
 
 @pytest.mark.slow
 def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
-    settings = {**WHOLE, "epochs": 3}
+    settings = {**WHOLE, "epochs": 2}
     _, _, expected = run("Everything", tmp_path / "whole", nproc=2, **settings)
     draws, seen = np.random.default_rng(0), Seen()
-    for _ in range(4):
+    for _ in range(2):
         seen.left, before = int(draws.integers(1, 12)), seen.reached
         with pytest.raises(Unplugged):
             run("Everything", tmp_path / "cut", watch=seen, seconds=0, nproc=2, **settings)

@@ -167,6 +167,7 @@ def trained(folder, names, virtual_ranks, counts):
     return {name: [next(results) for _ in counts] for name in names}
 
 
+@pytest.mark.slow
 def test_what_depends_on_the_number_of_ranks_is_trained_on_two(tmp_path):
     for name, (result,) in trained(tmp_path, [*BY_RANK, *NEVER_THE_SAME], 0, [2]).items():
         assert np.isfinite(result.tested["loss"]), name
@@ -175,7 +176,7 @@ def test_what_depends_on_the_number_of_ranks_is_trained_on_two(tmp_path):
 @pytest.mark.parametrize("names", [BY_RANK[:3], pytest.param(BY_RANK[3:], marks=pytest.mark.slow)])
 def test_by_virtual_ranks_it_has_the_same_bits_on_any_number_of_ranks(tmp_path, names):
     """The last batch of twelve samples has two, for four parts."""
-    for name, (one, *others) in trained(tmp_path, names, 4, [1, 2, 3]).items():
+    for name, (one, *others) in trained(tmp_path, names, 4, [1, 3]).items():
         for other in others:
             assert (other.digest, other.tested) == (one.digest, one.tested), name
 

@@ -31,7 +31,6 @@ def test_it_is_refused_without_a_gpu_or_what_compiles_for_it(monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     ("recipe", "sharding", "ranks", "size", "least"),
     [
-        ("sharding_recipes:Everything", "off", 1, 16, 1),
         ("sharding_recipes:Everything", "full", 2, 16, 1),
         ("compiled_targets:Numbered", "off", 1, 12, 12),
         ("compiled_targets:Whole", "off", 2, 8, 3),

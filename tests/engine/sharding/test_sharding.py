@@ -19,14 +19,13 @@ from tests.engine.sharding_recipes import Digits, Optimized
 from tests.examples import train_small, trained
 
 FULL = RunOptions(sharding="full", loader_workers=0)
-NAN = {"batch_size": 4, "epochs": 2}
 
 
 @pytest.mark.slow
 def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
     settings = {"batch_size": 16, "validation_fraction": 0.2}
-    off = run("Everything", tmp_path / "off", "off", nproc=2, **settings)
-    full = run("Everything", tmp_path / "full", nproc=2, **settings)
+    off = run("Everything", tmp_path / "off", "off", nproc=3, **settings)
+    full = run("Everything", tmp_path / "full", nproc=3, **settings)
     assert len(full[0]) == len(off[0]) == 16
     assert_alike(full, off)
     assert full[1].best_epoch == off[1].best_epoch == 1
@@ -38,7 +37,7 @@ def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nproc"),
-    [("Sharded", 1), ("Sharded", 2), ("Everything", 3), ("TiedOutside", 2), ("TiedOutside", 3), ("ChannelsLast", 3)],
+    [("Everything", 3), ("TiedOutside", 2), ("ChannelsLast", 3)],
 )
 def test_the_digest_is_that_of_the_same_weights_when_whole(tmp_path, name, nproc):
     _, result, weights = run(name, tmp_path, nproc=nproc, batch_size=12)
@@ -134,9 +133,7 @@ def test_in_bfloat16_ranks_exchange_half_of_the_weights_bytes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "batch_size"), [("Everything", 16), ("Normed", 12), ("TiedOutside", 8), ("Experts", 3)]
-)
+@pytest.mark.parametrize(("name", "batch_size"), [("TiedOutside", 8), ("Experts", 3)])
 def test_it_is_the_same_on_three_ranks(tmp_path, name, batch_size):
     settings = {"batch_size": batch_size}
     off, full = (run(name, tmp_path / kind, kind, nproc=3, **settings) for kind in KINDS)
@@ -144,9 +141,8 @@ def test_it_is_the_same_on_three_ranks(tmp_path, name, batch_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["charlm", "finetune_text"])
-def test_an_example_is_as_without_sharding(tmp_path, name):
-    losses = []
+def test_an_example_is_as_without_sharding(tmp_path):
+    name, losses = "finetune_text", []
 
     def listen(event):
         losses.extend([event.measures["loss"]] if isinstance(event, StepLogged) else [])

@@ -24,7 +24,7 @@ from tests.small_training import first_and_slow, identical
 
 IN_PLACE = {"recipe": f"{__name__}:InPlace", "batch_size": 15, "train_fraction": 64 / 318}
 HALVES = {"precision": "bfloat16", "validation_fraction": 0.1}
-SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 2)))  # `make faults` tries more
+SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 1)))  # `make faults` tries more
 
 
 class Flipping(ImageClassifier):
@@ -126,21 +126,16 @@ def test_a_rank_with_a_wrong_bit_in_a_gradient_is_named_within_100_steps(train, 
     assert [(20 * (int(epoch) - 1) + int(step)) % 7 for epoch, step in found] == [0]
 
 
-@pytest.mark.parametrize("ranks", first_and_slow(3, 1))
-def test_code_that_begins_to_draw_is_named_and_no_host(train, ranks):
+def test_code_that_begins_to_draw_is_named_and_no_host(train):
     with pytest.raises(InputError, match=r"^in epoch \d, step \d+, gradients of the same samples have other bits each"):
-        train(ranks, recipe=f"{__name__}:Drawing", virtual_ranks=4, audit_every=3, epochs=2)
+        train(3, recipe=f"{__name__}:Drawing", virtual_ranks=4, audit_every=3, epochs=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "words"), [(2, "on each of rank 0 on .*, rank 1 on "), (3, "on rank 1 on .* than on rank 0 on ")]
-)
-def test_ranks_that_differ_in_the_same_way_each_time_are_named_both(train, ranks, words):
-    with pytest.raises(
-        RecoverableRankError, match=f"have other bits {words}.*: code reads its rank or host, or counts"
-    ):
-        train(ranks, recipe=f"{__name__}:Stuck", virtual_ranks=ranks, audit_every=1)
+def test_two_ranks_that_differ_in_the_same_way_each_time_are_named_both(train):
+    words = "have other bits on each of rank 0 on .*, rank 1 on .*: code reads its rank or host, or counts"
+    with pytest.raises(RecoverableRankError, match=words):
+        train(2, recipe=f"{__name__}:Stuck", virtual_ranks=2, audit_every=1)
 
 
 @pytest.mark.slow
@@ -180,10 +175,9 @@ def test_a_rank_whose_optimizer_has_gone_wrong_is_named_at_the_evaluation(train)
 )
 def test_what_is_right_gives_the_same_bits_as_without_and_no_word(train, whole, settings):
     plain = whole(1, virtual_ranks=4, **settings)
-    for ranks in (1, 2, 3):
-        audited = train(ranks, name=f"{ranks}", virtual_ranks=4, audit_every=1, **settings)
-        assert identical(plain, audited)
-        assert not [event for event in audited.events if isinstance(event, NotLearning) and "bits" in event.reason]
+    audited = train(3, virtual_ranks=4, audit_every=1, **settings)
+    assert identical(plain, audited)
+    assert not [event for event in audited.events if isinstance(event, NotLearning) and "bits" in event.reason]
 
 
 PROGRAM = """

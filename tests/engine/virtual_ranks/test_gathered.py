@@ -117,17 +117,14 @@ def one_rank(whole):
     return whole(1, recipe=named("Compared"), virtual_ranks=3, **SHORT)
 
 
-@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_equal_bytes_on_any_number_of_ranks(train, one_rank, nproc):
-    assert identical(one_rank, train(nproc, recipe=named("Compared"), virtual_ranks=3, **SHORT))
+def test_equal_bytes_on_any_number_of_ranks(train, one_rank):
+    assert identical(one_rank, train(2, recipe=named("Compared"), virtual_ranks=3, **SHORT))
 
 
 @pytest.mark.parametrize("recipe", first_and_slow("Raw", "Slopes", "Labels"))
 def test_rows_of_any_kind_have_equal_bytes(train, recipe):
     settings = {"recipe": named(recipe), "virtual_ranks": 3, **SHORT}
-    one, *others = (train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2, 3))
-    for other in others:
-        assert identical(one, other)
+    assert identical(*(train(nproc, name=f"{nproc}", **settings) for nproc in (1, 3)))
     few = {"recipe": named(recipe), "batch_size": 33, "train_fraction": 66 / 318}
     assert relative_difference(train(2, name="plain", **few), train(1, name="exact", virtual_ranks=2, **few)) < 1e-4
 

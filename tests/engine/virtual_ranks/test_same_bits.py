@@ -49,22 +49,22 @@ class Weighted(ImageClassifier):
         return {**measured, "loss": (measured["loss"] * weights, weights)}
 
 
-SLOW = [BATCH_NORM, SHORT, {"precision": "bfloat16", "validation_fraction": 0.1}]
-
-
-@pytest.mark.parametrize("settings", [{}, *[pytest.param(one, marks=pytest.mark.slow) for one in SLOW]])
-def test_equal_bytes_on_one_two_three_and_five_ranks(train, settings):
-    one, *others = (train(nproc, name=f"{nproc}", virtual_ranks=5, **settings) for nproc in (1, 2, 3, 5))
+def test_equal_bytes_on_one_two_three_and_five_ranks(train):
+    one, *others = (train(nproc, name=f"{nproc}", virtual_ranks=5) for nproc in (1, 2, 3, 5))
     for other in others:
         assert identical(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [BATCH_NORM, SHORT, {"precision": "bfloat16", "validation_fraction": 0.1}])
+def test_equal_bytes_with_what_a_network_may_have(train, settings):
+    assert identical(*(train(nproc, name=f"{nproc}", virtual_ranks=5, **settings) for nproc in (1, 3)))
 
 
 @pytest.mark.parametrize("recipe", ["Spiking", "Weighted"])
 def test_equal_bytes_where_numbers_do_not_fit_or_weights_differ(train, recipe):
     name = f"tests.engine.virtual_ranks.test_same_bits:{recipe}"
-    one, *others = (train(nproc, name=f"{nproc}", virtual_ranks=4, recipe=name) for nproc in (1, 2, 3))
-    for other in others:
-        assert identical(one, other)
+    assert identical(*(train(nproc, name=f"{nproc}", virtual_ranks=4, recipe=name) for nproc in (1, 3)))
 
 
 def test_as_close_as_rounding_to_a_training_without(train):
@@ -139,9 +139,7 @@ class Nudged(ImageClassifier):
 
 def test_the_average_too_begins_with_rank_0s_weights(train):
     settings = {"recipe": f"{__name__}:Nudged", "train_fraction": 16 / 318, "ema_decay": 0.9, "virtual_ranks": 3}
-    one, *others = (train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2, 3))
-    for other in others:
-        assert identical(one, other)
+    assert identical(*(train(nproc, name=f"{nproc}", **settings) for nproc in (1, 3)))
 
 
 def test_a_run_that_was_cut_off_goes_on_with_other_numbers_of_ranks_to_the_same_bits(train, whole):
@@ -155,12 +153,6 @@ def test_a_run_that_was_cut_off_goes_on_with_other_numbers_of_ranks_to_the_same_
     assert isinstance(resumed.events[0], RunStarted)
     assert (resumed.events[0].first_epoch, resumed.events[0].first_step) > (0, 3)
     assert identical(expected, resumed)
-
-
-@pytest.mark.slow
-def test_another_number_of_virtual_ranks_is_another_training(train):
-    one, other = (train(1, name=f"{number}", virtual_ranks=number) for number in (2, 4))
-    assert not identical(one, other)
 
 
 def test_what_is_not_finite_is_named_with_its_rank(train):
@@ -223,7 +215,7 @@ def test_a_steps_threads_are_one_unless_they_are_set(train):
 
 def test_equal_bytes_in_random_configurations(tmp_path):
     """How many, DDP_TEST_CONFIGURATIONS says: 240 take a quarter of an hour, for which -o faulthandler_timeout=3600."""
-    count = int(os.environ.get("DDP_TEST_CONFIGURATIONS", 3))
+    count = int(os.environ.get("DDP_TEST_CONFIGURATIONS", 2))
     subject = make_subject(find_code("tests.engine.virtual_ranks.configurations:Chosen"), settings_of(0))
     job, world = job_in(tmp_path, subject, RunOptions(loader_workers=0)), World(max(RANKS), max(RANKS), "gloo", "cpu")
     digests = []
