@@ -9,7 +9,6 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from lightning import LightningDataModule
-from lightning.pytorch.utilities import CombinedLoader
 from numerals.model import Numerals
 from torch.utils.data import (
     BatchSampler,
@@ -155,11 +154,6 @@ class Sampled(InTwo):
         return DataLoader(Numbered(), 3, sampler=WeightedRandomSampler([1.0] * 20 + [0.0] * 20, 60))
 
 
-class Shuffled(InTwo):
-    def train_dataloader(self):
-        return DataLoader(Numbered(), 3, shuffle=True, num_workers=1)
-
-
 class Ignored(Numerals):
     def train_dataloader(self):
         return DataLoader(self.parts[0], 3, sampler=RandomSampler(self.parts[0], True, 60))
@@ -209,12 +203,8 @@ class Plain(LightningDataModule):
         return DataLoader(Augmented(52), **{"batch_size": 4, "shuffle": True, "num_workers": 2, **self.own})
 
 
-class Dropping(Plain):
-    own = MappingProxyType({"drop_last": True, "collate_fn": mixed, "num_workers": 3})
-
-
 class Persistent(Plain):
-    own = MappingProxyType({"persistent_workers": True})
+    own = MappingProxyType({"persistent_workers": True, "drop_last": True, "collate_fn": mixed, "num_workers": 3})
 
 
 class Unforked(Plain):
@@ -264,12 +254,6 @@ class Cycled(Plain):
     def train_dataloader(self):
         rest = {"shuffle": True, "num_workers": 1}
         return {"a": DataLoader(Augmented(52), 4, **rest), "b": DataLoader(Augmented(9, 100), 2, **rest)}
-
-
-class Shortest(Plain):
-    def train_dataloader(self):
-        loaders = [DataLoader(Augmented(52), 4, shuffle=True), DataLoader(Augmented(45, 100), 3)]
-        return CombinedLoader(loaders, "min_size")
 
 
 class Streamed(Plain):

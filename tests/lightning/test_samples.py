@@ -44,7 +44,7 @@ def seen_by(folder, *split):
     return [[one for one in rank if (one[0].split()[0], one[1]) in split] for rank in ranks]
 
 
-@pytest.mark.parametrize("data", ["InTwo", "Sampled", "Shuffled"])
+@pytest.mark.parametrize("data", ["InTwo", "Sampled"])
 def test_after_a_resume_samples_that_are_drawn_are_those_of_an_undisturbed_training(tmp_path, data):
     of_two: Any = {
         "settings": settings(epochs=2),

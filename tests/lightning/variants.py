@@ -14,7 +14,6 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    BatchSizeFinder,
     Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -45,10 +44,6 @@ def pruning():
 
 def a_name():
     return ["EarlyStopping"]
-
-
-def of_depth(depth):
-    return [depth]
 
 
 class Hurried(LitNumerals):
@@ -136,11 +131,6 @@ class Unfreezing(BaseFinetuning):
 class Searching(LitNumerals):
     def configure_callbacks(self):
         return [LearningRateFinder()]
-
-
-class SearchingSize(LitNumerals):
-    def configure_callbacks(self):
-        return [BatchSizeFinder()]
 
 
 class Spiking(LitNumerals):
