@@ -2,40 +2,13 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from flyte_ddp.data.image_files import decode
 from flyte_ddp.data.prepared.prepared import read_description
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.errors import InputError
 from flyte_ddp.inference.rank import read_images
 from flyte_ddp.inference.shards import InferenceOptions, Row, Shard, ShardJob, read_rows, write_rows
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK"])
-def test_image_of_any_mode_is_decoded_as_it_looks(tmp_path, mode):
-    path = tmp_path / "half.tiff"
-    half = Image.new("L", (40, 20))
-    half.paste(255, (20, 0, 40, 20))
-    half.convert(mode).save(path)
-    for channels in (1, 3):
-        image = decode(path, (channels, 8, 8))
-        assert image.shape == (channels, 8, 8)
-        assert image.dtype == np.uint8
-        assert image[:, :, :3].max() < 10
-        assert image[:, :, 5:].min() > 245
-
-
-def test_photo_is_turned_upright(tmp_path):
-    path = tmp_path / "turned.png"
-    top = Image.new("L", (8, 8))
-    top.paste(255, (0, 0, 8, 4))
-    exif = Image.Exif()
-    exif[0x0112] = 3  # the camera was upside down
-    top.save(path, exif=exif)
-    assert decode(path, (1, 8, 8))[0, 0, 0] == 0
 
 
 def test_unreadable_file_is_a_reason_not_an_end(tmp_path):

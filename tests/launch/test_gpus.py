@@ -43,12 +43,8 @@ def count(devices: Path, environment) -> str:
         ({"NVML_GPUS": "8"}, 8),
         ({"NVML_GPUS": "8", "CUDA_VISIBLE_DEVICES": ""}, 0),
         ({"NVML_GPUS": "8", "CUDA_VISIBLE_DEVICES": "6,7,8"}, 2),
-        ({"NVML_GPUS": "8", "CUDA_VISIBLE_DEVICES": "GPU-5,GPU-7"}, 2),
         ({"NVML_GPUS": "8", "NVML_DENIED": "3"}, 7),
-        ({"NVML_GPUS": "2", "NVML_MIG": "30"}, 1),
-        ({"NVML_GPUS": "2", "NVML_MIG": "--"}, 2),
         ({"NVML_GPUS": "1", "NVML_MIG": "3", "CUDA_VISIBLE_DEVICES": "MIG-0-2"}, 1),
-        ({"NVML_GPUS": "1", "NVML_MIG": "3", "CUDA_VISIBLE_DEVICES": "MIG-0-3"}, 0),
     ],
 )
 def test_the_parent_counts_by_the_driver_without_torch(tmp_path, devices, variables, number):
@@ -73,8 +69,6 @@ RANK = """if True:
     [
         ("2", "4", "nccl"),  # as Slurm's --gpus-per-task gives each rank one of its own
         ("0,1", "4", "nccl needs a GPU for each of the 4 ranks of a node, got 2: lower their number"),
-        (None, "1", "nccl needs a GPU for each of the 4 ranks of a node, got 1: lower their number"),
-        (None, "4", "nccl"),
     ],
 )
 def test_each_rank_may_see_a_gpu_of_its_own(tmp_path, devices, visible, gpus, told):

@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("way", "ranks"),
     [
-        ("stop", (0,)),
-        ("sleep", (0, 1)),
         ("sleep in the data", (0,)),
         ("stopped from outside", (1,)),
     ],

@@ -59,8 +59,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [360, 800, 1400])
+@pytest.mark.parametrize(("width", "dark"), [(360, False), (800, True), (1400, False)])
 def test_browser_shows_the_page(browser: Browser, page: Path, width: int, dark: bool):
     browser.messages.clear()
     browser.requests.clear()

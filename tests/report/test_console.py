@@ -109,7 +109,7 @@ def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [40, 80, 120])
+@pytest.mark.parametrize("columns", [40, 120])
 def test_terminal_has_one_live_line(recorded, recorded_file, columns):
     program = """if True:
         import pickle, sys

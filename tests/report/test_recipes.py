@@ -21,7 +21,6 @@ from flyte_ddp.report.report import MOST_CURVES, fragment, progress_curves
 from flyte_ddp.report.words import written
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from tests.report.conftest import HOSTILE, Recorded
-from tests.report.track import in_tensorboard, in_wandb, tell_tracker, tensorboard_values
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = RunStarted(
@@ -218,26 +217,3 @@ def test_what_a_users_module_has_drawn_wrongly_takes_no_page_away(told):
         assert "pictures.npz cannot be shown: " in fragment(told.record)
     (told.info.logs / "pictures.npz").write_bytes(b"PK")
     assert "pictures.npz cannot be shown: " in fragment(told.record)
-
-
-def test_tensorboard_has_each_measure(told, tmp_path):
-    logs = tell_tracker(told, tmp_path, {"tracking": "tensorboard"}).logs
-    points = in_tensorboard(logs)
-    assert points["train/perplexity"][0][1] == pytest.approx(math.exp(2.5))
-    assert [step for step, _ in points["test/top5_share"]] == [10, 20]
-    assert "train/learning_rate" in points
-    assert "hyperparameters" in tensorboard_values(logs, "text")
-
-
-@pytest.mark.slow
-def test_wandb_has_each_measure(told, tmp_path):
-    run = tell_tracker(told, tmp_path, {"tracking": "offline"}).run
-    assert (run.config["recipe"], run.config["width"]) == ("own.package:LanguageModel", 32)
-    points = in_wandb(run.history)
-    assert [value for _, value in points["train/perplexity"]] == pytest.approx(
-        [math.exp(loss) for loss in (2.5, 2.0, 1.5, 1.0)]
-    )
-    assert points["test/loss"] == [(10, 2.25), (20, 1.25)]
-    assert points["train_epoch/loss"] == [(10, 2.5), (20, 1.5)]
-    assert run.exit_code == 0
-    assert not run.artifact

@@ -117,7 +117,7 @@ def attempts_of(events: list[Any], position: tuple[int, int]) -> tuple[list[Any]
     return [started, *first], [again, *after]
 
 
-@pytest.mark.parametrize("position", [(0, 0), (0, 7), (0, 10), (1, 0), (1, 5)])
+@pytest.mark.parametrize("position", [(0, 7), (0, 10), (1, 0)])
 def test_an_attempt_after_a_kill_neither_doubles_nor_loses_a_step(recorded, tracked, position):
     if tracked.tracking == "offline":
         pytest.skip("each attempt writes a run of its own, for `wandb sync`")
@@ -133,7 +133,7 @@ def test_ranks_that_start_again_in_the_same_process_double_and_lose_nothing(reco
     assert_same(tracked([*first, *again]), expected(events))
 
 
-@pytest.mark.parametrize("position", [(0, 7), (0, 10), (1, 5)])
+@pytest.mark.parametrize("position", [(0, 10), (1, 5)])
 def test_a_wandb_run_goes_on_where_the_server_has_it(recorded, tmp_path, position):
     events = validated(recorded)
     with Server("answers") as server:

@@ -141,11 +141,10 @@ def test_online_run_reaches_the_server(recorded, track):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mood", ["forbids", "silent"])
-def test_run_is_kept_where_the_server_fails(recorded, track, tmp_path, mood):
+def test_run_is_kept_where_the_server_is_silent(recorded, track, tmp_path):
     earlier = tmp_path / "tracked" / "wandb" / "run-20260101_000000-earlier" / "logs"  # of an attempt that was killed
     earlier.mkdir(parents=True)
-    with Server(mood) as server:
+    with Server("silent") as server:
         told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
     assert earlier.exists()
     assert_kept(recorded, told)

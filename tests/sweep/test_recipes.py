@@ -3,6 +3,8 @@
 import csv
 import re
 
+import pytest
+
 from tests.commands import output, pyflyte
 from tests.examples import project
 
@@ -10,6 +12,7 @@ SWEEP = '{"values": {"width": [2, 64]}, "measure": "loss", "largest": false, "re
 SETTINGS = '{"epochs": 8, "validation_fraction": 0.2}'
 
 
+@pytest.mark.slow
 def test_the_worse_one_stops_early_and_the_better_is_trained_to_its_end():
     arguments = ["--sweep", SWEEP, "--settings", SETTINGS, "--options", '{"nproc": 1}']
     done = pyflyte("tabular/sweep.py", "sweep_wf", *arguments, cwd=project())
