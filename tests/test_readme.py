@@ -18,7 +18,25 @@ ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = "needs a cluster or a container engine; tests/test_registration.py and test_image.py go as far as they can"
 SAME_BITS = "tests/engine/virtual_ranks compares digests of less training"
 DIGITS = '{"dataset": "digits", "epochs": 3, "virtual_ranks": 12}'
+SWEEP = '{"values": {"learning_rate": [0.1, 0.2], "sgd_momentum": [0.8, 0.9]}}'
+MEASURE = "PYTHONPATH=. pyflyte run examples/measure/"
+# Run by another test, with smaller settings
+ELSEWHERE = {
+    f"{MEASURE}inference.py inference_wf --network resnet9_small --batch_sizes '[1, 32, 512]'": "tests/test_measure.py",
+    f"{MEASURE}loading.py loading_wf --workers '[0, 1, 2, 4]'": "tests/test_measure.py",
+    f"{MEASURE}devices.py devices_wf --devices '[\"cpu\"]'": "tests/test_measure.py",
+    f"pyflyte run workflows/sweep.py sweep_wf --hp '{{\"epochs\": 1}}' --sweep '{SWEEP}'": "tests/sweep",
+    'python -m workflows.without_flyte --output alone --hp \'{"dataset": "digits", "epochs": 1}\'': (
+        "tests/test_without_flyte.py"
+    ),
+    "torchrun --nproc-per-node 2 -m workflows.without_flyte --output ranks --hp "
+    '\'{"dataset": "digits", "epochs": 1}\'': "tests/test_without_flyte.py",
+    'flyte run --local flyte2/sweep.py main --sweep \'{"values": {"learning_rate": [0.05, 0.1]}}\' --hp '
+    "'{\"epochs\": 1}'": "tests/flyte2/test_local.py",
+    "make dry-run2 IMAGE=registry.example.org/me/trainer:1": "tests/flyte2/test_environment.py",
+}
 NOT_RUN = {
+    **ELSEWHERE,
     f"""python -m workflows.without_flyte --hp '{DIGITS}' --options '{{"nproc": 3}}' --output trained""": SAME_BITS,
     f"""python -m workflows.without_flyte --hp '{DIGITS}' --options '{{"nproc": 1}}' --output alone""": SAME_BITS,
     "make image IMAGE=registry.example.org/me/trainer:1": CLUSTER,

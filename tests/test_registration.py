@@ -252,7 +252,7 @@ def test_code_archive_holds_code_only_and_all_of_it(sandbox):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ["mnist", "inference", "launch_plans"])
+@pytest.mark.parametrize("entry", ["mnist", "launch_plans"])
 def test_a_remote_run_ships_the_ranks_modules_without_importing_them(entry):
     program = f"""if True:
         import sys
