@@ -37,7 +37,7 @@ test-all: .venv/dev.stamp ## Run all tests, with commands, pods and examples as 
 	@$(call typed,pytest$(if $(ARGS), $(ARGS)))
 
 # Where other kernels may give other results: what is promised to the bit, and thresholds
-bits = tests/engine/test_training.py tests/engine/virtual_ranks
+bits = tests/engine/test_training.py tests/engine/virtual_ranks/test_same_bits.py
 numbers = $(bits) tests/engine/checks
 is_avx2 = grep -qs avx2 /proc/cpuinfo && ! grep -qs avx512 /proc/cpuinfo && echo "this processor has AVX2 itself: see the other tests"
 test-processors: .venv/dev.stamp ## Run the tests of numbers as on a processor with AVX2, and those of bits on one without

@@ -67,6 +67,7 @@ def _layer(module: str) -> str:
     return "ground" if layer in GROUND else "recipe" if layer in ("batch_share",) else layer
 
 
+@cache
 def _imported_names(path: Path) -> set[str]:
     """Full names of what a file imports, modules or what is in them."""
     found = set()
@@ -78,6 +79,7 @@ def _imported_names(path: Path) -> set[str]:
     return found
 
 
+@cache
 def _imports(path: Path) -> set[str]:
     """The modules of this library that a file imports; "" stands for its face, which is for users: no layer."""
     modules = _modules()

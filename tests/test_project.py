@@ -46,6 +46,7 @@ def _anchors(page: Path) -> set[str]:
 # --- imports ---
 
 
+@pytest.mark.slow
 def test_what_ranks_import_is_light():
     """flytekit alone would cost each of them 2 s and 90 MB, torchvision 3 s."""
     rooms = ("launch/*.py", "data/**/*.py", "engine/**/*.py", "recipes/*.py", "[!_]*.py", "*/rank.py")
