@@ -13,7 +13,7 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from flyte_ddp.attempt import checkpoints
+from flyte_ddp.attempt import storage_folder
 from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.attempt.multinode import handing_on_failure, worth_restarts
 from flyte_ddp.attempt.registration import registration
@@ -150,7 +150,7 @@ def test_an_attempt_whose_nodes_do_not_meet_hands_on_where_the_checkpoint_is(tmp
         raise RendezvousError("the last node did not come")
 
     monkeypatch.setattr(PytorchElasticFunctionTask, "execute", execute)
-    monkeypatch.setattr(checkpoints, "WAITS", ())
+    monkeypatch.setattr(storage_folder, "WAITS", ())
     folders = [tmp_path / str(attempt) for attempt in range(3)]
     folders[0].mkdir()
     (folders[0] / "checkpoint").write_text("half a training")
