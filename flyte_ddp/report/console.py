@@ -69,6 +69,7 @@ def show_output() -> None:
 
 
 def say(text: str, level: int = logging.INFO) -> None:
+    """Print a message by the library's logger, without the passwords in it, after what say_last has put off."""
     _say_last_words()
     logger.log(level, masked(text))
 
@@ -172,7 +173,7 @@ class Console(Remarks):
         self._ranks = rank_tables(self._run.hosts, event, MOST_RANKS) if len(event.data) > 1 else []
 
     def say_ranks(self) -> None:
-        """Print where the seconds of ranks and hosts have gone so far, once."""
+        """Print the newest tables of ranks' and hosts' seconds. A second call prints nothing."""
         for table in self._ranks:
             say(in_text(table))
         self._ranks = []
@@ -205,7 +206,10 @@ class Console(Remarks):
     def _measured(
         self, split: str, measures: Mapping[str, float], decimals: int = 4, others: Iterable[str] = ()
     ) -> str:
-        """Return the headline, the loss and the others. A recipe's headline may be its loss, which is shown once."""
+        """Format the headline, the loss and the measures `others`: "test accuracy 98.10%, test loss 0.0512".
+
+        Names that `measures` lacks are left out.
+        """
         return ", ".join(
             f"{split} {in_words(name)} {written(name, measures[name], self._run.percent, decimals)}".lstrip()
             for name in dict.fromkeys((self._run.headline, "loss", *others))
@@ -309,7 +313,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
 
 
 def next_step(info: RunInfo, report: Path) -> str:
-    """Return a command that suits this run."""
+    """Return a shell command to try next: it shows the run in TensorBoard, sends it to W&B, or opens the report."""
     if info.options.tracking == "tensorboard":
         return f"tensorboard --logdir {info.logs}"
     if info.options.tracking == "offline":
@@ -319,7 +323,10 @@ def next_step(info: RunInfo, report: Path) -> str:
 
 @contextmanager
 def download_progress() -> Iterator[Progress]:
-    """Show what datasets.prepare downloads: on a terminal a live line per file, elsewhere a line when it begins."""
+    """Yield a function that shows downloads, which calls it as show(filename, bytes_done, bytes_total or None).
+
+    On a terminal each file has a live line. Elsewhere a line is printed when a file's download begins.
+    """
     if not on_terminal():
         yield _plain_download
         return
@@ -342,9 +349,10 @@ def _plain_download(filename: str, done: int, total: int | None) -> None:
 
 
 def _progress(*columns: Any) -> Any:
-    """Return a live display on standard error that vanishes at the end.
+    """Return a live display on standard error that vanishes at the end: per task a line of its description and columns.
 
-    Rich is always installed, because pyflyte needs it.
+    Args:
+        columns: columns of rich, or their formats. Rich is always installed, because pyflyte needs it.
     """
     from rich.console import Console as Terminal
     from rich.progress import Progress as Display

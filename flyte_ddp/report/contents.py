@@ -22,7 +22,10 @@ MOST_ATTEMPTS = 8
 
 
 def tiles(record: Record) -> list[tuple[str, str]]:
-    """Return the value and label of each figure at the top, the most important first."""
+    """Return (value, label) of each figure at the top of the page, the most important first.
+
+    The measures are those of the test split, once it has been evaluated, or else those of the best or last epoch.
+    """
     run = record.started
     description = record.info.description
     tested = record.tested
@@ -68,7 +71,7 @@ def epoch_heads(record: Record) -> list[str]:
 
 
 def epoch_lines(record: Record) -> list[list[str]]:
-    """Return the figures of the last epochs as the lines of a table."""
+    """Return a table's lines, under epoch_heads, with the figures of the last MOST_EPOCHS evaluations."""
     names = record.measures[:MOST_MEASURES]
     return [
         [
@@ -83,7 +86,11 @@ def epoch_lines(record: Record) -> list[list[str]]:
 
 
 def kept_table(record: Record) -> dict[str, Any] | None:
-    """Return a table of the evaluations whose weights options.keep_best has left in the logs, the best first."""
+    """Return a table of the evaluations whose weights options.keep_best has left in the logs, the best first.
+
+    Returns:
+        "heads" and "lines" of the table; None if there are no such weights.
+    """
     if not record.kept:
         return None
     measure = record.kept[0].measure
@@ -92,16 +99,19 @@ def kept_table(record: Record) -> dict[str, Any] | None:
 
 
 def cause_bars(record: Record) -> list[tuple[str, list[str], float]]:
-    """Return each cause with its seconds, and with their share of the longest cause in percent."""
+    """Return (label, [seconds as text], percent of the longest cause) for each cause that has taken seconds."""
     seconds = record.goodput.seconds
     most = max(seconds.values(), default=0.0) or 1.0
     return [(LABELS[cause], [f"{value:,.2f}"], round(100 * value / most, 1)) for cause, value in seconds.items()]
 
 
 def attempts_table(record: Record) -> dict[str, Any] | None:
-    """Return a table of where each attempt's seconds have gone; None if there was only one attempt.
+    """Return where the seconds of each of the last MOST_ATTEMPTS attempts have gone, as a figure and as a table.
 
-    The table has the seconds, and their share of the longest attempt in percent. Of many attempts it has the last ones.
+    Returns:
+        None if there was only one attempt. Otherwise the title, and for the figure "bars", a name and (cause, percent
+        of the longest attempt) for each attempt, with a "legend" of (cause, label). For the table "heads" and "lines",
+        a line for each cause.
     """
     attempts = record.goodput.attempts
     if len(attempts) == 1:
@@ -123,13 +133,13 @@ def attempts_table(record: Record) -> dict[str, Any] | None:
 
 
 def ranks(record: Record) -> list[Table]:
-    """Return where the seconds of each rank, and of each of several hosts, have gone."""
+    """Return tables of the seconds of each rank, and of each of several hosts; none before the ranks were timed."""
     run, times = record.started, record.ranks
     return rank_tables(run.hosts, times, MOST_RANKS) if run and times else []
 
 
 def data_lines(record: Record) -> list[tuple[str, Any]]:
-    """Return the description of the images and their digest. For other recipes, return the number of samples."""
+    """Return (label, value) of the data: for images their description and digest, otherwise the number of samples."""
     run = record.started
     description = record.info.description
     if description is None:
@@ -152,9 +162,9 @@ def data_lines(record: Record) -> list[tuple[str, Any]]:
 
 
 def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
-    """Return the tables of hyperparameters, network, options, machine and run.
+    """Return the tables of hyperparameters, network, options, machine and run, by their titles.
 
-    Values other than the defaults are marked.
+    A line is (label, value). A line of a setting has a third item: the default if the value differs from it, or "".
     """
     info, run = record.info, record.started
     written = f"{record.checkpoints} written in {record.write_seconds:.2f} s"
@@ -196,7 +206,7 @@ def _network(record: Record) -> list[tuple[str, str]]:
 
 
 def _memory(record: Record) -> list[tuple[str, str]]:
-    """Return the peak memory of ranks, which is known once training has finished."""
+    """Return (label, peak memory) of the rank that used most, on host and GPU; none until training has finished."""
     results = record.finished.results if record.finished else []
     peaks = {
         "Peak memory of a rank": max((result.peak_bytes for result in results), default=0),
@@ -206,7 +216,7 @@ def _memory(record: Record) -> list[tuple[str, str]]:
 
 
 def _settings(values: Settings) -> list[tuple[str, str, str]]:
-    """Return the name and value of each field, and the default if the value differs from it."""
+    """Return (name, value, default) of each field. The default is "" if the value doesn't differ from it."""
     lines = []
     for name, default in dataclasses.asdict(type(values)()).items():  # type: ignore[call-overload]
         value = getattr(values, name)
@@ -215,7 +225,10 @@ def _settings(values: Settings) -> list[tuple[str, str, str]]:
 
 
 def operator_table(record: Record) -> dict[str, Any] | None:
-    """Return the table of rank 0's most expensive operators; None if its profiler was off."""
+    """Return "title", "heads" and "lines" of a table of rank 0's most expensive operators.
+
+    The profiler has written them to profile/operators.json in the logs. Returns None if it was off.
+    """
     try:
         profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
     except FileNotFoundError:

@@ -50,7 +50,10 @@ class Curves:
 
 
 def draw(curves: Curves) -> str:
-    """Draw the curves as an SVG element. Series of few points get markers."""
+    """Draw the curves as an SVG element, with vertical lines at `marks` and `chosen`, and a legend.
+
+    A series has at most MOST_POINTS points. One of fewer than 30 has markers. At least one series must have points.
+    """
     series = {name: thinned(points) for name, points in curves.series.items() if points}
     pens = {name: pen(number, DASHES[number // 8 % 4]) for number, name in enumerate(series)}
     dots = {name: dot(number) if len(series[name]) < 30 else "" for number, name in enumerate(series)}
@@ -78,11 +81,14 @@ def draw(curves: Curves) -> str:
 
 
 def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None], are_fractions: bool = False) -> str:
-    """Draw values over numbers or names as an SVG element.
+    """Draw points as an SVG element, with a ring around the first one, which is the best.
 
-    The first value is the best; a cross stands for a missing one.
-
-    Numbers that differ widely are on a logarithmic axis. So are fractions, which are above 0 and shown in per cent.
+    Args:
+        x_name: what the horizontal axis shows.
+        x: numbers, or names as texts. Positive numbers that differ by a factor of 10 are on a logarithmic axis.
+        y_name: what the vertical axis shows.
+        y: the values; None for a failed one, which a cross stands for.
+        are_fractions: whether y is above 0, to be shown in per cent on a logarithmic axis.
     """
     names = list(dict.fromkeys(x)) if isinstance(x[0], str) else []
     places = [names.index(one) if names else one for one in x]
@@ -127,7 +133,7 @@ def percent(value: float) -> str:
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
-    """Return at most MOST_POINTS of the points, always with the last one."""
+    """Return at most MOST_POINTS of the points, evenly spread, always with the last one."""
     every = -(-len(points) // MOST_POINTS)
     return list(reversed(list(points)[::-1][::every]))
 

@@ -59,13 +59,15 @@ class Attempt:
         return sum(self.seconds[cause] for cause in WORK)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Move seconds from one cause to another, at most those that the source has."""
+        """Move seconds from one cause to another, at most those that the source has. Negative seconds count as 0."""
         moved = max(0.0, min(seconds, self.seconds[source]))
         self.seconds[source] -= moved
         self.seconds[target] += moved
 
     def mark(self, epoch: int, step: int, written_since: float = 0.0) -> None:
-        """Note a position from which training can continue.
+        """Append a position from which training can continue to `marks`, with the seconds of WORK until then.
+
+        Of many marks, the first one and the newest MOST_MARKS are kept.
 
         Args:
             epoch: the position's epoch.
@@ -76,12 +78,13 @@ class Attempt:
         self.marks = [*self.marks[:1], *self.marks[1:][1 - MOST_MARKS :], (epoch, step, done)]
 
     def lose(self, epoch: int, step: int) -> bool:
-        """Count the work after a position as lost, because training continues from there.
+        """Move the seconds of work after a position to the cause "lost", because training continues from there.
 
-        Work after a checkpoint that was announced too late counts as lost, too.
+        What counts is the work since the newest mark up to the position; later marks are deleted. So the work after a
+        checkpoint whose event got lost counts as lost, too.
 
         Returns:
-            False if this attempt began after the position.
+            Whether this attempt began at or before the position. If not, earlier attempts have lost work, too.
         """
         if not self.marks:
             return False
@@ -136,9 +139,10 @@ class Goodput:
         now.ended = max(now.ended, at)
 
     def add(self, event: Any, at: float) -> None:
-        """Count the seconds until an event.
+        """Count the seconds until an event for the current cause, except those that the event itself has for another.
 
-        They belong to the current cause, except for those that the event names.
+        A start, an evaluation and a restart of ranks also change the current cause. A start counts the work after its
+        position as lost, in all attempts.
 
         Args:
             event: the event.
@@ -148,8 +152,9 @@ class Goodput:
         now = self._now
         if isinstance(event, events.RunStarted):
             position = event.first_epoch, event.first_step
-            # any() ends with the attempt that training continues from
-            any(attempt.lose(*position) for attempt in reversed(self.attempts))
+            for attempt in reversed(self.attempts):
+                if attempt.lose(*position):  # training continues from this attempt
+                    break
             now.mark(*position)
             self._cause = "steps" if event.first_epoch < event.epochs else "finishing"
             self._epochs = event.epochs
@@ -193,7 +198,7 @@ def compute_goodput(seconds: Mapping[str, float]) -> float:
 
 
 def spent(seconds: Mapping[str, float]) -> str:
-    """Format seconds by cause for a terminal, without causes that round to nothing."""
+    """Format seconds by cause and the goodput on one line, without causes that round to 0.0."""
     said = {LABELS[cause].lower(): f"{value:.1f}" for cause, value in seconds.items()}
     each = ", ".join(f"{cause} {value}" for cause, value in said.items() if value != "0.0")
     return f"{each} (goodput {compute_goodput(seconds):.0%})"

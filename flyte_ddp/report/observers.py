@@ -92,21 +92,25 @@ class Observers:
             self.end(RunFailed.by(error))
 
     def __call__(self, event: Any) -> None:
-        event = self._time_left.added_to(event)
-        self._hand_on(event)
+        event = self._time_left.estimate(event)
+        self._forward(event)
         if self._on_event:
             self._on_event(event)
 
     def end(self, event: RunFinished | RunFailed) -> None:
-        """Forward the last event, and wait until each observer has finished, or is out of time."""
+        """Forward the last event, and close all observers, which waits until each has finished or is out of time.
+
+        If the report could not be written, a placeholder is, because the task would fail without that output.
+        """
         self._last = event
-        self._hand_on(event)
+        self._forward(event)
         if self._tracker:
             self._tracker.wait_until_made()  # the tracker may still get the run's URL, which belongs in the report
         self._close(self._ours)
         self._close(self._theirs)  # a tracker may send the report
 
-    def _hand_on(self, event: Any) -> None:
+    def _forward(self, event: Any) -> None:
+        """Pass an event to all observers. One that raises an exception is reported, and gets no more events."""
         for receiver in list(self._receivers):
             try:
                 receiver(event)
@@ -128,7 +132,8 @@ class Observers:
 def _own_observers(codes: Sequence[UserCode]) -> list[Background]:
     """Create the user's observers, "package.module:Name", each in a thread of its own.
 
-    Their modules are imported right here. In a process that is a rank, a later import would count as the recipe's.
+    This function imports the modules itself, because in a process that is a rank a later import would count as the
+    recipe's. A module that cannot be imported is reported, and its observer left out.
     """
     opened = []
     for code in codes:
@@ -172,8 +177,8 @@ class TimeLeft:
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
 
-    def added_to(self, event: Any) -> Any:
-        """Return the event, a StepLogged with its seconds_left."""
+    def estimate(self, event: Any) -> Any:
+        """Follow the events, and return the event: a StepLogged with its seconds_left filled in, others as they are."""
         if isinstance(event, RunStarted):
             self._began = self._now()
             self._run = event
@@ -187,7 +192,7 @@ class TimeLeft:
         return event
 
     def _left(self, event: StepLogged) -> float | None:
-        """Return the estimate, or None in the first seconds."""
+        """Return the seconds from this step to the end of training; None in the attempt's first FIRST_SECONDS."""
         run = self._run
         seconds = self._now() - self._began
         done = event.epoch * run.steps_per_epoch + event.step

@@ -84,7 +84,13 @@ def make_axis(
 
 
 def round_numbers(low: float, high: float, integer: bool = False) -> list[float]:
-    """Return round numbers at equal distances between low and high."""
+    """Return at most MOST_TICKS round numbers from low to high, at equal distances of 1, 2, 2.5 or 5 x a power of ten.
+
+    Args:
+        low: the least number to return.
+        high: the largest number to return; it must be above low.
+        integer: whether all must be whole.
+    """
     magnitude = 10.0 ** math.floor(math.log10(high / MOST_TICKS - low / MOST_TICKS))
     steps = [factor * magnitude for factor in (1, 2, 2.5, 5, 10, 20)]
     step = next(step for step in steps if high / step - low / step < MOST_TICKS and not (integer and step % 1))
@@ -147,7 +153,7 @@ class Plot:
         return make_axis(values, left, self.right, **how)
 
     def axes(self, x: Axis, y: Axis, name: str) -> None:
-        """Draw the grid and the labels of both axes.
+        """Draw the grid and the labels of both axes. Later calls of line, across and symbols use these axes.
 
         Args:
             x: the horizontal axis.
@@ -165,13 +171,14 @@ class Plot:
         self._write((x.begin + x.end) / 2, HEIGHT - 0.5 * LINE, name, "middle")
 
     def line(self, points: Points, pen: str) -> None:
-        """Draw a line, interrupted where a value has no position.
+        """Draw a line through the points, interrupted where a value has no position, such as NaN.
 
         Args:
             points: pairs of x and y.
-            pen: attributes of SVG.
+            pen: SVG attributes of the line, such as stroke="red".
         """
-        path, command = "", "M"
+        path = ""
+        command = "M"
         for x, y in points:
             at = self._x(x), self._y(y)
             is_shown = math.isfinite(sum(at))
@@ -189,7 +196,7 @@ class Plot:
                 self._put(self._x(x), self._y(y), symbol)
 
     def svg(self, description: str) -> str:
-        """Return the plot as an SVG element, with a description as its text alternative."""
+        """Return the plot as the text of an SVG element, with a description as its text alternative."""
         head = f'<svg role="img" aria-label="{html.escape(description)}" xmlns="http://www.w3.org/2000/svg" '
         box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-size="{FONT}" fill="var(--ink)"'
         return f"{head}{box}>{''.join(self._parts)}</svg>"

@@ -59,20 +59,18 @@ class ProgressFile(events.Observer):
         self._goodput = goodput
         # Replacing an earlier attempt's file at once keeps it if this call is refused, or the process killed right now
         with suppress(OSError):  # on a full disk, later lines may be written or lost one by one
+            first_line = self._line("attempt", goodput.beginning()) if goodput else b""
             try:
-                write_whole(self._path, self._line("attempt", goodput.beginning()) if goodput else b"")
+                write_whole(self._path, first_line)
             except OSError:
                 self._path.unlink(missing_ok=True)  # this attempt's lines must not follow the earlier attempt's
         self._started: events.RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0
 
-    def _tell_beginning(self) -> None:
-        if self._goodput:
-            self._write("attempt", self._goodput.beginning())
-
     def on_run_started(self, event: events.RunStarted) -> None:
-        self._tell_beginning()  # goodput now knows what earlier attempts have lost
+        if self._goodput:  # it now knows what earlier attempts have lost
+            self._write("attempt", self._goodput.beginning())
         self._started = event
         self._since = time.monotonic()
         self._write("started", {"format": FORMAT, **self._run, **select_fields(event)})
@@ -90,7 +88,7 @@ class ProgressFile(events.Observer):
             return
         self._steps = self._steps + 1
         self._last = now
-        self._write_whole(event)
+        self._write_event(event)
 
     def on_run_finished(self, event: RunFinished) -> None:
         result = event.results[0]
@@ -100,12 +98,12 @@ class ProgressFile(events.Observer):
     def on_run_failed(self, event: RunFailed) -> None:
         self._write("failed", {"reason": event.reason})
 
-    def _write_whole(self, event: Any) -> None:
+    def _write_event(self, event: Any) -> None:
         self._write(NAMES[type(event)], select_fields(event))
 
-    on_epoch_finished = on_epoch_chosen = on_not_learning = on_slow_rank = on_ranks_timed = on_printed = _write_whole
-    on_start_up = on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = _write_whole
-    on_ranks_restarted = _write_whole
+    on_epoch_finished = on_epoch_chosen = on_not_learning = on_slow_rank = on_ranks_timed = on_printed = _write_event
+    on_start_up = on_checkpoint_written = on_checkpoint_failed = on_checkpoint_refused = _write_event
+    on_ranks_restarted = _write_event
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         with open(self._path, "ab") as file:
@@ -118,19 +116,21 @@ class ProgressFile(events.Observer):
 
 
 def select_fields(event: Any) -> dict[str, Any]:
+    """Return an event's fields by name, without those of LEFT_OUT."""
     return {name: value for name, value in dataclasses.asdict(event).items() if name not in LEFT_OUT}
 
 
 def parse_event(line: dict[str, Any]) -> Any:
     """Rebuild an event from its line in progress.jsonl.
 
-    A measure that is null becomes NaN. A field that the line lacks takes its default.
+    A measure that is null becomes NaN. A field that the line lacks takes its default or, if it is in LEFT_OUT, the
+    value there.
 
     Args:
-        line: the parsed line.
+        line: the parsed line, with the event's name under "event".
 
     Returns:
-        The event; None for "finished", "failed", and events of newer versions.
+        The event; None for "attempt", "finished", "failed", and events of newer versions.
     """
     kind = EVENTS.get(line["event"])
     if kind is None:
@@ -154,7 +154,7 @@ class TimesRead:
         self.goodput: Goodput | None = None
 
     def read(self, line: dict[str, Any]) -> None:
-        """Add the next line."""
+        """Count the seconds up to the event of the file's next line, which is parsed."""
         if line["event"] == "attempt":
             begun = Goodput.begun(line)
             if self.goodput:  # the line comes again once it is known what earlier attempts have lost
@@ -165,7 +165,7 @@ class TimesRead:
 
 
 def attempts_in(path: Path) -> list[Attempt]:
-    """Return the attempts in a progress file, the last one included; none if the file cannot be read."""
+    """Return the attempts in a progress file, oldest first, as far as the file can be read; [] if it cannot."""
     times = TimesRead()
     with suppress(Exception):
         for text in path.read_bytes().split(b"\n")[:-1]:  # splitlines() would also split at U+2028 within a line

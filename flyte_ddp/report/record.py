@@ -66,10 +66,10 @@ def step_figures(step: events.StepLogged) -> dict[str, float]:
 
 
 def tracking_id(key: str, first: str) -> str:
-    """Return the id of a tracker's run, which is the same for all attempts at one training.
+    """Return the id of a tracker's run, which is the same for all attempts at one training: 8 and 8 hex digits.
 
     Args:
-        key: the digest of what determines the training's result.
+        key: the digest of what determines the training's result, in hex.
         first: a text that only the attempts at one training have in common.
     """
     return f"{key[:8]}-{hashlib.sha256(first.encode(errors='backslashreplace')).hexdigest()[:8]}"
@@ -277,7 +277,7 @@ class Record(events.Observer):
 
     @property
     def measures(self) -> list[str]:
-        """Return the names of all measures: the headline, the loss, and the others in the recipe's order.
+        """Return the names of all measures of the run so far: the headline, "loss", and the others in recipe's order.
 
         Measures that the last epoch lacks come last, as a user's own loop may measure something every few epochs.
         """
@@ -292,7 +292,7 @@ class Record(events.Observer):
         return written(name, measures[name], percent) if name in measures else "-"
 
     def position(self, step: events.StepLogged | events.Warned) -> float:
-        """Return the position of a step in epochs, with fractions."""
+        """Return the position of a step in epochs, with fractions; 0.0 before the run has started."""
         return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
 
     def _note(self, text: str) -> None:

@@ -74,7 +74,7 @@ class Report(Observer):
 
 
 def fragment(record: Record) -> str:
-    """Return the content of <body>, for a Deck. All values are escaped."""
+    """Render the record as the content of <body>, for a Deck or document(). All values are escaped."""
     return render_body(
         page.REPORT,
         record=record,
@@ -102,7 +102,11 @@ def _drawings(several: Sequence[Curves]) -> list[Drawing]:
 
 
 def progress_curves(record: Record) -> list[Curves]:
-    """Return the curves of the loss, the other measures, and the other numbers of steps, such as the learning rate."""
+    """Return the curves of the loss, the other measures, and the other numbers of steps, such as the learning rate.
+
+    The loss is on a logarithmic axis if its values differ by a factor of more than 30. MOST_CURVES other measures are
+    drawn. Speed and gradient norm are left to speed_curves.
+    """
     loss = _measure_curves(record, "loss")
     points = chain.from_iterable(loss.series.values())
     losses = [value for _, value in points if math.isfinite(value)]
@@ -145,8 +149,8 @@ def _measure_curves(record: Record, name: str) -> Curves:
 def speed_curves(record: Record) -> list[Curves]:
     """Return the curves of speed, as far as it is known, and of gradient norms.
 
-    The norms are those of all weights, and of the first 12 named …weight.
-    Where no name ends so, the first 12 of any name are drawn.
+    The norms are those of all weights together, and of each of the first MOST_LAYERS whose name ends in "weight". Where
+    no name ends so, the first MOST_LAYERS of any name are drawn.
     """
     at, steps = record.position, record.steps
     names = list(steps[-1].gradient_norms) if steps else []

@@ -22,7 +22,7 @@ def capitalised(text: str) -> str:
 
 
 def split_sizes(run: RunStarted) -> str:
-    """Return how many samples each split has."""
+    """Return how many samples each split has: "59,000 training, 1,000 validation and 10,000 test images"."""
     counts = [f"{run.train_samples:,} training" if run.train_samples else "an unknown number of training"]
     if run.validation_samples:
         counts.append(f"{run.validation_samples:,} validation")
@@ -78,7 +78,9 @@ class Table(NamedTuple):
 
 
 def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Table]:
-    """Return a table of the ranks that the others waited for longest and, with several hosts, one of hosts' means.
+    """Return a table of each rank's seconds by use and, with several hosts, one of the means of each host's ranks.
+
+    A table that would be longer than `most` ranks, or MOST_HOSTS hosts, has those that the others waited for longest.
 
     Args:
         hosts: the host of each rank.
@@ -110,7 +112,7 @@ def _table(what: str, names: Sequence[str], seconds: Sequence[Sequence[float]], 
 
 
 def in_text(table: Table) -> str:
-    """Format a table for a terminal."""
+    """Format a table for a terminal: columns of equal width, with the title at the top left."""
     kind, *seconds = table.heads
     lines = [[f"{table.title}:", *seconds], *([f"{kind.lower()} {name}", *values] for name, *values in table.lines)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -27,12 +27,12 @@ def said(recorded):
         timer = TimeLeft(lambda: now)
         started, step, epoch = (recorded.of(kind)[0] for kind in (RunStarted, StepLogged, EpochFinished))
         first = {"first_epoch": position[0], "first_step": position[1]}
-        timer.added_to(dataclasses.replace(started, epochs=4, steps_per_epoch=10, **first))
+        timer.estimate(dataclasses.replace(started, epochs=4, steps_per_epoch=10, **first))
         for now, number, done in timed:  # noqa: B007 read by the timer
             if isinstance(done, float):
-                timer.added_to(dataclasses.replace(epoch, epoch=number, evaluate_seconds=done))
+                timer.estimate(dataclasses.replace(epoch, epoch=number, evaluate_seconds=done))
             else:
-                left.append(timer.added_to(dataclasses.replace(step, epoch=number, step=done)).seconds_left)
+                left.append(timer.estimate(dataclasses.replace(step, epoch=number, step=done)).seconds_left)
         return left
 
     return said
@@ -56,7 +56,7 @@ def test_an_epoch_that_is_longer_than_the_first_is_never_over_time(said):
 
 def test_an_attempt_that_begins_anew_forgets_what_was_before(recorded):
     timer = TimeLeft(iter([0, 100, 200, 202]).__next__)
-    events = [timer.added_to(event) for event in (recorded.events[0], recorded.of(StepLogged)[0]) * 2]
+    events = [timer.estimate(event) for event in (recorded.events[0], recorded.of(StepLogged)[0]) * 2]
     assert [events[1].seconds_left is None, events[3].seconds_left] == [False, None]
 
 
