@@ -14,7 +14,7 @@ BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 
 def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's own client for a URL or path, and the client's name for the place.
+    """Return fsspec's own client for a URL or path, and the path as the client takes it, without the protocol.
 
     url_to_fs would return the clients that are registered for the whole process. flyte, once imported, registers
     others, whose options have other names. Exchanging them for a while would disturb other threads.

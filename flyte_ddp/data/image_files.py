@@ -90,7 +90,15 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tu
 
 
 def _in_8_bits(upright: Any, opened: Any) -> Any:
-    """Return the image with the upper 8 bits of its values. Pillow does so for colours, but would clip grey values."""
+    """Return the image with the upper 8 bits of its values. Pillow does so for colours, but would clip grey values.
+
+    Args:
+        upright: the image after it was turned upright.
+        opened: the image as it was opened, which knows the file's format and tags.
+
+    Raises:
+        ValueError: the values have 32 bits, or a sign.
+    """
     from PIL import Image
 
     mode = opened.mode
@@ -105,7 +113,7 @@ def _in_8_bits(upright: Any, opened: Any) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Return why a file cannot be decoded, in a few words and without its path, which the message already has."""
+    """Return an error's reason on one line of at most 100 characters, without the file's path."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "not an image"
     return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())[:100]

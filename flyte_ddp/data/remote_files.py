@@ -43,10 +43,10 @@ Details = dict[str, Any]
 
 
 def listed(files: AbstractFileSystem, root: str) -> dict[str, Details]:
-    """Return the client's details of each file below root, sorted, by the file's name below root.
+    """Return the client's details of each file below root, such as its size, sorted, by the file's name below root.
 
-    The name of a single file is empty. Hidden files are left out, and so are the empty objects that some tools write
-    for a folder. On a disk, links are followed, which fsspec would skip.
+    If root is itself a file, its name is "". If nothing is there, the dict is empty. Hidden files are left out, and so
+    are the empty objects that some tools write for a folder. On a disk, links are followed, which fsspec would skip.
     """
     if isinstance(files, LocalFileSystem):
         entries = _listed_on_disk(root)
@@ -81,7 +81,7 @@ def _details(status: os.stat_result) -> Details:
 
 
 def describe_version(details: Details) -> str:
-    """Return a text that changes when a file is written to: the file's size, and its ETag or times."""
+    """Return a text that changes when a file is written to, from its details: its size, and its ETag or times."""
     stamps = [details[key] for key in STAMPS if details.get(key)]
     return f"{details['size']} {' '.join(map(str, stamps))}" if stamps else str(details)
 
@@ -105,18 +105,18 @@ class Stored:
 
     def details(self) -> dict[str, Details]:
         """Return the client's details of each file, as listed() does."""
-        return self._tried("", lambda: listed(self.files, self.root))
+        return self._retry("", lambda: listed(self.files, self.root))
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file.
+        """Return the size of each file in bytes, by its name below the URL.
 
-        Files whose names begin with an underscore, which other tools leave, don't count.
+        Files and folders whose names begin with an underscore, which other tools leave, are left out.
         """
         sizes = {name: details["size"] for name, details in self.details().items()}
         return {name: size for name, size in sizes.items() if not any(part[:1] == "_" for part in name.split("/"))}
 
     def write(self, file: str, content: bytes) -> None:
-        """Write a file whole or not at all. Raises InputError if that is not possible."""
+        """Write a file whole or not at all, in place of an earlier one. Raises InputError if that is not possible."""
         with writing_to(self.url, "folder"):
             # Object storages have no folders, and s3fs would try to create the bucket
             if isinstance(self.files, LocalFileSystem):
@@ -127,7 +127,17 @@ class Stored:
                 self.files.pipe_file(f"{self.root}/{file}", content)
 
     def read(self, file: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the bytes of a file from start to stop, or all bytes if both are None."""
+        """Return the bytes of a file from start to before stop, or all bytes if both are None.
+
+        Args:
+            file: the file's name below the URL; "" if the URL is the file.
+            start: the position of the first byte.
+            stop: the position after the last byte.
+
+        Raises:
+            DataError: the file is not there, or may not be read.
+            DownloadError: TRIES tries have failed.
+        """
 
         def ask() -> bytes:
             path = f"{self.root}/{file}" if file else self.root
@@ -138,7 +148,7 @@ class Stored:
                 raise OSError(f"{had}, as if it were cut short: write it again if it stays so")
             return content
 
-        return self._tried(file, ask)
+        return self._retry(file, ask)
 
     def pieces(self, file: str, size: int, digest: Any) -> Iterator[bytes]:
         """Yield the content of a file piece by piece, and add each piece to the digest, which is hashlib's."""
@@ -147,7 +157,8 @@ class Stored:
             digest.update(piece)
             yield piece
 
-    def _tried(self, file: str, ask: Callable[[], T]) -> T:
+    def _retry(self, file: str, ask: Callable[[], T]) -> T:
+        """Return what ask() returns, which is called up to TRIES times, with growing pauses. Raises as read() does."""
         reason = ""
         for number in range(TRIES):
             if number:
@@ -166,7 +177,10 @@ class Stored:
 
 
 def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> StoredData:
-    """Return the data at a URL, with a digest of what the storage says of them. The data are not read.
+    """Return the data at a URL, with a digest of their files' names, sizes and times. The data are not read.
+
+    An index of blocks is read instead, and stands for the files in its folder. The options stay set in this process, as
+    use_storage_options sets them.
 
     Args:
         url: the URL of a folder or file.
@@ -193,7 +207,7 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
 
 
 def _is_of_blocks(index: bytes) -> bool:
-    """Return whether an index is this library's. Other libraries' folders have an index of the same name."""
+    """Return whether the content of an index.json is this library's. Other libraries have files of the same name."""
     try:
         content = json.loads(index)
     except (ValueError, RecursionError):
@@ -224,9 +238,9 @@ class StoredFile(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, by as many requests as it takes, up to the file's end.
+        """Fill the buffer, by as many requests as it takes, up to the file's end, and return the number of bytes.
 
-        Pyarrow takes fewer bytes for an error.
+        Pyarrow would take fewer bytes for an error.
         """
         begin = self.position
         stop = min(begin + len(buffer), self.size)

@@ -26,6 +26,13 @@ class Card:
 
 
 def describe(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
+    """Build the model card.
+
+    Args:
+        asked: what was exported.
+        written: the model, and its measures before it was exported.
+        formats: the measures of each format's file.
+    """
     subject = asked.job
     name = str(written.metadata.facts.get("network") or subject.recipe.rpartition(":")[2])
     title = f"{name}, trained on {subject.dataset}"
@@ -110,7 +117,7 @@ def inputs_section(written: Written) -> Section:
 
 
 def before_section(written: Written) -> Section:
-    """Return the section with the source of the recipe's forward, with spaces that HTML and Markdown preserve."""
+    """Return the section with the source of the recipe's forward, indented by no-break spaces, which HTML keeps."""
     source = enumerate(written.before.splitlines(), start=1)
     return Section(
         "Around the network",

@@ -32,12 +32,12 @@ class Call(NamedTuple):
 
 
 def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
-    """Run the recipe's forward on a batch, and return its first call of the network.
+    """Run the recipe's forward on a batch, and return its first call of the network, whose tensors are contiguous.
 
     Args:
         recipe: the recipe.
         model: the network.
-        tree: the batch.
+        tree: the batch, as forward takes it.
         samples: the number of samples in the batch.
 
     Raises:
@@ -64,12 +64,13 @@ def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Ca
 def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgram:
     """Return torch.export's program of the network, traced from the call with more samples.
 
-    Dimensions that differ between the two calls are dynamic.
+    Dimensions that differ between the two calls are dynamic. Those that have the number of samples in both calls are
+    one dynamic dimension, "batch".
 
     Args:
         model: the network.
-        few: a call with few samples.
-        more: a call with more samples.
+        few: a call with FEW samples.
+        more: a call with MORE samples.
     """
     batch = torch.export.Dim("batch")
 
@@ -118,7 +119,15 @@ def save_pretrained(path: Path, model: Any) -> None:
 
 
 def save_program(name: str, path: Path, model: nn.Module, program: torch.export.ExportedProgram, few: Call) -> None:
-    """Save the program in the format of this name, pt2 or onnx."""
+    """Save the program in the format of this name.
+
+    Args:
+        name: "pt2" or "onnx".
+        path: the new file. ONNX weights of more than MOST_ONNX_BYTES go to a file beside it.
+        model: the network that the program was traced from.
+        program: what trace returned.
+        few: a call of the network, whose tensors give the inputs and outputs in ONNX their names.
+    """
     with suppress(ImportError):  # torch shows progress with tqdm if it is installed
         from tqdm import tqdm
 
@@ -157,7 +166,9 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
     """Load a folder with the library that wrote it: peft for adapters, otherwise transformers.
 
-    Adapters are put into the base network of the recipe's network.
+    Args:
+        path: the folder.
+        model: an untrained network of the recipe. Its class loads the folder. For adapters, its base network gets them.
     """
     if (path / "adapter_config.json").exists():
         from peft import PeftModel
@@ -203,8 +214,8 @@ def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[Ten
 
     Args:
         model: the network.
-        few: a call with few samples.
-        more: a call with more samples.
+        few: a call with FEW samples.
+        more: a call with MORE samples, or `few` again if only the names matter.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
@@ -236,7 +247,7 @@ class Name(str):
 
 
 def format_call(model: nn.Module, call: Call) -> str:
-    """Return the arguments of the call as source code, with the names of the inputs in place of tensors."""
+    """Return the arguments of a call as source code, with the inputs' names for tensors: "images, mask=None"."""
     inputs, _ = describe_tensors(model, call, call)
     names = (Name(one.name) for one in inputs)
     args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: next(names), (call.args, call.kwargs))

@@ -30,7 +30,13 @@ from flyte_ddp.whole_files import writing_to
 
 
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
-    """Measure the weights of the job in float32 and write them in each format. Raises InputError if that fails."""
+    """Measure the weights of the job on the test split, in float32 on the CPU, and write them in each format.
+
+    Runs in a process of its own; its arguments are as run_alone passes them.
+
+    Raises:
+        InputError: the weights or the data cannot be used, or the network cannot be exported to a format.
+    """
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
     with BlockCache(environment) as cache:
@@ -42,11 +48,11 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
     model = recipe.trained_model(job.model_path).to(memory_format=torch.contiguous_format)
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def look(batch: Batch, pairs: Pairs) -> None:
+    def collect_hits(batch: Batch, pairs: Pairs) -> None:
         if isinstance(recipe, Classifier):
             seen.append((batch.tree[1], pairs["accuracy"][0]))
 
-    measured = measure(recipe, model, test, link, look=look)
+    measured = measure(recipe, model, test, link, look=collect_hits)
     few, more = (
         programs.record_call(recipe, model, fetch_batch(recipe, test, indices), len(indices))
         for indices in few_and_more(test)
@@ -115,11 +121,11 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
 
 
 def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return the accuracy of each class that has samples.
+    """Return the accuracy, from 0 to 1, of each class that has samples, by its name or number; {} without batches.
 
     Args:
         recipe: the recipe, whose facts may name the classes.
-        seen: labels (n,) and hits (n,) of each batch of a classifier.
+        seen: labels (n,) and hits (n,), 1.0 where the prediction is right, of each batch of a classifier.
     """
     if not seen:
         return {}
@@ -131,9 +137,9 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> d
 
 
 def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
-    """Return the indices of FEW and of MORE test samples, repeated if there are fewer.
+    """Return the indices of FEW and of MORE test samples, repeated if the split has fewer.
 
-    If the samples have lengths, these are the shortest and the longest ones.
+    If the samples have lengths, the few are the shortest and the more are the longest ones.
 
     Returns:
         (FEW,) and (MORE,) int64.
@@ -145,7 +151,7 @@ def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
 
 
 def fetch_batch(recipe: Recipe, test: Split, indices: Tensor) -> Any:
-    """Return these test samples as a batch of their own."""
+    """Return these test samples as a batch of their own, and set the recipe's share to all of it."""
     (tree,) = test.fetch([indices])
     count = len(indices)
     recipe.share = BatchShare(0, count, count, alone=True)
@@ -154,7 +160,7 @@ def fetch_batch(recipe: Recipe, test: Split, indices: Tensor) -> Any:
 
 
 def source_before(recipe: Recipe) -> str:
-    """Return the source of the recipe's own forward, if it has one. The exported files contain only the network."""
+    """Return the source of the recipe's own forward, which no exported file contains; "" if it has none."""
     if type(recipe).forward is Recipe.forward:
         return ""
     return textwrap.dedent(inspect.getsource(type(recipe).forward)).strip()

@@ -80,7 +80,14 @@ class ExportOutputs(NamedTuple):
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
     """Return the name of the dataset that the model was trained on.
 
-    Refuses invalid inputs before the dataset is downloaded.
+    This task runs before the dataset is downloaded.
+
+    Args:
+        model_state: the weights; their metadata name the dataset.
+        options: the options. options.dataset names the dataset if the weights have no metadata.
+
+    Raises:
+        InputError: a format's library is missing, or the weights are of another recipe or dataset.
     """
     check_formats(options)
     return choose_dataset(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
@@ -130,7 +137,14 @@ def export_folder_classifier(
     folder: FlyteDirectory,
     options: FolderExport,
 ) -> ExportOutputs:
-    """Export a classifier of a folder of images, which index describes."""
+    """Export a classifier of a folder of images, in all formats or none.
+
+    Args:
+        model_state: the weights.
+        index: the index of the images.
+        folder: the folder of the images.
+        options: how to export.
+    """
     hp = FolderHyperparameters(model=options.network)
     return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
 
@@ -182,14 +196,15 @@ def _exported(
     known: ModelMetadata | None,
     options: ExportOptions,
 ) -> ExportOutputs:
-    """Export the weights.
+    """Export the weights to the folder `model` of a run's folder, which appears whole or not at all.
 
     Args:
         subject: what was trained.
         weights: the file.
         settings: the settings of the training.
         reported: measures that the training reported.
-        known: the metadata of the weights, which fill in what was not given.
+        known: the metadata of the weights. If the same recipe wrote them, their settings replace those given, and their
+            measures are added to those reported.
         options: how to export.
     """
     if known and known.recipe == subject.recipe:

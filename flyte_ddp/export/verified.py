@@ -58,7 +58,7 @@ def export(asked: ExportJob) -> Exported:
         raise InputError(
             f"model_state must have a finite loss on the test split, got {loss}: it has diverged; use another"
         )
-    difference = differing(asked.reported, written.measured.measures, tolerance)
+    difference = find_difference(asked.reported, written.measured.measures, tolerance)
     if difference:
         name, reported, measured = difference
         raise InputError(
@@ -79,13 +79,22 @@ def export(asked: ExportJob) -> Exported:
 
 
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
-    """Return the measures of a file. Raises ReportedError if they differ from the model's."""
+    """Measure a format's file in a process of its own, print that it is right, and return its measures.
+
+    Args:
+        name: the format.
+        asked: what is exported.
+        written: the model, with the measures that the file must give within options.tolerance.
+
+    Raises:
+        ReportedError: the file cannot be used, or gives other measures.
+    """
     file = FILES[name]
     tolerance = asked.options.tolerance
     outcome: Measured | str = _run(MEASURE, (asked.job, name, str(Path(asked.folder, file))), asked)
     if isinstance(outcome, str):
         raise ReportedError(f"{file} was written, but cannot be used: {outcome}: leave {name} out of formats")
-    difference = differing(written.measured.measures, outcome.measures, tolerance)
+    difference = find_difference(written.measured.measures, outcome.measures, tolerance)
     if difference:
         measure, expected, got = difference
         raise ReportedError(
@@ -102,10 +111,19 @@ def _run(target: str, argument: Any, asked: ExportJob) -> Any:
     return run_alone(target, argument, asked.options.timeout_seconds, Console(), root=asked.job.root)
 
 
-def differing(
+def find_difference(
     expected: dict[str, float], measured: dict[str, float], tolerance: float
 ) -> tuple[str, float, float] | None:
-    """Return the first measure that differs, with both values. Raises InputError if `measured` lacks one."""
+    """Return the name of the first measure that differs, its expected and its measured value; None if none does.
+
+    Args:
+        expected: measures by name.
+        measured: measures by name; there may be more.
+        tolerance: the allowed difference: absolute up to 1, relative above. NaN equals NaN.
+
+    Raises:
+        InputError: `measured` lacks a measure.
+    """
     for name, value in expected.items():
         if name not in measured:
             raise InputError(f"reported must name measures of the recipe, {', '.join(measured)}, got {name!r}")

@@ -58,7 +58,7 @@ class Tally(NamedTuple):
 
 
 def tally(path: Path) -> Tally:
-    """Count a file of rows, which need not fit into memory."""
+    """Count the rows of a CSV file, which need not fit into memory, and find the least certain ones."""
     predicted = Counter[str]()
     known = Counter[str]()
     right = Counter[str]()
@@ -79,7 +79,15 @@ def tally(path: Path) -> Tally:
 def predicted_article(
     title: str, totals: Tally, images: Sequence[np.ndarray], description: DatasetDescription, options: InferenceOptions
 ) -> str:
-    """Return the page, for a Deck. The images are those of totals.least_certain, (C, H, W) uint8."""
+    """Return the page with the results of a prediction, as the content of <body>.
+
+    Args:
+        title: the page's title.
+        totals: the counts of rows.
+        images: the images of totals.least_certain, (C, H, W) uint8.
+        description: the dataset that the model was trained on.
+        options: the options of the prediction.
+    """
     by_class = Section(
         "By class",
         caption="Images by class",

@@ -31,7 +31,9 @@ def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
 
 @torch.inference_mode()
 def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
-    """Write a row for each image of the shard to job.output. Predict in float32, like the evaluations of training.
+    """Predict each image of a shard in float32, and write its row to job.output.
+
+    Runs in a process of its own; its arguments are as run_alone passes them.
 
     Raises:
         InputError: A score is not finite, or the images or the weights cannot be used.
@@ -56,12 +58,14 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
 
 
 def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
-    """Return the shard's images (n, C, H, W) uint8, and their rows without predictions.
+    """Return the shard's images (n, C, H, W) uint8, and their rows, in which predictions and scores are empty.
 
-    A file that cannot be read gives zeros, and its row has the reason.
+    The images are the files job.files or, if there are none, a part of the dataset's split. A file's label is the class
+    that the file's folder is named after, by name or number. A file that cannot be read gives zeros, and its row has
+    the reason.
 
     Raises:
-        InputError: Pillow does not support that many channels.
+        InputError: the images are files, and the dataset's images have neither 1 nor 3 channels.
     """
     if not job.files:
         images, labels = prepared.open_split(job.data, job.options.split)

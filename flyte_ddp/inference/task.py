@@ -65,7 +65,18 @@ class Checked(NamedTuple):
 def check_inputs(
     model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
-    """Fill in what the weights say of themselves. Refuses invalid inputs before the dataset is downloaded."""
+    """Return the model's dataset, and the options, in which options.model is no longer "auto".
+
+    Both come from the metadata of the weights if these have any. This task runs before the dataset is downloaded.
+
+    Args:
+        model_state: the weights.
+        folder: the folder of images; None to predict a split of the dataset.
+        options: the options of the prediction.
+
+    Raises:
+        InputError: the folder has no files, or the weights are of another recipe or dataset.
+    """
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses a folder without files
     dataset = choose_dataset(known, options.dataset, "load it with flyte_ddp.load_model")
@@ -86,7 +97,20 @@ class Plan(NamedTuple):
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Plan:
-    """Split the images into shards, if the model fits them. Never cached, because contents may have changed."""
+    """Split the images into at most options.shards shards of nearly equal size, and list the folder's files.
+
+    A shard's key is a hash of its images, the weights and the code. Never cached, because contents may have changed.
+
+    Args:
+        model_state: the weights.
+        data: the prepared dataset that the model was trained on.
+        folder: the folder of images; None to predict a split of the dataset.
+        options: the options of the prediction.
+
+    Raises:
+        InputError: the weights do not fit the network.
+        DataError: the prepared dataset is damaged.
+    """
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
     weights = Path(model_state.download())
@@ -169,7 +193,7 @@ def predict_shard(
 
 
 def part_path(shard: Shard) -> Path:
-    """Return the file for a shard's rows, which later local runs find by the shard's key."""
+    """Return the path for a shard's rows. In a local run, it has the shard's key, by which later runs find the file."""
     if not is_local():
         return working_folder() / "part.csv"
     folder = runs_dir() / "shards"

@@ -69,6 +69,9 @@ class ModelMetadata:
 
         Args:
             path: the file of these weights, for messages.
+
+        Raises:
+            InputError: the class cannot be imported, or has other settings by now.
         """
         kind = class_named(self.settings_class, Settings, f"{path}: the class of the settings")
         try:
@@ -103,9 +106,10 @@ def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
 
 
 def read_metadata(weights: str | Path) -> ModelMetadata | None:
-    """Return the metadata of a weights file.
+    """Return the metadata of a weights file, of torch.save or safetensors.
 
-    None if the file has none, or cannot be read: loading the weights reports that.
+    Returns None if the file has no metadata of this version's format, is damaged, or is not there. Loading the weights
+    will report a damaged file.
     """
     try:
         text = _header(weights) if is_safetensors(weights) else _entry(weights)
@@ -135,7 +139,15 @@ def plain_remedy(weights: str | Path) -> str:
 
 
 def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
-    """Return the metadata of a weights file. Raises InputError if the file has none."""
+    """Return the metadata of a weights file.
+
+    Args:
+        weights: the file.
+        remedy: what the message tells users of a recipe to do if the file has none.
+
+    Raises:
+        InputError: the file has no metadata, is no file of weights, or is not there.
+    """
     check_is_file(weights)
     metadata = read_metadata(weights)
     if metadata is None and not is_safetensors(weights) and not is_zipfile(weights):

@@ -15,7 +15,7 @@ REMEDY = "write it anew with save_pretrained"
 
 
 def check_pretrained(folder: Path) -> None:
-    """Raise InputError if a configuration or weights are missing, or a file was cut off or is of another kind."""
+    """Raise InputError if a configuration, weights or their index is missing, or a file was cut off or damaged."""
     configs = [folder / name for name in CONFIGS if (folder / name).is_file()]
     if not configs:
         raise InputError(f"init must have a {' or '.join(CONFIGS)}, but {folder} has none: {REMEDY}")
@@ -40,7 +40,7 @@ def check_pretrained(folder: Path) -> None:
 
 
 def _names_in(file: Path) -> list[str]:
-    """Return the names of the tensors in a safetensors file.
+    """Return the names of the tensors in a safetensors file. Raises InputError if it is damaged, or of another size.
 
     The file has eight bytes with a length, JSON of this length, then the data.
     """

@@ -21,7 +21,9 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def load_weights(model: Network, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> Network:
-    """Load the weights of a file into a network, and return it.
+    """Load the weights of a file into a network, and return the network.
+
+    Tied weights may be in the file under one name. Frozen weights that the file leaves out are the network's own.
 
     Args:
         model: the network.
@@ -30,7 +32,7 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
         remedy: what messages tell the user to do.
 
     Raises:
-        InputError: the weights do not fit the network.
+        InputError: the file cannot be read, or its weights do not fit the network.
     """
     own = model.state_dict()
     weights = with_base(with_tied(read_weights(path, called, remedy), own), model, path, called)
@@ -81,7 +83,7 @@ def is_cut_short(path: str | Path) -> bool:
 
 
 def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
-    """Return for each name the first name of the same tensor: tied weights have several."""
+    """Return for each name the first name of the same tensor; it differs from the name for tied weights alone."""
     firsts: dict[Any, Name] = {}
     return {
         name: firsts.setdefault((value.device, value.data_ptr(), value.dtype, value.shape, value.stride()), name)
@@ -96,8 +98,12 @@ def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | No
 
     Args:
         weights: tensors by name.
-        room: copies of an earlier call, which are overwritten, or an empty dict, which gets them. They are in
-            page-locked memory, into which a GPU copies at ten times the speed.
+        room: tensors of an earlier call, which are overwritten if they have the right shape and dtype. The dict gets
+            the new ones. They are in page-locked memory, into which a GPU copies at ten times the speed. With None, all
+            tensors are new and in ordinary memory.
+
+    Returns:
+        Copies by name, which are complete: the call waits for the GPU.
     """
     firsts = first_names(weights)
     is_kept = room is not None
@@ -114,9 +120,11 @@ def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | No
 
 
 def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a file's weights with all names of tied weights.
+    """Return a file's weights, with tied weights under all names that they have in the network.
 
-    The file may have tied weights under their first name alone.
+    Args:
+        weights: the weights in the file, which may have tied weights under their first name alone.
+        own: the state dict of the network.
     """
     others = {name: first for name, first in first_names(own).items() if name not in weights and first in weights}
     return {**weights, **{name: weights[first] for name, first in others.items()}}
@@ -125,7 +133,13 @@ def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
 def with_base(
     weights: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
 ) -> dict[str, Tensor]:
-    """Return a file's weights with those that it leaves out because the network's recipe freezes them.
+    """Return a file's weights, and with them the network's frozen weights if training has left these out of the file.
+
+    Args:
+        weights: the weights in the file.
+        model: the network.
+        path: the file, whose metadata have the digest of what is left out. Without it, `weights` are returned.
+        called: what messages call the file.
 
     Raises:
         InputError: the frozen weights are not the same as in the file's training.
@@ -149,7 +163,13 @@ def misfits(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[st
 
 
 def describe_misfits(names: Sequence[str], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Say why tensors of given weights do not fit, in torch's words."""
+    """Return why tensors do not fit, in torch's words: "missing keys a, b; wrong shapes c (2,) instead of (3,)".
+
+    Args:
+        names: what misfits returned, or a part of it.
+        weights: the given weights.
+        own: the weights that they were to replace.
+    """
     both = [name for name in names if name in weights and name in own]
     kinds = {
         "missing keys": [name for name in names if name not in weights],
@@ -168,11 +188,11 @@ def _read_safetensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def save(content: Any, file: IO[bytes], checksums: bool = True) -> None:
-    """Save the content by torch.save. Raises OSError if the file cannot be written.
+    """Save the content by torch.save. Raises OSError if the file cannot be written, which torch would wrap.
 
     Args:
         content: what to save.
-        file: an open file.
+        file: a file open for writing.
         checksums: whether to write torch's own checksums, which take half of the time.
     """
     try:

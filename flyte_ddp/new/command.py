@@ -79,7 +79,13 @@ def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
 
 
 def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path, str]]:
-    """Yield each file's path in the project, and its text."""
+    """Yield each file's path in the new project, and its text.
+
+    Args:
+        name: the name of the package, which replaces the template's in paths and texts.
+        library: the requirement for this library.
+        flyte2: whether the project is for Flyte 2.
+    """
     for common in sorted(TEMPLATE.rglob("*")):
         if common.is_file() and common.suffix != ".pyc":  # pip compiles the template along with the library
             place = common.relative_to(TEMPLATE)
@@ -123,14 +129,17 @@ def check_requirement(text: str) -> str:
 
 
 def with_extra(requirement: str, extra: str) -> str:
-    """Return the requirement with one more of the library's extras."""
+    """Return a requirement that check_requirement accepts with one more of the library's extras."""
     extras, rest = re.fullmatch(rf"{DISTRIBUTION}(?:\[([a-z0-9,]+)\])?(.*)", requirement).groups()  # type: ignore[union-attr]
     names = sorted({*(extras or extra).split(","), extra})
     return f"{DISTRIBUTION}[{','.join(names)}]{rest}"
 
 
 def installed_from() -> str:
-    """Return the requirement for the library that runs here: its checkout, or what pip installed it from (PEP 610)."""
+    """Return the requirement for the library that runs here: its checkout, or what pip installed it from (PEP 610).
+
+    Raises InputError if it is neither in a checkout nor installed by pip.
+    """
     source = Path(flyte_ddp.__path__[0]).absolute().parent
     project = source / "pyproject.toml"
     # An editable installation, too, has the checkout's pyproject.toml

@@ -111,7 +111,7 @@ def make_artifact(model_state: File, summary: PromotionSummary, name: str) -> An
 
 
 def roll_back_to(place: str, name: str) -> RollBackOutputs:
-    """Promote an earlier version again. Without a name, only show the history and the versions."""
+    """Promote an earlier version again. With an empty name, only show the history and the versions."""
     with one_attempt():
         version, report = return_to(platform, place, name)
         return RollBackOutputs(version, output_file(report))

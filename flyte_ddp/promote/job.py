@@ -61,7 +61,12 @@ class Verdict:
 
 
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
-    """Compare the candidate with the promoted model.
+    """Compare the candidate with the promoted model by options.measure, or else by the recipe's headline.
+
+    Args:
+        candidate: the candidate's measures on the test split.
+        current: the promoted model's; None if there is none. If its value or loss is not finite, the candidate wins.
+        options: the measure, its better direction and the margin.
 
     Raises:
         InputError: the measure or its better direction is unknown, or the candidate's value or loss is not finite.

@@ -69,7 +69,7 @@ class Pointer:
 
 
 def local_root(place: str) -> str:
-    """Return a URL as it is, and a folder as an absolute path. Raises InputError for a URL that lacks a slash."""
+    """Return a URL as it is, and a folder as an absolute path. Raises InputError for a URL such as s3:/bucket."""
     if re.match(r"\w{2,}:/(?!/)", place):
         raise InputError(f"place must be a folder, or a URL such as s3://bucket/mnist, got {place!r}: add a slash")
     return place if "://" in place else str(absolute(place, "place"))
@@ -130,7 +130,7 @@ class Place:
         return sorted(str(path).split("/")[-2] for path in paths if str(path).endswith("/version.json"))
 
     def facts(self, version: str) -> dict[str, Any]:
-        """Return the content of version.json. Raises ReportedError if it is missing or unreadable."""
+        """Return the content of a version's version.json. Raises ReportedError if it is missing or unreadable."""
         text = self._read(f"versions/{version}/version.json")
         if text is None:
             raise self._damaged(version, "has no version.json")
@@ -142,7 +142,7 @@ class Place:
             raise self._damaged(version, f"has an unreadable version.json ({error})") from None
 
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
-        """Copy a version's weights to a file, and return its facts.
+        """Copy a version's weights to a file, verify their SHA-256, and return the content of version.json.
 
         Args:
             version: the name of the version.
@@ -271,7 +271,10 @@ class Place:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Turn errors of storage and disk into this library's."""
+        """Turn errors of storage and disk in the block into this library's.
+
+        InputError: the place cannot be written to, which a retry would not mend. RecoverableError: all others.
+        """
         try:
             yield
         except click.ClickException:

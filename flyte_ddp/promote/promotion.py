@@ -106,10 +106,11 @@ def open_place(platform: Platform, place: str) -> Place:
 
 
 def promote(platform: Platform, subject: Subject, model: Path, place: Place, options: PromotionOptions) -> Promotion:
-    """Measure a candidate beside the promoted model, and promote it if it is better.
+    """Measure a candidate beside the promoted model, and promote it if it is better, or the first.
 
-    If another promotion happens in the meantime, the candidate is compared again, with that model. Raises the errors of
-    launcher.launch, Place and judge.
+    If another promotion happens in the meantime, the candidate is compared again, with that model. A retry of a task
+    that has promoted the candidate already compares it with the model before, and reports the promotion. A page is
+    written, and the outcome printed. Raises the errors of launcher.launch, Place and judge.
 
     Args:
         platform: the platform.
@@ -157,7 +158,11 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
 
 
 def roll_back(place: Place, version: str) -> Pointer:
-    """Promote an earlier version again, also in the registered models of this version and of the promoted one."""
+    """Promote an earlier version again, and return the new pointer.
+
+    In MLflow's registry, the models under which this version or the one promoted before were registered follow.
+    Raises what Place.roll_back raises.
+    """
     try:
         before = [place.read().version]
     except ReportedError:  # a roll-back mends such a place
@@ -173,10 +178,15 @@ def roll_back(place: Place, version: str) -> Pointer:
 
 
 def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
-    """Roll back to a version, or only show the history and the versions if none is given.
+    """Roll back to a version, or only show the history if `version` is "". Print the versions, and write a page.
+
+    Args:
+        platform: the platform.
+        place: as in open_place.
+        version: the name of the version, or "".
 
     Returns:
-        The version that is promoted now, and a page.
+        The version that is promoted now, "" if none is, and the path of the page.
     """
     with run_folder(platform, "roll-back") as folder:
         models = open_place(platform, place)
@@ -210,7 +220,7 @@ def measure_both(
     """
     jobs = {"Candidate": make_job(subject, model_path=model)}
     if against:
-        settings = settings_of_version(subject, place, against, place.fetch(against, copy))
+        settings = load_settings(subject, place, against, place.fetch(against, copy))
         other = replace(subject, settings=settings)
         jobs[against] = make_job(other, model_path=copy)
     asked = [*jobs.values()], f"version {against} in {place.root}"
@@ -218,8 +228,8 @@ def measure_both(
     return list(zip(jobs, measured, strict=True))
 
 
-def settings_of_version(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
-    """Return the settings that a promoted version was trained with.
+def load_settings(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
+    """Return the settings that a promoted version was trained with, in the class of the candidate's settings.
 
     Args:
         subject: the candidate's training.
@@ -231,7 +241,7 @@ def settings_of_version(subject: Subject, place: Place, version: str, facts: dic
         InputError: The version has another recipe or other data than the candidate.
         ReportedError: This code does not know the settings.
     """
-    own = facts_of_data(subject)
+    own = describe_data(subject)
     saved = {name: facts.get(name) for name in own}
     if own != saved:
         name = next(name for name in own if own[name] != saved[name])
@@ -246,10 +256,16 @@ def settings_of_version(subject: Subject, place: Place, version: str, facts: dic
 
 
 def describe_promotion(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]:
-    """Return the content of version.json, without hash and run."""
+    """Return the content of version.json, without hash, run, metadata and registered model.
+
+    Args:
+        subject: what was trained.
+        verdict: the decision.
+        against: the version that the candidate was compared with; "" if it is the first.
+    """
     return {
         "time": now(),
-        **facts_of_data(subject),
+        **describe_data(subject),
         "settings": asdict(subject.settings),
         "dataset": subject.dataset,
         "data_digest": subject.data_digest,
@@ -262,8 +278,8 @@ def describe_promotion(subject: Subject, verdict: Verdict, against: str) -> dict
     }
 
 
-def facts_of_data(subject: Subject) -> dict[str, Any]:
-    """Return the facts that all models of a place have in common, as JSON values."""
+def describe_data(subject: Subject) -> dict[str, Any]:
+    """Return what all models of a place have in common, as JSON values: the recipe and, for images, their kind."""
     facts: dict[str, Any] = {"recipe": subject.recipe}
     if about := subject.description:
         facts |= {"data": about.name, "classes": list(about.classes), "image_shape": list(about.image_shape)}
@@ -276,7 +292,12 @@ MOST_EVENTS = 50
 
 
 def outcome(verdict: Verdict, percent: Sequence[str]) -> str:
-    """Return both scores and the decision, on one line."""
+    """Return a line with both scores and the decision.
+
+    Args:
+        verdict: the decision.
+        percent: the names of the measures that are shown in per cent.
+    """
     candidate = written(verdict.measure, verdict.candidate, percent)
     if verdict.current is None:
         return f"promoted with {in_words(verdict.measure)} {candidate}, as the first model"

@@ -26,7 +26,7 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
     Args:
         environment: the rank's environment.
         link: the link to the parent.
-        argument: the jobs, and a description of the promoted model for error messages.
+        argument: the jobs, and what error messages call the promoted model.
 
     Returns:
         The measures of each job's model.

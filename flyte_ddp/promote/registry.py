@@ -23,10 +23,15 @@ SECONDS = 30.0  # the time limit for all requests together
 
 
 def register(place: Place, version: str, name: str) -> str:
-    """Point the registered model's alias to the promoted version, and return its entry, models:/NAME/NUMBER.
+    """Point the registered model's alias to the promoted version, and return the version's entry, models:/NAME/NUMBER.
 
-    This never fails, because the promotion stands. If the server refuses, hangs or is not there, a warning says why,
-    and how to do it later, and the entry is empty.
+    This never raises, because the promotion stands. If the server refuses, does not answer within SECONDS or is not
+    there, a warning says why, and how to do it later, and "" is returned.
+
+    Args:
+        place: where models are promoted to.
+        version: the promoted version.
+        name: the name of the registered model, which is created if it is new.
     """
     entry = [""]
     problem = [f"no answer within {SECONDS:g} s"]
@@ -54,7 +59,11 @@ def register(place: Place, version: str, name: str) -> str:
 
 
 def _register(place: Place, version: str, name: str) -> str:
-    """Return the number of the version's entry, after creating the entry if there is none."""
+    """Create the version's entry, and the registered model, if there is none, and return the entry's number.
+
+    If the version is still the promoted one, the alias is set to the entry. Any exception of MLflow is raised, and
+    RuntimeError without MLflow or an address.
+    """
     if find_spec("mlflow") is None:
         raise RuntimeError(f"it needs {not_installed('mlflow-skinny', 'mlflow')}")
     if not (address := os.environ.get(ADDRESS)):

@@ -91,7 +91,17 @@ def mlflow_secret() -> list[Secret] | None:
 def check_promotion(
     place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
-    """Fill in what the weights say of themselves. Refuses invalid inputs before anything is downloaded or trained."""
+    """Return the inputs of a promotion, with what was left out taken from the metadata of the weights.
+
+    Args:
+        place: where to promote to; empty is the default of a local run.
+        model_state: the candidate's weights; None to train them first.
+        hp: the hyperparameters.
+        options: the options of that training.
+
+    Raises:
+        InputError: an input is wrong. This task runs before anything is downloaded or trained.
+    """
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root
     if model_state is None:
@@ -129,6 +139,6 @@ def promote_model(
 
 @task(enable_deck=True, deck_fields=(), secret_requests=mlflow_secret(), **small_resources())
 def roll_back(place: str, name: str) -> RollBackOutputs:
-    """Promote an earlier version again. Without a name, only show the history and the versions."""
+    """Promote an earlier version again. With an empty name, only show the history and the versions."""
     version, report = return_to(platform, place, name)
     return RollBackOutputs(version, output_file(report))

@@ -23,12 +23,12 @@ class Airbench94(nn.Module):
         self.fc = nn.Linear(256, classes, bias=False)
 
     def whiten(self, images: Tensor) -> None:
-        """Set the first layer to filters, and their negatives, that whiten patches of 2 by 2 pixels.
+        """Set the first layer's weights to filters, and their negatives, that whiten patches of 2 by 2 pixels.
 
-        The features of the images' patches then have no correlation and variance 1.
+        The filters' outputs on the patches of these images then have no correlation and variance 1.
 
         Args:
-            images: (n, C, H, W), normalised.
+            images: (n, C, H, W), normalised training images.
         """
         # In float64 the rounded result is the same for any number of threads
         patches = F.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)

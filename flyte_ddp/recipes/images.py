@@ -84,7 +84,10 @@ class ImageClassifier(Classifier):
         return images, batch[1]
 
     def mirrored(self, images: Tensor, random: Random) -> Tensor:
-        """Return which images to mirror: (n, 1, 1, 1) bool."""
+        """Return which images to mirror: (n, 1, 1, 1) bool.
+
+        Each image is drawn, or with alternate_flips mirrored in every other epoch.
+        """
         if not self.settings.alternate_flips:
             return random.integers(0, 2, 1, 1, 1).bool()
         # The parity of the sum of an image's pixels is like a coin toss that always has the same outcome
@@ -109,9 +112,10 @@ class ImageClassifier(Classifier):
 
 
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> list[dict[str, Any]]:
-    """Return the optimizer's groups.
+    """Return the parameters as groups for torch's optimizers: one, or two if hp.norm_bias_factor is not 1.
 
-    Batch norm's biases are a group of their own if their learning rate has a factor.
+    The biases of batch norm are then a group of their own. The factor multiplies its learning rate, and divides its
+    weight decay.
     """
     biases = [layer.bias for layer in model.modules() if hasattr(layer, "running_mean")]
     if hp.norm_bias_factor == 1 or not biases:
@@ -153,7 +157,7 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
         return len(self.labels)
 
     def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read images (n, C, H, W) uint8 and labels (n,) int64.
+        """Decode the images (n, C, H, W) uint8, and return them with their labels (n,) int64.
 
         Raises DataError naming a file that cannot be decoded.
         """
@@ -164,7 +168,13 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
 
 
 def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
-    """Shift each image (n, C, H, W) by its own offset (down, right) of at most reach pixels, and pad with zeros."""
+    """Shift each image (n, C, H, W) by its own offset, and pad with zeros.
+
+    Args:
+        images: the images.
+        offsets: (n, 2) integers from -reach to reach: pixels down and right.
+        reach: the largest offset.
+    """
     n, _, height, width = images.shape
     padded = F.pad(images, (reach, reach, reach, reach))
     rows = torch.arange(height, device=images.device) + reach - offsets[:, :1]

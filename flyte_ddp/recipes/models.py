@@ -154,6 +154,9 @@ def load_model(
         classes: the number of classes; by default that in the metadata, or ten.
         data_path: the training's data, if another recipe's model() needs them.
         init_path: the training's init, if another recipe's model() needs it.
+
+    Raises:
+        InputError: the file is damaged or doesn't fit the network, or its recipe cannot be imported or lacks its data.
     """
     check_is_file(path)
     metadata = read_metadata(path)

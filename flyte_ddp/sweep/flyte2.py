@@ -59,8 +59,8 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
     """Train one trial of a rung, and return its result.
 
     The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
-    the same result. A loss that is not finite is a result, too. Any other failure is raised, because Flyte would cache
-    the result, and failures such as a full disk do not follow from the settings.
+    the same result. If the loss is not finite, the result is a failure. Any other failure is raised, because Flyte
+    would cache the result, and failures such as a full disk do not follow from the settings.
 
     Args:
         entrant: the trial's settings, and its checkpoint, if any.
@@ -84,7 +84,16 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
 
 
 async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -> Rungs:
-    """Run the trials of a rung side by side, sweep.concurrency at a time."""
+    """Run all rungs one after the other, and the trials of each rung side by side, sweep.concurrency at a time.
+
+    Args:
+        sweep: the sweep.
+        trials: the hyperparameters of all trials.
+        run: trains an entrant in a task of its own. If the task fails or its pod is lost, the trial has failed.
+
+    Returns:
+        The results of each rung's entrants, in their order.
+    """
     settings = [dataclasses.asdict(one) for one in trials]
     slots = asyncio.Semaphore(sweep.concurrency)
     rungs: Rungs = []
@@ -102,7 +111,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
 
 
 def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
-    """Rank the trials by the sweep's measure. Raises ReportedError if all have failed."""
+    """Rank the trials by the sweep's measure, and write the table and the page. Raises ReportedError if all failed."""
     with one_attempt():
         best = compared(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)
         return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

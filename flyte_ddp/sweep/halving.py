@@ -101,7 +101,11 @@ def value_text(value: Any) -> str:
 
 
 def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
-    """Return as many rungs as the numbers of epochs and trials allow; a single one if no trials are cut."""
+    """Return the rungs of the sweep, as many as the numbers of epochs and trials allow; one if no trials are cut.
+
+    With n rungs and a reduction factor f, the first rung has all trials and stops after epochs / f^(n - 1). Each next
+    one has an f-th of the trials and stops after f times the epochs. The last one trains to the end.
+    """
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
     last = 0
@@ -168,7 +172,16 @@ def classifier_trials(
 
 
 def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:
-    """Run the trials of each rung one after another."""
+    """Run the trials of each rung one after another, and print each before it runs.
+
+    Args:
+        sweep: the sweep.
+        trials: the settings of all trials.
+        run: trains an entrant. If it raises InputError or RankError, the trial has failed, and the sweep continues.
+
+    Returns:
+        The results of each rung's entrants, in their order.
+    """
     rungs: Rungs = []
     for rung in plan_rungs(sweep, trials):
         results: list[TrialResult | None] = []
@@ -187,7 +200,7 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
 def make_result(
     figures: RunSummary, measures: dict[str, float], loss: float, report: str, checkpoint: str
 ) -> TrialResult:
-    """Build the result of a training that has ended.
+    """Build the result of a training that has ended. A loss that is not finite makes it a failure.
 
     Args:
         figures: the training's summary.
@@ -208,21 +221,25 @@ def make_result(
 
 
 def failed(failure: Failure, seconds: float = 0.0) -> TrialResult:
+    """Print why a trial failed, and return its result, which has no measures."""
     reason = f"{failure.cause}: {failure.message}"
     say(f"This trial failed, the sweep continues: {reason}")
     return TrialResult(seconds=seconds, failure=reason)
 
 
 def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> dict[int, Entrant]:
-    """Return the trials of the next rung by number. Raises ReportedError if all trials have failed.
+    """Return the trials of the next rung, in their original order, by their numbers in the sweep, from 1.
 
     Args:
         sweep: the sweep.
         trials: the settings of all trials.
         rungs: the results of the rungs so far.
+
+    Raises:
+        ReportedError: all trials have failed.
     """
     latest = standings(sweep, trials, rungs)
-    advancing = _entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)
+    advancing = _best_entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)
     if not advancing:
         raise all_failed(sweep, latest)
     return advancing
@@ -240,9 +257,9 @@ def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialRes
     """
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(plan_rungs(sweep, trials), rungs, strict=False):
-        for number, result in zip(_entrants(sweep, rung, latest), results, strict=True):
+        for number, result in zip(_best_entrants(sweep, rung, latest), results, strict=True):
             before = latest[number - 1]
-            result = _measured(sweep, result or TrialResult(failure=NO_RESULT))
+            result = _check_measure(sweep, result or TrialResult(failure=NO_RESULT))
             seconds = before.result.seconds + result.seconds
             latest[number - 1] = before._replace(
                 result=replace(result, stop_after=_stop_after(rung, before.settings), seconds=seconds)
@@ -250,10 +267,10 @@ def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialRes
     return latest
 
 
-def _measured(sweep: Sweep, result: TrialResult) -> TrialResult:
-    """Return the result, as a failure if its measure is not finite, or is missing.
+def _check_measure(sweep: Sweep, result: TrialResult) -> TrialResult:
+    """Return the result, as a failure if the sweep's measure is missing in it or not finite.
 
-    It could come out as the best otherwise.
+    Otherwise such a trial could come out as the best.
     """
     value = result.measures.get(sweep.measure, math.nan if result.measures else 0.0)
     reason = f"{sweep.measure} after the last epoch is not finite ({value})"
@@ -266,10 +283,10 @@ def _stop_after(rung: Rung, settings: Mapping[str, Any]) -> int:
     return int(rung.stop_after or settings.get("stop_after", 0))  # settings for Lightning have no stop_after
 
 
-def _entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:
-    """Return the best trials that have not failed, in their original order.
+def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:
+    """Return the best `rung.trials` trials that have not failed, by number, in their original order.
 
-    A trial cut earlier can replace a failed one.
+    A trial cut in an earlier rung can replace a failed one.
     """
     best = ranked(sweep, latest)[: rung.trials]
     stop = {"stop_after": rung.stop_after} if rung.stop_after else {}
@@ -304,7 +321,7 @@ def all_failed(sweep: Sweep, latest: Sequence[Ranked]) -> ReportedError:
 
 
 def failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
-    """Return a line for each trial that failed, with its reason."""
+    """Return a line for each trial that failed, with its number, its values and the reason."""
     return [
         f"Trial {trial.number} ({trial.values(sweep.values)}): {trial.result.failure}"
         for trial in latest
@@ -313,7 +330,7 @@ def failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
 
 
 def saving(sweep: Sweep, latest: Sequence[Ranked]) -> str:
-    """Say how the trials were cut, and how many epochs that saved; empty without successive halving."""
+    """Return a sentence on how the trials were cut, and how many epochs that saved; "" without successive halving."""
     epochs = latest[0].settings["epochs"]
     first, *others = plan_rungs(sweep, [trial.settings for trial in latest])
     if not others:

@@ -37,7 +37,18 @@ class Best(NamedTuple):
 
 
 def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
-    """Rank the trials by the sweep's measure, and print which is the best. Raises ReportedError if all have failed."""
+    """Rank the trials by the sweep's measure, write the table and the page, and print which trial is the best.
+
+    Args:
+        platform: the platform.
+        sweep: the sweep.
+        trials: the settings of each trial.
+        rungs: the results of all rungs.
+        subject: what is trained, for the page's title.
+
+    Raises:
+        ReportedError: all trials have failed.
+    """
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = standings(sweep, trials, rungs)
         ranking = ranked(sweep, latest)
@@ -61,7 +72,13 @@ def list_heads(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
 
 
 def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
-    """Write a line per trial, best first. The measures of a failed trial are empty."""
+    """Write a CSV file with a line per trial, in the order given. The measures of a failed trial are empty.
+
+    Args:
+        sweep: the sweep.
+        trials: the trials, best first. The first one's measures are the columns.
+        path: the new file.
+    """
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow([*list_heads(sweep, trials), "report", "failure"])
@@ -74,7 +91,13 @@ def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
 
 
 def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
-    """Return the content of <body>. The first trial is the best and has not failed."""
+    """Return the page that compares the trials, as the content of <body>.
+
+    Args:
+        sweep: the sweep.
+        trials: the trials, best first. The first one must not have failed.
+        subject: what is trained.
+    """
     best = trials[0]
     measure = in_words(sweep.measure)
     result = best.result

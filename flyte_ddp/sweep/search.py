@@ -63,9 +63,15 @@ class Range(Settings):
 
 
 def trials_of(sweep: Sweep, base: T) -> list[T]:
-    """Return the settings of each trial, the same for the same sweep.
+    """Return the settings of each trial, each once, and the same ones at each call.
 
-    Raises InputError for values that cannot be tried.
+    Args:
+        sweep: the values to try.
+        base: the settings that the trials have in common.
+
+    Raises:
+        InputError: a value is not valid for its setting or must be the same for all trials, there are none or too many,
+            or the sweep looks for the largest loss.
     """
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
@@ -86,7 +92,16 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
 
 
 def _ends(sweep: Sweep, name: str, space: Any) -> list[Any]:
-    """Return the values to try, or the ends of the range that values are drawn from."""
+    """Return the list of values to try, or the two ends of the range that values are drawn from.
+
+    Args:
+        sweep: the sweep.
+        name: the name of the setting, for messages.
+        space: what sweep.values has for it.
+
+    Raises:
+        InputError: it is neither a list with values nor, in a random search, a range.
+    """
     ends = space
     if sweep.search == "random" and isinstance(space, dict):
         drawn = Range.from_dict(space)
@@ -120,7 +135,10 @@ def _draws(sweep: Sweep, base: AnySettings) -> Iterable[Any]:
 
 
 def _drawn(position: float, space: Any, whole: bool) -> Any:
-    """Return the value at a position, from 0 to 1, of a list or range."""
+    """Return the value at a position, from 0 to below 1, of a list or range.
+
+    Numbers of a range have four significant digits, or are whole if `whole` is true.
+    """
     if isinstance(space, list):
         return space[int(position * len(space))]
     drawn = Range.from_dict(space)

@@ -51,14 +51,19 @@ class SweepComparison(NamedTuple):
 
 
 def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **inputs: Any) -> Any:
-    """Run the trials and compare them, in a @dynamic, and return the SweepComparison.
+    """Run the trials and compare them, in a @dynamic, and return the promise of a SweepComparison.
+
+    On a cluster each rung is a map task. A local run trains one trial after another.
 
     Args:
         sweep: the sweep.
         trials: the settings of each trial.
-        run: a task that returns the TrialResult of an Entrant; one of its pods may fail permanently.
+        run: a task that returns the TrialResult of its input `entrant`; one of its pods may fail permanently.
         subject: what is trained, for the report.
         inputs: the task's other inputs.
+
+    Raises:
+        InputError: the sweep's reduction factor does not fit its trials.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_rungs(sweep, settings)
@@ -83,13 +88,14 @@ def _read_value(result: Any) -> TrialResult:
 def try_out(
     run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[AnySettings], entrant: Entrant, **inputs: Any
 ) -> TrialResult:
-    """Train from the entrant's checkpoint. If that is gone, train from the start, with the same result.
+    """Train one trial of a rung, and return its result.
 
-    A loss that is not finite is a result, too. Any other failure is raised: the result would be cached, but some
-    failures, such as a full disk or GPU memory, do not follow from the settings.
+    The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
+    the same result. If the loss is not finite, the result is a failure. Any other failure is raised, because Flyte
+    would cache the result, and failures such as a full disk or GPU memory do not follow from the settings.
 
     Args:
-        run: is called as run(settings, **inputs), with init=... if there is a checkpoint.
+        run: is called as run(settings, **inputs), with init=... if there is a checkpoint, and returns the outputs.
         kind: the class of the settings.
         entrant: the trial.
         inputs: other arguments of run.
@@ -122,13 +128,13 @@ def try_out(
 @task(**small_resources())
 @platform_errors(platform)
 def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
-    """Return the entrants of the rung after these."""
+    """Return the entrants of the rung after those whose results are given. Raises ReportedError if all have failed."""
     return list(entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
 @platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
-    """Rank the trials by the sweep's measure. Raises ReportedError if all have failed."""
+    """Rank the trials by the sweep's measure, and write the table and the page. Raises ReportedError if all failed."""
     best = compared(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
     return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

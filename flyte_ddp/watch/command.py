@@ -48,7 +48,12 @@ class File:
             self.path = next(path for path in paths if self._storage.exists(path))
 
     def read_on(self, start: int) -> bytes:
-        """Return what has been written after the first `start` bytes."""
+        """Return what has been written after the first `start` bytes; b"" if nothing has.
+
+        Raises:
+            InputError: the file cannot be read at the first call.
+            ReportedError: the file could be read earlier, but no longer, or another run has begun it anew.
+        """
         try:
             self._storage.invalidate_cache()
             info = self._storage.info(self.path)
@@ -105,8 +110,18 @@ def show(
 ) -> RunFailed | float:
     """Pass each event to the console, and each line to `read`, until the training ends.
 
+    Args:
+        file: the progress file.
+        console: an observer that prints the events.
+        timeout: give up after this many seconds without a new line; None never gives up.
+        read: is called with each parsed line.
+
     Returns:
         How the training failed, or how many seconds it took.
+
+    Raises:
+        ReportedError: nothing new has come for too long, the file is no progress file or of a newer format, or the
+            terminal can no longer be written to.
     """
     for text in follow_lines(file, timeout):
         try:
@@ -139,7 +154,7 @@ def finite(text: str) -> float:
 
 
 def printable(value: Any) -> Any:
-    """Return JSON whose texts cannot control the terminal: anyone may have written them."""
+    """Return parsed JSON without the control characters of its texts: anyone may have written the file."""
     if isinstance(value, dict):
         return {printable(name): printable(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -148,7 +163,7 @@ def printable(value: Any) -> Any:
 
 
 def follow_lines(file: File, timeout: float | None) -> Iterator[bytes]:
-    """Yield each line as it comes, until nothing has come for `timeout` seconds."""
+    """Yield each whole line as it comes, without its newline, until nothing has come for `timeout` seconds."""
     read = 0
     begun = b""
     heard = time.monotonic()

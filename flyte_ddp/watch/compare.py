@@ -43,7 +43,7 @@ class Recorded:
 
 
 def collect_run_facts(event: RunStarted) -> dict[str, str]:
-    """Return by name the settings, what else determines the result, and all that the training has run on, in order."""
+    """Return by name, as text, the settings, all else that determines the result, and what the training has run on."""
     rest = {name: value for name, value in event.identity.items() if name != "settings"}
     named = {"dataset": event.dataset, **rest, **event.identity.get("settings", {})}
     facts = {name: json.dumps(value, ensure_ascii=False) for name, value in named.items()}
@@ -94,7 +94,10 @@ def compare(context: click.Context, first: str, second: str) -> None:
 
 
 def verdict(one: Recorded, other: Recorded) -> tuple[bool, str]:
-    """Return whether both gave the same bits to the end, and a sentence that says so."""
+    """Return whether both have finished with the same digests at all evaluations and in model.pt, and a sentence.
+
+    The sentence names the first evaluation that differs, or why the runs are not equal in spite of equal evaluations.
+    """
     both = sorted(one.digests.keys() & other.digests.keys())
     differing = [position for position in both if one.digests[position] != other.digests[position]]
     if differing:
@@ -113,7 +116,7 @@ def verdict(one: Recorded, other: Recorded) -> tuple[bool, str]:
 
 
 def differences(one: Recorded, other: Recorded) -> list[str]:
-    """Return a line for each fact in which the runs differ, with both values."""
+    """Return lines to print: one for each fact in which the runs differ, with both values, or that all are the same."""
     names = dict.fromkeys((*one.facts, *other.facts))
     values = {name: (one.facts.get(name, "unknown"), other.facts.get(name, "unknown")) for name in names}
     lines = [f"  {name}: {first} | {second}" for name, (first, second) in values.items() if first != second]

@@ -41,7 +41,11 @@ class Indexed(Blocks):
         return self.stored.name(self.files[number]["name"])
 
     def pieces(self, number: int) -> Iterator[bytes]:
-        """Yield the file's content piece by piece. Raises DataError at the end if it is not what was written."""
+        """Yield the content of a block's file piece by piece.
+
+        Raises:
+            DataError: all pieces are read, and their SHA-256 is not that in the index.
+        """
         file = self.files[number]
         digest = hashlib.sha256()
         yield from self.stored.pieces(file["name"], file["bytes"], digest)
@@ -59,7 +63,7 @@ class BlockFolder(Indexed):
 
 
 def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
-    """Write samples as blocks for BlockFolder.
+    """Write samples as blocks for BlockFolder, and then their index.
 
     Args:
         folder: a path or URL, empty or not there yet. A pod's disk need not hold the blocks: write to a URL of the
@@ -68,6 +72,10 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
             single array, or arrays in dicts and tuples.
         rows: samples of a block; the last block may be shorter. Blocks of 16 to 128 MiB are read at full speed, and an
             epoch mixes a few hundred blocks better than a few.
+
+    Raises:
+        InputError: the folder has blocks already or cannot be written to, or there are no samples.
+        DataError: a tree is no tree of arrays of numbers.
     """
     check_count("rows", rows)
     stored = Stored(folder)
@@ -97,7 +105,11 @@ def write_index(stored: Stored, blocks: list[dict[str, Any]]) -> None:
 
 
 def read_index(stored: Stored) -> list[dict[str, Any]]:
-    """Return the entries of a folder's index. Raises DataError that says what is wrong with the index."""
+    """Return the entries of a folder's index, one for each block, in order: "name", "rows", "bytes" and "sha256".
+
+    Raises:
+        DataError: there is no index, it is damaged or empty, or names a file outside of the folder.
+    """
     where = stored.name(INDEX)
     try:
         content = json.loads(stored.read(INDEX))
@@ -130,7 +142,10 @@ def _cut(tree: Any, rows: slice) -> Any:
 
 
 def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
-    """Join trees of any lengths to arrays of rows, (rows, ...). The last array may be shorter."""
+    """Yield the samples of trees of any lengths as arrays of rows, as to_rows makes them, of `rows` samples each.
+
+    The last array may be shorter. Raises InputError if the trees differ in types or shapes.
+    """
     waiting: list[np.ndarray] = []
     count = 0
     for number, tree in enumerate(trees):

@@ -55,6 +55,12 @@ class Blocks:
     def fetch(self, number: int, path: Path) -> None:
         """Write the block to a new file, as an .npy of rows.
 
+        A rank calls this in one of its threads. Subclasses that have no function `read` define it.
+
+        Args:
+            number: the block's number, from 0.
+            path: the file, which must not exist.
+
         Raises:
             DownloadError: the block could not be read, and trying again may help.
             DataError: the block could not be read.
@@ -103,7 +109,7 @@ def to_rows(tree: Any, name: str) -> np.ndarray:
 
 
 def count_rows(tree: Any, name: str) -> int:
-    """Return how many samples a tree of arrays has. Raises DataError, with the name, if it is no such tree."""
+    """Return how many samples a tree of arrays has. Raises DataError, with the name, if its arrays differ in that."""
     _row_kind(tree, name)
     lengths = set(_lengths(tree))
     if len(lengths) != 1:
@@ -116,7 +122,7 @@ def to_tree(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
 
     Args:
         rows: what to_rows returned.
-        order: the indices of the rows to take. Each array gets memory of its own.
+        order: the indices of the rows to take, by default all. With indices, each array is a copy.
     """
     names = rows.dtype.names
     if names is None:

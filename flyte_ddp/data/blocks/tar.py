@@ -103,10 +103,16 @@ def index_tars(url: str | Path) -> None:
 
 
 def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield each sample's key, and the contents of its files by extension.
+    """Yield each sample's key, FOLDER/NAME, and the contents of its files by lower-case extension.
+
+    Files that follow one another and have the same key are a sample. Hidden files are left out.
+
+    Args:
+        pieces: the content of the tar file.
+        name: the tar file's name for messages.
 
     Raises:
-        DataError: the tar file is damaged, or hides some samples.
+        DataError: the tar file is cut short or damaged, has a link, or a sample has two files of one extension.
     """
     key = ""
     files = dict[str, bytes]()
@@ -141,9 +147,13 @@ def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict
 
 
 def _check_end(opened: tarfile.TarFile, name: str) -> None:
-    """Check that a tar file is whole. A whole one ends with a block of zeros.
+    """Read a tar file to its end, and raise DataError unless it ends with a block of zeros that nothing follows.
 
     tarfile takes the end of a file for the end of the archive, and a damaged header (other than the first) as well.
+
+    Args:
+        opened: the tar file, after its last member was read.
+        name: the tar file's name for messages.
     """
     file: Any = opened.fileobj
     more = False

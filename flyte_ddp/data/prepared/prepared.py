@@ -25,9 +25,16 @@ PathLike = str | Path
 
 
 def read_description(directory: PathLike) -> DatasetDescription:
-    """Read dataset.json and check the files' sizes and shapes, in milliseconds.
+    """Read dataset.json, and check the types, shapes and sizes of the arrays' files, but not their content.
 
-    Raises DataError that says what is wrong.
+    Args:
+        directory: the folder of the prepared dataset.
+
+    Returns:
+        The description; a FolderDescription if the images are in files of their own.
+
+    Raises:
+        DataError: a file is missing, damaged or of another format.
     """
     path = Path(directory) / DESCRIPTION
     try:
@@ -83,7 +90,16 @@ def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFiles, np.ndarray]:
-    """Open a split like open_split. If the dataset is a folder of image files, images[index] decodes that file."""
+    """Open a split like open_split, also of a folder of image files.
+
+    Args:
+        directory: the folder of the prepared dataset.
+        split: "train" or "test".
+
+    Returns:
+        Images by index, each (C, H, W) uint8: a memory map or, if they are files, an object that decodes each file when
+        it is asked for. And the labels (N,) int64.
+    """
     path = Path(directory) / f"{split}_files.npy"
     if not path.exists():
         return open_split(directory, split)

@@ -30,7 +30,7 @@ def write_prepared(
     test_labels: np.ndarray,
     passes_per_epoch: int = 1,
 ) -> DatasetDescription:
-    """Write the dataset. A folder that holds anything else is replaced.
+    """Write the dataset, and return its description. A folder that holds anything else is replaced.
 
     Concurrent writers of the same dataset don't disturb each other.
 
@@ -128,6 +128,12 @@ def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ..
 
     They are exact, so they have the same digits on every machine. They have 4 decimals, or as many as give 4 digits of
     the standard deviation. A channel with one value only has a standard deviation of 1 instead of 0.
+
+    Args:
+        counts: (C, 256), how often each value occurs in a channel.
+
+    Returns:
+        The means and the standard deviations, for pixels from 0 to 1.
     """
     means, stds = [], []
     for channel in counts:
@@ -158,7 +164,15 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 
 
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
-    """Rename the folder, unless another writer has put the same dataset there. Anything else there is replaced."""
+    """Rename a new folder to its final path, unless another writer has put the same dataset there.
+
+    Anything else there is replaced.
+
+    Args:
+        temporary: the new folder. It stays where it is if the same dataset is there.
+        directory: the final path.
+        digest: the digest of the new dataset's description.
+    """
     sync_folder(directory.parent)
     with _locked(directory):
         if os.path.lexists(directory):
@@ -171,7 +185,7 @@ def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a dataset that was found to be damaged, unless another process has replaced it by now."""
+    """Remove a dataset that was found to be damaged, unless another process has put an intact one there by now."""
     with _locked(directory):
         try:
             verify(directory)
@@ -188,7 +202,10 @@ def _remove(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other processes from writing or removing the dataset while the block runs."""
+    """Hold a lock on the folder's path while the block runs, so that other processes wait to write or remove it.
+
+    On a file system without locks the block runs without one.
+    """
     lock = FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False)
     with contextlib.suppress(OSError):  # not every network file system has locks; without one, the last writer wins
         lock.acquire()

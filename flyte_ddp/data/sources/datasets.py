@@ -40,7 +40,7 @@ OWN_FOLDERS = "", "prepared", "MNIST/raw", "FashionMNIST/raw", "CIFAR10", "CIFAR
 
 
 def data_dir() -> Path:
-    """Return the folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
+    """Return the absolute path of the folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
     chosen, cache = os.environ.get("DDP_DATA_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     default = Path(cache if os.path.isabs(cache) else "~/.cache", "flyte-ddp")
     return absolute(chosen or default, "DDP_DATA_DIR")
@@ -54,7 +54,7 @@ def prepared_dir(name: str) -> Path:
 
 
 def discard_damaged(name: str) -> None:
-    """Remove the prepared dataset if it exists but is not intact."""
+    """Remove a prepared dataset that is there but damaged, and log a warning. All of its files are read."""
     directory = prepared_dir(name)
     if directory.exists():
         try:
@@ -66,13 +66,15 @@ def discard_damaged(name: str) -> None:
 
 
 def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored | None = None) -> Path:
-    """Return the folder of the prepared dataset, after downloading and writing whatever is missing or damaged.
+    """Prepare a dataset unless it is there and intact, and return its folder.
+
+    Original files that are there with the right checksum are not downloaded again.
 
     Any number of processes may do this at once.
 
     Args:
         name: the dataset's name.
-        progress: called as Mirrors describes it.
+        progress: called with (file name, bytes so far, total bytes or None) while a file is downloaded.
         open_stored: opens a file of a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
 
     Raises:
@@ -123,7 +125,7 @@ def _mnist(class_name: str, ask: Ask) -> Originals:
 
 
 def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the URLs of folders that have the dataset, and its files with their MD5, from torchvision's class.
+    """Return the URLs of folders that have the dataset, and (name, MD5) of its files, as torchvision's class has them.
 
     They are cached in a file, because importing torchvision takes seconds.
     """
@@ -139,13 +141,13 @@ def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any]:
-    """Return torchvision's [training, test] data sets of this class, read from the archives.
+    """Return torchvision's [training, test] data sets of a class, read from the archives into memory.
 
-    They are unpacked to a new temporary folder, because torchvision trusts files that are already unpacked.
+    The archives are unpacked to a temporary folder, because torchvision trusts files that are already unpacked.
 
     Args:
-        class_name: in torchvision.datasets.
-        below: the folder in its root where the class looks for the unpacked files.
+        class_name: the class's name in torchvision.datasets.
+        below: the folder, below its root, where the class looks for the unpacked files.
         archives: the files to unpack.
     """
     from torchvision import datasets
@@ -159,7 +161,13 @@ def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any
 
 
 def _cifar10(ask: Ask) -> Originals:
-    """Fetch CIFAR-10: unpacked files if they are here or the user's own mirror has them, else the archive."""
+    """Read CIFAR-10 from its unpacked files if they are here or DDP_DATA_MIRROR has them, or else from the archive.
+
+    What is not here is downloaded.
+
+    Args:
+        ask: makes Mirrors of the URLs of the folders to try.
+    """
     from torchvision.datasets import CIFAR10
 
     mirror = mirror_from_environment()
@@ -179,9 +187,9 @@ def _cifar10(ask: Ask) -> Originals:
 
 
 def _digits(ask: Ask) -> Originals:
-    """Return scikit-learn's 1,797 handwritten digits (UCI optdigits, test part).
+    """Return scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), which need no download.
 
-    1,501 are for training and 296 for testing.
+    1,501 are for training and 296, the sixth of each class and so on, for testing.
 
     The 8 x 8 images are enlarged to 24 x 24 and padded to 28 x 28: of the sizes tried, the tutorial's network learns
     this one best.
@@ -201,9 +209,9 @@ def _digits(ask: Ask) -> Originals:
 
 
 def _enlarge(images: np.ndarray) -> np.ndarray:
-    """Enlarge images (N, 8, 8) of values 0..16 to (N, 1, 28, 28) uint8, bilinearly.
+    """Enlarge images (N, 8, 8) int64 of values from 0 to 16 to (N, 1, 28, 28) uint8.
 
-    Integers give the same bits everywhere.
+    They are enlarged to 24 x 24 bilinearly, in whole numbers, which give the same bits everywhere, and padded by 2.
     """
     thirds = np.clip(np.arange(24) - 1, 0, 21)  # the centres of the new pixels, in thirds of a source pixel
     left, part = np.divmod(thirds, 3)

@@ -42,7 +42,14 @@ class Mirrors:
     unreachable: dict[str, str] = field(default_factory=dict)
 
     def fetch(self, filename: str, md5: str, directory: Path) -> Path:
-        """Return the file in the directory, downloaded unless it is there with this MD5. It appears whole or never.
+        """Download a file, unless it is there with this MD5, and return its path. It appears whole or not at all.
+
+        The folders are tried in order. A host that could not be reached is not asked again, for other files either.
+
+        Args:
+            filename: the file's name in each folder.
+            md5: the hex digest that its content must have.
+            directory: where to put it.
 
         Raises:
             DownloadError: no mirror delivered the file; the message has the reason of each.
@@ -69,6 +76,12 @@ class Mirrors:
         raise DownloadError(f"no mirror delivered {filename}:\n{lines}{REMEDIES}")
 
     def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
+        """Download a URL to the path target, whole or not at all.
+
+        Raises:
+            RefusedError: the URL cannot be read, or its content is too large or has another MD5.
+            UnreachableError: the host is not worth asking again.
+        """
         pieces, total = self.opener.open(url)
         digest = hashlib.md5(usedforsecurity=False)
         done = 0

@@ -43,10 +43,17 @@ class Sound(NamedTuple):
 
 
 def list_images(folder: Path) -> Files:
-    """Return the names of image files relative to folder, sorted, by split and class.
+    """Return the names of image files relative to folder, sorted, by split and class. No file is read.
+
+    Args:
+        folder: has a sub-folder for each class, or sub-folders train and test that have these.
+
+    Returns:
+        {"train": …, "test": …}, each with a list of names by class; {"": …} if the folder is not divided.
 
     Raises:
-        InputError: there is nothing to train on.
+        InputError: the folder is not there or has no image files, there is only one class to train on, only test has
+            some class, or sub-folders are called as splits other than train and test.
     """
     with reading():
         paths = _all_images(folder)
@@ -66,6 +73,7 @@ def list_images(folder: Path) -> Files:
 
 
 def _all_images(folder: Path) -> Files:
+    """Return what list_images does, before it is checked that there are enough classes."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise InputError(f"folder {folder} {what}: give a folder with one sub-folder of image files per class")
@@ -80,15 +88,15 @@ def _all_images(folder: Path) -> Files:
 
 
 def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
-    """Raise InputError for splits that would be left out, or taken for classes.
+    """Raise InputError for sub-folders named as splits that would be left out, or taken for classes.
 
-    One class may be called train or valid: its files lie in its folder itself, but those of a split in folders of
-    classes.
+    A single class may be called train or valid. Its files lie in its folder itself, while those of a split lie in
+    folders of classes.
 
     Args:
-        folder: the folder.
-        divided: all sub-folders, if train and test are among them.
-        classes: the files of each class, if the folder is not divided.
+        folder: the folder, for messages.
+        divided: the names of all sub-folders, if train and test are among them; otherwise empty.
+        classes: the files of each class, if the folder is not divided; otherwise empty.
     """
     named = [name for name in (*divided, *classes) if name.lower() in SPLIT_NAMES]
     files = classes[named[0]] if len(named) == 1 else []
@@ -122,7 +130,7 @@ def lfw_folder() -> Path:
 def stamp_images(folder: Path) -> str:
     """Return a digest that changes when an image file is added, removed or written to.
 
-    Only names, sizes and times are read.
+    Only names, sizes and times are read. Raises what list_images raises.
     """
     digest = hashlib.sha256()
     classes = chain.from_iterable(by_class.values() for by_class in list_images(folder).values())
@@ -135,21 +143,24 @@ def stamp_images(folder: Path) -> str:
 
 
 def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[str], None]) -> Path:
-    """Read every image once, write what training needs to know about the images, and return the folder of that index.
+    """Read every image once, write a prepared dataset that names their files, and return its folder, the index.
+
+    The index is in the folder for local data, under a hash of its content, so equal images have one index. It has no
+    link to the images yet: link_images makes it.
 
     Args:
-        folder: the folder of the images.
+        folder: the folder of the images, as list_images takes it.
         name: the dataset's name.
         images: which images to use.
         say: prints a line.
 
     Raises:
-        InputError: too many files cannot be read, or too few are left.
+        InputError: too many files cannot be read, or too few images or classes are left.
     """
     paths = list_images(folder)
     classes = _large_classes(paths, images.least_images)
     splits = _divide(paths, classes)
-    kept, bad, content, counts = _sound_images(folder, splits, images)
+    kept, bad, content, counts = _read_images(folder, splits, images)
     _judge(folder, bad, sum(map(len, splits.values())), images.unreadable_share, say)
     if not all(kept.values()):
         raise InputError(f"folder {folder} leaves no images to train or to test on: add some, or lower least_images")
@@ -180,7 +191,12 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 
 
 def verify_images(index: Path, folder: Path) -> None:
-    """Read every image in the index. Raises DataError if names or content are not what they were."""
+    """Read every image of an index. Raises DataError if names or content are not what they were.
+
+    Args:
+        index: the folder that index_folder returned.
+        folder: the folder of the images, perhaps a copy.
+    """
     content = hashlib.sha256()
     try:
         for split in SPLITS:
@@ -208,8 +224,14 @@ class Readable(NamedTuple):
     counts: np.ndarray
 
 
-def _sound_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings) -> Readable:
-    """Read all images, and sort out those that cannot be read."""
+def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings) -> Readable:
+    """Read all images, and sort out those that cannot be read.
+
+    Args:
+        folder: the folder of the images.
+        splits: label and name of each image, by split.
+        images: the shape of the images.
+    """
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
     content = hashlib.sha256()
@@ -246,7 +268,7 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
 
 
 def _large_classes(paths: Files, least_images: int) -> list[str]:
-    """Return the classes with enough images. Raises InputError if they are fewer than two."""
+    """Return the classes with enough images to train on. Raises InputError if they are fewer than two."""
     classes = [name for name, files in next(iter(paths.values())).items() if len(files) >= least_images]
     if len(classes) < 2:
         raise InputError(
@@ -257,9 +279,14 @@ def _large_classes(paths: Files, least_images: int) -> list[str]:
 
 
 def _divide(paths: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
-    """Return label and name of each image of train and test.
+    """Return label and name of each image, by the splits train and test. A label is the class's index in `classes`.
 
-    Classes alternate, so any part of a split has all of them.
+    If the folder is not divided, one in TEST_EVERY images of each class is for testing. Within a split, classes
+    alternate, so that any part of it has all of them.
+
+    Args:
+        paths: what list_images returned.
+        classes: the classes to use.
     """
     rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
     for label, name in enumerate(classes):
@@ -271,7 +298,13 @@ def _divide(paths: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, s
 
 
 def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, int, int]) -> Iterator[Sound | str]:
-    """Yield what is known of each file, or why it cannot be read, in the order of the rows."""
+    """Read and decode each file by several threads, and yield what is known of it, or why it cannot be read.
+
+    Args:
+        folder: the folder of the images.
+        rows: label and name of each image. The results have the same order.
+        shape: (C, H, W) of the decoded images.
+    """
 
     def read(row: tuple[int, str]) -> Sound | str:
         try:
@@ -286,7 +319,18 @@ def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, i
 
 
 def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
-    """Print which files cannot be read. Raises InputError if they are too many."""
+    """Print how many files cannot be read, and the first of them; nothing if all can be.
+
+    Args:
+        folder: the folder, for messages.
+        bad: the files that cannot be read, each with the reason.
+        count: the number of all files.
+        limit: the largest allowed share of files that cannot be read.
+        say: prints a line.
+
+    Raises:
+        InputError: their share is larger.
+    """
     if not bad:
         return
     listed = "; ".join(bad[:MOST_NAMED]) + ("; …" if len(bad) > MOST_NAMED else "")

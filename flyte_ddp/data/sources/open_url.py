@@ -64,10 +64,10 @@ class Opener:
     waited_seconds: float = 0.0
 
     def open(self, url: str) -> tuple[Pieces, int | None]:
-        """Open a URL.
+        """Open a URL of http, https, file or object storage.
 
         Returns:
-            The content and, if known, its size in bytes.
+            The content, piece by piece, and its size in bytes; None if the size is unknown.
 
         Raises:
             RefusedError: the URL cannot be read; also raised while pieces are read.
@@ -96,10 +96,14 @@ class Opener:
         return _read(file), getattr(file, "size", None)
 
     def _answer(self, url: str) -> requests.Response:
-        """Send the request in a thread of its own, and wait for the answer.
+        """Send a GET request, and return the answer once its headers are here, of any status.
 
-        Name look-up, several addresses, redirects and slowly arriving headers would each outlast the time-outs of
-        requests.
+        A thread of its own sends the request. Name look-up, several addresses, redirects and slowly arriving headers
+        would each outlast the time-outs of requests. A failed wait adds to waited_seconds.
+
+        Raises:
+            RefusedError: the redirects never end.
+            UnreachableError: no answer has come within answer_seconds, or what is left of silence_seconds.
         """
         outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
         limits = self.limits
@@ -129,7 +133,12 @@ class Opener:
         raise UnreachableError(_network_reason(answer))
 
     def _pieces(self, response: requests.Response) -> Pieces:
-        """Yield the body as it is sent, without decoding. Raises UnreachableError if a window brings too few bytes."""
+        """Yield the body as it is sent, without decoding, and close the response.
+
+        Raises:
+            UnreachableError: too few bytes have come within a window, as in Limits, or none.
+            RefusedError: the connection was cut.
+        """
         window_start = time.monotonic()
         window_bytes = 0
         try:
@@ -170,7 +179,11 @@ def _read(file: BinaryIO) -> Pieces:
 
 
 def _network_reason(error: BaseException | None) -> str:
-    """Return the operating system's own message beneath what requests and urllib3 wrap around it."""
+    """Return in a few words why a request failed: the operating system's own message, out of what requests wraps it in.
+
+    Args:
+        error: the exception of requests.
+    """
     if isinstance(error, (TimeoutError, requests.Timeout)):
         return "no answer in time"
     if isinstance(error, (requests.exceptions.InvalidSchema, requests.exceptions.InvalidURL)):
