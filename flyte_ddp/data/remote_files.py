@@ -42,14 +42,14 @@ def use_storage_options(options: dict[str, dict[str, Any]]) -> None:
 Details = dict[str, Any]
 
 
-def listed(files: AbstractFileSystem, root: str) -> dict[str, Details]:
+def find_files(files: AbstractFileSystem, root: str) -> dict[str, Details]:
     """Return the client's details of each file below root, such as its size, sorted, by the file's name below root.
 
     If root is itself a file, its name is "". If nothing is there, the dict is empty. Hidden files are left out, and so
     are the empty objects that some tools write for a folder. On a disk, links are followed, which fsspec would skip.
     """
     if isinstance(files, LocalFileSystem):
-        entries = _listed_on_disk(root)
+        entries = _find_on_disk(root)
     else:
         files.invalidate_cache()
         objects = files.find(root, detail=True).items()
@@ -62,7 +62,7 @@ def listed(files: AbstractFileSystem, root: str) -> dict[str, Details]:
     return {name: entries[name] for name in sorted(entries) if not any(part[:1] == "." for part in name.split("/"))}
 
 
-def _listed_on_disk(root: str) -> dict[str, Details]:
+def _find_on_disk(root: str) -> dict[str, Details]:
     if not os.path.isdir(root):
         return {"": _details(os.stat(root))} if os.path.isfile(root) else {}
     files: dict[str, Details] = {}
@@ -104,8 +104,8 @@ class Stored:
         return f"{self.url}/{file}" if file else self.url
 
     def details(self) -> dict[str, Details]:
-        """Return the client's details of each file, as listed() does."""
-        return self._retry("", lambda: listed(self.files, self.root))
+        """Return the client's details of each file, as find_files() does."""
+        return self._retry("", lambda: find_files(self.files, self.root))
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by its name below the URL.
@@ -263,5 +263,6 @@ class PiecesFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         self.rest = self.rest or next(self.pieces, b"")
         count = min(len(buffer), len(self.rest))
-        buffer[:count], self.rest = self.rest[:count], self.rest[count:]
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
         return count

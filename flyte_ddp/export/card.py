@@ -8,8 +8,7 @@ from flyte_ddp.engine.job import Measured, Subject
 from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.report.article import Section, article, document
 from flyte_ddp.report.surroundings import surroundings
-from flyte_ddp.report.words import capitalised, in_words
-from flyte_ddp.report.words import written as in_figures
+from flyte_ddp.report.words import capitalised, format_measure, in_words
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Card:
         return document(self.title, self.fragment)
 
 
-def describe(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
+def make_card(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
     """Build the model card.
 
     Args:
@@ -38,7 +37,7 @@ def describe(asked: ExportJob, written: Written, formats: dict[str, Measured]) -
     title = f"{name}, trained on {subject.dataset}"
     measures = written.measured.measures
     headline = written.metadata.headline
-    score = in_figures(headline, measures[headline], written.measured.percent)
+    score = format_measure(headline, measures[headline], written.measured.percent)
     subtitle = f"{capitalised(in_words(headline))} {score} on the test split"
     sections = [
         model_section(subject, written),
@@ -76,16 +75,16 @@ def model_section(subject: Subject, written: Written) -> Section:
 
 
 def measures_section(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Section:
-    reported, options = asked.reported, asked.options
-    columns = {"weights": written.measured.measures, **{FILES[name]: one.measures for name, one in formats.items()}}
-    if reported:
-        columns = {"as reported": reported, **columns}
+    options = asked.options
+    columns = {"as reported": asked.reported} if asked.reported else {}
+    columns["weights"] = written.measured.measures
+    columns |= {FILES[name]: one.measures for name, one in formats.items()}
     return Section(
         "Measures",
         [
             "On the test split, in float32, for the weights and for each file, opened in a process of its own. "
             f"The files had to reproduce the measures of the weights within {options.tolerance:g}"
-            + (f", and the weights the reported ones within {options.reported_tolerance:g}." if reported else ".")
+            + (f", and the weights the reported ones within {options.reported_tolerance:g}." if asked.reported else ".")
         ],
         caption="Measures on the test split",
         heads=("Measure", *columns),
@@ -127,7 +126,7 @@ def before_section(written: Written) -> Section:
 
 
 def loading_section(written: Written, formats: Sequence[str], needs_data: bool) -> Section:
-    """Return the section that says how to load each file.
+    """Return the section with a line of code for each file that loads it.
 
     Args:
         written: the model.

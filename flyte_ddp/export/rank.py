@@ -94,7 +94,7 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 
 
 def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str]) -> Measured | str:
-    """Measure a file on the test split, after trying a batch of one sample.
+    """Measure a file on the test split, after trying a batch of one sample. Runs in a process of its own.
 
     Args:
         environment: the rank's environment.
@@ -103,6 +103,9 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
 
     Returns:
         The measures, or why the file cannot be used.
+
+    Raises:
+        ReportedError: the data cannot be read.
     """
     job, name, path = argument
     torch.set_num_threads(environment.threads)

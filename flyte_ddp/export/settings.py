@@ -85,7 +85,7 @@ class ClassifierExport(FolderExport):
 
 
 def check_formats(options: ExportOptions) -> None:
-    """Raise InputError if a format's libraries are not installed."""
+    """Raise InputError if a library that one of options.formats needs is not installed."""
     for name in options.names:
         missing = [library for library in NEEDED[name] if importlib.util.find_spec(library) is None]
         if missing:

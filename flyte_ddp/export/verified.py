@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flyte_ddp.engine.job import Measured
 from flyte_ddp.errors import InputError, ReportedError
-from flyte_ddp.export.card import Card, describe
+from flyte_ddp.export.card import Card, make_card
 from flyte_ddp.export.settings import FILES, ExportJob, Written
 from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.report.console import Console, say
@@ -15,7 +15,8 @@ from flyte_ddp.report.mlflow_run import add_to_run
 from flyte_ddp.whole_files import writing_to
 
 # Names of functions, because their module imports torch
-WRITE, MEASURE = "flyte_ddp.export.rank:write_formats", "flyte_ddp.export.rank:measure_file"
+WRITE = "flyte_ddp.export.rank:write_formats"
+MEASURE = "flyte_ddp.export.rank:measure_file"
 
 
 class Exported(NamedTuple):
@@ -67,7 +68,7 @@ def export(asked: ExportJob) -> Exported:
             "reported_tolerance"
         )
     formats = {name: _verified(name, asked, written) for name in asked.options.names}
-    card = describe(asked, written, formats)
+    card = make_card(asked, written, formats)
     with writing_to(folder, "DDP_RUNS_DIR"):
         (folder / "model.json").write_text(written.metadata.as_json(), encoding="utf-8")
         (folder / "model_card.md").write_text(card.markdown, encoding="utf-8")

@@ -23,7 +23,7 @@ from flyte_ddp.flyte1.outputs import output_file, output_page
 from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import preparation_resources
-from flyte_ddp.inference.page import Tally, predicted_article, tally
+from flyte_ddp.inference.page import Tally, render_results, tally
 from flyte_ddp.inference.shards import InferenceOptions, Shard, read_rows, write_rows
 from flyte_ddp.report.console import say_last
 
@@ -90,7 +90,7 @@ def gather_shards(
         source = f"folder {Path(folder.path).name}" if folder is not None else f"{description.name}, {options.split}"
         title = f"Predictions: {source}"
         images = load_images(totals, Path(data.download()), folder, Path(listing.download()), options)
-        fragment = predicted_article(title, totals, images, description, options)
+        fragment = render_results(title, totals, images, description, options)
         report = output_page(work, title, fragment)
     summary = InferenceSummary(description.name, totals.images, totals.unreadable, totals.labelled, totals.accuracy)
     if is_local():

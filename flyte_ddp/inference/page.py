@@ -10,7 +10,7 @@ import numpy as np
 
 from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.inference.shards import InferenceOptions, Row, read_rows
-from flyte_ddp.report.article import Section, article, set_up
+from flyte_ddp.report.article import Section, article, setup_section
 from flyte_ddp.report.figures import picture
 
 MOST_PICTURES = 24
@@ -76,7 +76,7 @@ def tally(path: Path) -> Tally:
     return Tally(predicted, known, right, unreadable, least, errors)
 
 
-def predicted_article(
+def render_results(
     title: str, totals: Tally, images: Sequence[np.ndarray], description: DatasetDescription, options: InferenceOptions
 ) -> str:
     """Return the page with the results of a prediction, as the content of <body>.
@@ -107,7 +107,7 @@ def predicted_article(
         heads=("File", "Reason"),
         lines=[(row.image, row.error) for row in totals.errors],
     )
-    setup = set_up(
+    setup = setup_section(
         ("Network", f"{options.model}, trained on {description.name}"),
         ("Shards, batch size", f"{options.shards}, {options.batch_size}"),
     )

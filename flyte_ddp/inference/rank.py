@@ -54,7 +54,7 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
         predictions += zip(scores.tolist(), guesses.tolist(), strict=True)
         link.heartbeat()
     with writing_to(Path(job.output).parent, "DDP_RUNS_DIR"):
-        write_rows(Path(job.output), predicted(rows, predictions, description.classes))
+        write_rows(Path(job.output), add_predictions(rows, predictions, description.classes))
 
 
 def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
@@ -92,6 +92,8 @@ def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndar
     return images, rows
 
 
-def predicted(rows: Sequence[Row], predictions: Sequence[tuple[float, int]], classes: Sequence[str]) -> Iterator[Row]:
+def add_predictions(
+    rows: Sequence[Row], predictions: Sequence[tuple[float, int]], classes: Sequence[str]
+) -> Iterator[Row]:
     for row, (score, guess) in zip(rows, predictions, strict=True):
         yield row if row.error else row._replace(prediction=classes[guess], score=f"{score:.6f}")

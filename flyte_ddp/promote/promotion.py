@@ -16,10 +16,9 @@ from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote.job import PromotionOptions, Verdict, judge
 from flyte_ddp.promote.place import PROMOTED, Place, Pointer, local_root, now, version_name
 from flyte_ddp.promote.registry import register
-from flyte_ddp.report.article import Section, article
+from flyte_ddp.report.article import Section, article, setup_section
 from flyte_ddp.report.console import Console, say, say_last
-from flyte_ddp.report.surroundings import surroundings
-from flyte_ddp.report.words import capitalised, in_words, written
+from flyte_ddp.report.words import capitalised, format_measure, in_words
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.whole_files import content_digest
 
@@ -298,10 +297,10 @@ def outcome(verdict: Verdict, percent: Sequence[str]) -> str:
         verdict: the decision.
         percent: the names of the measures that are shown in per cent.
     """
-    candidate = written(verdict.measure, verdict.candidate, percent)
+    candidate = format_measure(verdict.measure, verdict.candidate, percent)
     if verdict.current is None:
         return f"promoted with {in_words(verdict.measure)} {candidate}, as the first model"
-    current = written(verdict.measure, verdict.current, percent)
+    current = format_measure(verdict.measure, verdict.current, percent)
     by = f" by more than {verdict.margin:g}" if verdict.margin else ""
     decision = "promoted" if verdict.is_better else "not promoted"
     needed = "higher" if verdict.higher else "lower"
@@ -313,7 +312,7 @@ def promotion_page(
     verdict: Verdict,
     models: Sequence[tuple[str, Measured]],
     pointer: Pointer,
-    facts: Sequence[Sequence[str]],
+    facts: Sequence[tuple[str, str]],
 ) -> str:
     """Return the page of a promotion.
 
@@ -326,15 +325,15 @@ def promotion_page(
     """
     first = models[0][1]
     lines = [
-        (capitalised(in_words(name)), *(written(name, one.measures[name], one.percent) for _, one in models))
+        (capitalised(in_words(name)), *(format_measure(name, one.measures[name], one.percent) for _, one in models))
         for name in first.measures
     ]
     both = "Both on the same" if len(models) > 1 else "On the"
     text = f"{both} {first.samples:,} samples of the test split, in float32, by the candidate's measures."
     caution = "Models chosen repeatedly on one split look better on it than they are: quote their measures on another."
     measures = Section("Scores", [text, caution], heads=("Measure", *(name for name, _ in models)), lines=lines)
-    setup = Section("Set-up", caption="Inputs and environment", lines=[*facts, *surroundings().items()])
-    return article(title, capitalised(outcome(verdict, first.percent)), [measures, history(pointer), setup])
+    subtitle = capitalised(outcome(verdict, first.percent))
+    return article(title, subtitle, [measures, history(pointer), setup_section(*facts)])
 
 
 def history(pointer: Pointer) -> Section:

@@ -31,7 +31,8 @@ class ImageClassifier(Classifier):
         self.folder = data_path
         self.passes_per_epoch = self.description.passes_per_epoch
         self.train_fraction = settings.train_fraction
-        self.clip_norm, self.ema_decay = settings.clip_norm, settings.ema_decay
+        self.clip_norm = settings.clip_norm
+        self.ema_decay = settings.ema_decay
         self.label_smoothing = settings.label_smoothing
 
     @classmethod
@@ -137,7 +138,8 @@ class Normaliser:
             deviations: the standard deviation of each channel, for pixels from 0 to 1.
             device: where the images are.
         """
-        mean, std = torch.tensor(means), torch.tensor(deviations)
+        mean = torch.tensor(means)
+        std = torch.tensor(deviations)
         # (x / 255 - mean) / std is x * scale + offset
         self.scale = (1 / (255 * std)).view(1, -1, 1, 1).to(device)
         self.offset = (-mean / std).view(1, -1, 1, 1).to(device)

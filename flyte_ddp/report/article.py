@@ -53,13 +53,13 @@ class Section:
     pictures: Sequence[tuple[str, str]] = ()
 
 
-def set_up(*facts: tuple[str, str]) -> Section:
-    """Return the section that says what was asked for, and where it ran."""
+def setup_section(*facts: tuple[str, str]) -> Section:
+    """Return the section with the inputs, (label, text) each, and with versions and hardware of this machine."""
     return Section("Set-up", caption="Inputs and environment", lines=[*facts, *surroundings().items()])
 
 
 def article(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """Return the content of <body>, for a Deck. Everything except the figures is escaped."""
+    """Render a page of these sections as the content of <body>, for a Deck. All except the figures is escaped."""
     return render_body(BODY, title=title, subtitle=subtitle, sections=sections)
 
 
@@ -69,7 +69,7 @@ def render_body(template: str, **values: Any) -> str:
 
 
 def document(title: str, fragment: str, live: bool = False) -> str:
-    """Return the whole page around a fragment. The page loads nothing from the network.
+    """Return the whole HTML page around a fragment. The page loads nothing from the network.
 
     Args:
         title: the page's title.

@@ -52,7 +52,8 @@ class Background(Observer):
         self._capacity = capacity
         self._abandon = abandon
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lost, self._reason = 0, ""
+        self._lost = 0
+        self._reason = ""
         self._observer: Observer | None = None
         self._is_made = threading.Event()
         self._is_closing = False
@@ -72,9 +73,10 @@ class Background(Observer):
         self._close_seconds -= time.monotonic() - began
 
     def close(self) -> None:
-        """Wait until all events are handled, at most close_seconds.
+        """Wait until all queued events are handled and the observer is closed, at most close_seconds in all.
 
-        After an interrupt, a second call continues to wait.
+        If that takes longer, the observer is abandoned. A warning says so, or how many events were lost. After an
+        interrupt, a second call continues to wait.
 
         A new thread of normal priority closes the observer, because training is over. As a daemon thread it does not
         keep the process from ending.
@@ -102,7 +104,7 @@ class Background(Observer):
             self._reason = ""
 
     def _start(self, work: Callable[..., object], *arguments: Any) -> threading.Event:
-        """Run a function in a thread, and return an event that says when it has ended.
+        """Run a function in a new thread, and return an event that is set when the function has ended.
 
         Thread.join() would not do: after an interrupt it takes the thread for ended.
         """
@@ -132,6 +134,7 @@ class Background(Observer):
             self._lost += not self._try(observer, event)
 
     def _try(self, work: Callable[..., Any], *arguments: Any) -> bool:
+        """Return whether work(*arguments) succeeds. The reason of the first failure is kept for close()'s warning."""
         try:
             work(*arguments)
         except Exception as error:

@@ -12,17 +12,17 @@ import click
 
 from flyte_ddp import events
 from flyte_ddp.data.sources.download import Progress
-from flyte_ddp.report.goodput import spent
+from flyte_ddp.report.goodput import format_seconds
 from flyte_ddp.report.record import Record, RunInfo
 from flyte_ddp.report.words import (
     Table,
     capitalised,
-    in_text,
+    format_measure,
+    format_table,
     in_words,
     rank_tables,
     split_sizes,
     time_left,
-    written,
 )
 from flyte_ddp.text import counted, masked
 
@@ -175,7 +175,7 @@ class Console(Remarks):
     def say_ranks(self) -> None:
         """Print the newest tables of ranks' and hosts' seconds. A second call prints nothing."""
         for table in self._ranks:
-            say(in_text(table))
+            say(format_table(table))
         self._ranks = []
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class Console(Remarks):
         done = event.step / self._run.steps_per_epoch
         left = time_left(self._run, event.seconds_left)
         others = [
-            f"{capitalised(in_words(name))}: {written(name, value, self._run.percent)}"
+            f"{capitalised(in_words(name))}: {format_measure(name, value, self._run.percent)}"
             for name, value in event.measures.items()
             if name != "loss"
         ]
@@ -211,7 +211,7 @@ class Console(Remarks):
         Names that `measures` lacks are left out.
         """
         return ", ".join(
-            f"{split} {in_words(name)} {written(name, measures[name], self._run.percent, decimals)}".lstrip()
+            f"{split} {in_words(name)} {format_measure(name, measures[name], self._run.percent, decimals)}".lstrip()
             for name in dict.fromkeys((self._run.headline, "loss", *others))
             if name in measures
         )
@@ -274,15 +274,18 @@ def say_interrupted(checkpoint: Path) -> None:
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
     """Print the summary of a finished run: results, times, files, and a command to try next.
 
+    It is printed by say_last, so at the end of the command.
+
     Args:
         record: the run.
         model: the path of the weights.
         report: the path of the report.
-        show_paths: whether the run's files stay where they are, as in a local run.
+        show_paths: whether the run's files stay where they are, as in a local run. If not, paths are left out.
     """
-    info, run = record.info, record.started
+    info = record.info
+    run = record.started
     name = record.headline
-    tested = [record.written(name, epoch.evaluated) for epoch in record.epochs]
+    tested = [record.format_measure(name, epoch.evaluated) for epoch in record.epochs]
     if len(tested) > MOST_SAID:
         tested = [tested[0], "…", *tested[-MOST_SAID + 1 :]]
     lines = []
@@ -292,15 +295,15 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
     if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may evaluate nothing
         lines.append((capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"))
-    lines.append(("Seconds", spent(record.goodput.seconds)))
+    lines.append(("Seconds", format_seconds(record.goodput.seconds)))
     if record.tested:
         chosen = "Chosen" if record.tested.is_best else "Last"
         value = f"epoch {counted(record.tested.position)}"
         if record.tested.measures:  # a loop of one's own may choose, and not test
-            value += f"; {record.written(name, record.tested.measures)} on the test {record.samples}"
+            value += f"; {record.format_measure(name, record.tested.measures)} on the test {record.samples}"
         lines.insert(-1, (chosen, value))
     for one in record.kept[:MOST_SAID]:
-        value = f"{in_words(one.measure)} {record.written(one.measure, {one.measure: one.value})}"
+        value = f"{in_words(one.measure)} {record.format_measure(one.measure, {one.measure: one.value})}"
         file = info.logs / one.file if show_paths else one.file
         lines.append(("Kept", f"{file}, {value} on the validation {record.samples}"))
     if record.digest:

@@ -10,7 +10,7 @@ from flyte_ddp.fields import Settings
 from flyte_ddp.report.goodput import LABELS, compute_goodput
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.surroundings import surroundings
-from flyte_ddp.report.words import Table, capitalised, duration, in_words, rank_tables, time_left
+from flyte_ddp.report.words import Table, capitalised, format_duration, in_words, rank_tables, time_left
 from flyte_ddp.text import counted, gib, masked
 
 MOST_MODULES = 40
@@ -42,14 +42,14 @@ def tiles(record: Record) -> list[tuple[str, str]]:
             if name == "accuracy" and description and name in measures and (is_tested or split == "test"):
                 wrong = (1 - measures[name]) * description.test_samples
                 label += f" ({wrong:,.0f} of {description.test_samples:,} wrong)"
-            shown.append((record.written(name, measures), label))
+            shown.append((record.format_measure(name, measures), label))
         if tested:
             early = "; stopped early" if tested.stopped_early else ""
             kind = "the best on the validation split" if tested.is_best else "the last"
             shown.append((f"epoch {counted(tested.position)}", f"is {kind}{early}"))
         seconds = sum(epoch.train_seconds for epoch in record.epochs)
         trained = f"{counted(record.epochs[-1].position)} of {record.info.settings.epochs}"
-        shown.append((duration(seconds), f"training, {trained} epochs"))
+        shown.append((format_duration(seconds), f"training, {trained} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
         shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
     if run and not record.finished and (left := time_left(run, record.seconds_left)):
@@ -58,7 +58,7 @@ def tiles(record: Record) -> list[tuple[str, str]]:
         ranks = f"{run.world_size} rank" + "s" * (run.world_size != 1)
         shown.append((ranks, f"{run.backend}, {run.device}, {run.precision}"))
     if record.finished:
-        shown.append((duration(record.finished.total_seconds), "total"))
+        shown.append((format_duration(record.finished.total_seconds), "total"))
     return shown
 
 
@@ -76,8 +76,8 @@ def epoch_lines(record: Record) -> list[list[str]]:
     return [
         [
             counted(epoch.position),
-            *(record.written(name, epoch.evaluated) for name in names),
-            *(record.written(name, epoch.train) for name in names),
+            *(record.format_measure(name, epoch.evaluated) for name in names),
+            *(record.format_measure(name, epoch.train) for name in names),
             f"{epoch.train_seconds:.1f}",
             epoch.digest or "-",
         ]
@@ -94,7 +94,9 @@ def kept_table(record: Record) -> dict[str, Any] | None:
     if not record.kept:
         return None
     measure = record.kept[0].measure
-    lines = [[one.file, counted(one.epoch), record.written(measure, {measure: one.value})] for one in record.kept]
+    lines = [
+        [one.file, counted(one.epoch), record.format_measure(measure, {measure: one.value})] for one in record.kept
+    ]
     return {"heads": ["File", "Epoch", f"Validation {in_words(measure)}"], "lines": lines}
 
 
@@ -134,8 +136,9 @@ def attempts_table(record: Record) -> dict[str, Any] | None:
 
 def ranks(record: Record) -> list[Table]:
     """Return tables of the seconds of each rank, and of each of several hosts; none before the ranks were timed."""
-    run, times = record.started, record.ranks
-    return rank_tables(run.hosts, times, MOST_RANKS) if run and times else []
+    if record.started is None or record.ranks is None:
+        return []
+    return rank_tables(record.started.hosts, record.ranks, MOST_RANKS)
 
 
 def data_lines(record: Record) -> list[tuple[str, Any]]:
@@ -166,7 +169,8 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
 
     A line is (label, value). A line of a setting has a third item: the default if the value differs from it, or "".
     """
-    info, run = record.info, record.started
+    info = record.info
+    run = record.started
     written = f"{record.checkpoints} written in {record.write_seconds:.2f} s"
     lines = [
         ("Run", info.name),

@@ -54,7 +54,7 @@ def draw(curves: Curves) -> str:
 
     A series has at most MOST_POINTS points. One of fewer than 30 has markers. At least one series must have points.
     """
-    series = {name: thinned(points) for name, points in curves.series.items() if points}
+    series = {name: thin_out(points) for name, points in curves.series.items() if points}
     pens = {name: pen(number, DASHES[number // 8 % 4]) for number, name in enumerate(series)}
     dots = {name: dot(number) if len(series[name]) < 30 else "" for number, name in enumerate(series)}
     marks = dict.fromkeys(curves.marks, 'stroke="var(--bad)" stroke-width="1.8" stroke-dasharray="2 2"')
@@ -132,7 +132,7 @@ def percent(value: float) -> str:
     return f"{100 * value:,.10g}%"
 
 
-def thinned(points: Points) -> list[tuple[float, float]]:
+def thin_out(points: Points) -> list[tuple[float, float]]:
     """Return at most MOST_POINTS of the points, evenly spread, always with the last one."""
     every = -(-len(points) // MOST_POINTS)
     return list(reversed(list(points)[::-1][::every]))

@@ -197,7 +197,7 @@ def compute_goodput(seconds: Mapping[str, float]) -> float:
     return sum(seconds.get(cause, 0.0) for cause in ("steps", "evaluating")) / (sum(seconds.values()) or 1.0)
 
 
-def spent(seconds: Mapping[str, float]) -> str:
+def format_seconds(seconds: Mapping[str, float]) -> str:
     """Format seconds by cause and the goodput on one line, without causes that round to 0.0."""
     said = {LABELS[cause].lower(): f"{value:.1f}" for cause, value in seconds.items()}
     each = ", ".join(f"{cause} {value}" for cause, value in said.items() if value != "0.0")

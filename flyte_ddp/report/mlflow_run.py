@@ -24,12 +24,16 @@ from flyte_ddp.report.tracker import Tracker, first_part
 from flyte_ddp.text import USER, encodable, shortened
 
 ADDRESS = "MLFLOW_TRACKING_URI"  # an environment variable, read early, because mlflow.set_tracking_uri changes it
-# Tags of a run: its training, the last step of each group of values, and the digest of the model's metadata
-TRAINING, STEPS, MODEL = "flyte_ddp.training", "flyte_ddp.steps", "flyte_ddp.model"
+# Tags of a run
+TRAINING = "flyte_ddp.training"  # the id of its training
+STEPS = "flyte_ddp.steps"  # the last step of each group of values
+MODEL = "flyte_ddp.model"  # the digest of the model's metadata
 ADD_SECONDS = 30.0  # how long an export waits until its files are with the run
-# Limits of servers, also of older ones: metrics and parameters of a request, characters of a name, and of a value.
-# shortened() returns a little more than the last one.
-MOST_METRICS, MOST_PARAMETERS, MOST_IN_NAME, MOST_CHARACTERS = 900, 100, 250, 400
+# Limits of servers, also of older ones
+MOST_METRICS = 900  # in a request
+MOST_PARAMETERS = 100  # in a request
+MOST_IN_NAME = 250  # characters
+MOST_CHARACTERS = 400  # in a value; shortened() returns a little more
 SEND_SECONDS = 1.0  # between two requests, unless there is enough for one
 RETRY_SECONDS = 10.0  # after a request that failed
 MOST_WAITING = 100_000  # measures that no server has taken; the oldest are lost first
@@ -55,12 +59,14 @@ class MlflowRun(Tracker):
             raise InputError(
                 f"tracking mlflow needs a server: set {ADDRESS}, such as to http://mlflow.example.org:5000"
             )
-        self._run_id, self._reason = "", ""
+        self._run_id = ""  # empty until the run is found or created
+        self._reason = ""  # why the newest request failed
         self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)
         self._tags: dict[str, Any] = {}
         self._earlier: dict[str, int] = {}  # the last step of each group that earlier attempts have sent
         self._sent: dict[str, int] = {}  # the last step of each group that any attempt has sent
-        self._lost, self._due = 0, 0.0
+        self._lost = 0
+        self._due = 0.0  # when the next request is to be sent
 
     def open(self, parameters: Mapping[str, Any]) -> None:
         self._client = new_client(self._address)
@@ -79,7 +85,10 @@ class MlflowRun(Tracker):
         self._tags |= world
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Log numbers as metrics, and the latest of each text as a tag: MLflow has no series of texts."""
+        """Queue numbers as metrics of a step, and texts as tags of the run, because MLflow has no series of texts.
+
+        What is queued is sent SEND_SECONDS after the previous request, or sooner if it fills a request.
+        """
         now = int(time.time() * 1000)
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         self._tags |= {name: value for name, value in values.items() if name not in numbers}
@@ -106,7 +115,10 @@ class MlflowRun(Tracker):
             raise IncompleteError(f"{' and '.join(missing)} could not be sent: {self._reason or 'too many at a time'}")
 
     def _send(self) -> None:
-        """Send what is waiting. Afterwards _reason says why sending failed, and is empty if all is sent."""
+        """Find or create the run if no request has done so yet, and send the queued metrics and tags.
+
+        Afterwards `_reason` says why a request failed, and is empty if all is sent.
+        """
         self._reason = ""
         if not self._run_id:
             self._try(self._find_run)
@@ -126,7 +138,9 @@ class MlflowRun(Tracker):
             self._waiting.popleft()
 
     def _find_run(self) -> None:
-        client, info = self._client, self.info
+        """Find this training's run, or create it, log its parameters, and drop queued metrics that it has already."""
+        client = self._client
+        info = self.info
         name = info.options.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "flyte-ddp"
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
@@ -184,7 +198,7 @@ class FilesOfModel(Observer):
 
 
 def find_run(client: Any, digest: str) -> Any:
-    """Return the run of the training whose model's metadata have this digest; None if there is none."""
+    """Return the MLflow run of the training whose model's metadata have this digest; None if there is none, or ""."""
     if not digest:
         return None
     experiments = [one.experiment_id for one in client.search_experiments()]

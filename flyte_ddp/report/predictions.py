@@ -69,7 +69,7 @@ def load_predictions(info: RunInfo, finished: RunFinished) -> Predictions | None
     return Predictions(read_description(info.data).classes, images, labels, np.load(finished.predictions_path))
 
 
-def verdict(record: Record) -> dict[str, Any]:
+def judge_predictions(record: Record) -> dict[str, Any]:
     """Return what the page shows of the predictions: accuracy by class, mistakes and the confusion matrix.
 
     Args:
@@ -139,7 +139,10 @@ def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
 
 
 def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
-    """Return a few training images of an image classifier with their classes, the same number of each class."""
+    """Return (data URI, class) of at most MOST_SAMPLES training images, the first ones of each class in equal number.
+
+    Returns [] for recipes other than image classifiers.
+    """
     if not info.data or not info.description:
         return []
     names: Sequence[str] = info.description.classes

@@ -14,7 +14,7 @@ from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.engine.job import PREDICTIONS, KeptModel, TrainingResult
 from flyte_ddp.launch.failures import describe_error
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.words import written
+from flyte_ddp.report.words import format_measure
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.text import shortened
 
@@ -286,10 +286,10 @@ class Record(events.Observer):
             measured += [epoch.evaluated, epoch.train]
         return list(dict.fromkeys([self.headline, "loss", *chain.from_iterable(measured)]))
 
-    def written(self, name: str, measures: Mapping[str, float]) -> str:
+    def format_measure(self, name: str, measures: Mapping[str, float]) -> str:
         """Format a measure's value for people; a dash if there is none."""
         percent = self.started.percent if self.started else ()
-        return written(name, measures[name], percent) if name in measures else "-"
+        return format_measure(name, measures[name], percent) if name in measures else "-"
 
     def position(self, step: events.StepLogged | events.Warned) -> float:
         """Return the position of a step in epochs, with fractions; 0.0 before the run has started."""

@@ -14,7 +14,7 @@ from flyte_ddp.events import EpochFinished, Observer, RunStarted, StartUp, StepL
 from flyte_ddp.report import contents, page
 from flyte_ddp.report.article import Drawing, document, render_body
 from flyte_ddp.report.figures import Curves, draw
-from flyte_ddp.report.predictions import drawn_figures, drawn_pictures, sample_pictures, verdict
+from flyte_ddp.report.predictions import drawn_figures, drawn_pictures, judge_predictions, sample_pictures
 from flyte_ddp.report.record import Record, step_figures
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.text import counted
@@ -83,7 +83,7 @@ def fragment(record: Record) -> str:
         epoch_heads=contents.epoch_heads(record),
         epochs=contents.epoch_lines(record),
         kept=contents.kept_table(record),
-        **verdict(record),
+        **judge_predictions(record),
         pictures=drawn_pictures(record.info.logs),
         figures=drawn_figures(record.info.logs),
         data=contents.data_lines(record),
@@ -127,14 +127,16 @@ def progress_curves(record: Record) -> list[Curves]:
 
 
 def _measure_curves(record: Record, name: str) -> Curves:
-    at, epochs, tested = record.position, record.epochs, record.tested
+    at = record.position
+    epochs = record.epochs
+    tested = record.tested
     series = {"training": [(at(step), step.measures[name]) for step in record.steps if name in step.measures]}
     remark = ""
     for split in dict.fromkeys(epoch.split for epoch in epochs):
         points = [(e.position, e.evaluated[name]) for e in epochs if e.split == split and name in e.evaluated]
         series[split] = points
         if points:
-            last = record.written(name, {name: points[-1][1]})
+            last = record.format_measure(name, {name: points[-1][1]})
             remark = f"{capitalised(split)} {in_words(name)} {last} after epoch {counted(points[-1][0])}."
     return Curves(
         capitalised(in_words(name)),
@@ -152,7 +154,8 @@ def speed_curves(record: Record) -> list[Curves]:
     The norms are those of all weights together, and of each of the first MOST_LAYERS whose name ends in "weight". Where
     no name ends so, the first MOST_LAYERS of any name are drawn.
     """
-    at, steps = record.position, record.steps
+    at = record.position
+    steps = record.steps
     names = list(steps[-1].gradient_norms) if steps else []
     names = ([name for name in names if name.endswith("weight")] or names)[:MOST_LAYERS]
     norms = {

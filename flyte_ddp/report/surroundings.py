@@ -12,7 +12,6 @@ from pathlib import Path
 import flyte_ddp
 from flyte_ddp.launch.environment import available_cores
 from flyte_ddp.launch.limits import usable_memory
-from flyte_ddp.report.words import multiples
 from flyte_ddp.text import gib
 
 SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
@@ -20,7 +19,10 @@ SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 
 @cache
 def surroundings() -> dict[str, str]:
-    """Return labels and values to be shown as they are, found in milliseconds without torch or the network."""
+    """Return versions, hardware and git commit as texts by label, without those that are unknown.
+
+    They are found in milliseconds, without torch or the network, and cached.
+    """
     facts = {"Python": platform.python_version()}
     for name in SHOWN_VERSIONS:
         with suppress(PackageNotFoundError):
@@ -42,15 +44,19 @@ def processor() -> str:
 
 
 def _gpus() -> str:
+    """Return each type of GPU with their number: "2 x NVIDIA H200, 1 x NVIDIA T4"; "" without one."""
     names: list[str] = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with suppress(OSError):
             names += re.findall(r"^Model:\s*(.+?)\s*$", file.read_text(), re.MULTILINE)
-    return multiples(names)
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def _commit() -> str:
-    """Return the commit of this code, and whether the code has changed since. In an image only GIT_COMMIT can tell."""
+    """Return the git commit of this code, with "-dirty" if the code has changed since.
+
+    Outside of a checkout, as in an image, this is the variable GIT_COMMIT, or "".
+    """
     root = Path(flyte_ddp.__path__[0]).parent
     commit = ""
     with suppress(OSError, subprocess.TimeoutExpired):

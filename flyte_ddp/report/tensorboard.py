@@ -71,13 +71,14 @@ class TensorBoard(Tracker):
         self._write([self._histogram(name, *bins) for name, bins in counted.items()])
 
     def predictions(self, step: int, predictions: Predictions) -> None:
-        """Show the most confident mistakes."""
+        """Write the MISTAKES most confident mistakes as images at a step, with both classes in their tags."""
         self._step = step
         classes = predictions.classes
         values = []
         for number, index in enumerate(predictions.confident_mistakes(MISTAKES)):
             pixels = predictions.images[index]
-            truth, guess = classes[predictions.labels[index]], classes[predictions.guesses[index]]
+            truth = classes[predictions.labels[index]]
+            guess = classes[predictions.guesses[index]]
             _, height, width = pixels.shape
             image = self._summaries.Summary.Image(
                 height=height, width=width, colorspace=3, encoded_image_string=encode_png(pixels, max(height, width))
@@ -94,7 +95,10 @@ class TensorBoard(Tracker):
         self._writer.close()
 
     def _read(self, file: Path) -> None:
-        """Note the steps that are in the file, and cut off a record that a killed attempt left incomplete."""
+        """Read the last step and those of each group from an earlier attempt's file.
+
+        A record at its end that a killed attempt left incomplete is cut off.
+        """
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 
         whole = 0

@@ -88,6 +88,6 @@ def first_part(name: str) -> str:
     return name.partition("/")[0]
 
 
-def apart(taken: Collection[str], ours: Mapping[str, Any]) -> dict[str, Any]:
+def rename_taken(taken: Collection[str], ours: Mapping[str, Any]) -> dict[str, Any]:
     """Return `ours` under names that no setting or measure of the user's has: "recipe", or else "run.recipe"."""
     return {f"run.{name}" if name in taken else name: value for name, value in ours.items()}

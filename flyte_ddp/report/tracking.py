@@ -15,7 +15,7 @@ from flyte_ddp.report.mlflow_run import MODEL, MlflowRun
 from flyte_ddp.report.predictions import load_predictions
 from flyte_ddp.report.record import RunFailed, RunFinished, RunInfo, step_figures
 from flyte_ddp.report.tensorboard import TensorBoard
-from flyte_ddp.report.tracker import Tracker, apart, first_part
+from flyte_ddp.report.tracker import Tracker, first_part, rename_taken
 from flyte_ddp.report.wandb_run import WandbRun, has_key
 
 TRACKERS: dict[str, type[Tracker]] = {  # by the values of RunOptions.tracking
@@ -42,7 +42,8 @@ class Tracking(Observer):
         self._info = info
         self._tracker = tracker
         self._folder = folder
-        self._steps_per_epoch, self._step = 1, 0
+        self._steps_per_epoch = 1
+        self._step = 0
         self._logged: dict[str, int] = {}  # the last step of each group
         self._has_succeeded = False
         tracker.open(run_parameters(info))
@@ -54,7 +55,7 @@ class Tracking(Observer):
 
     def on_step_logged(self, event: StepLogged) -> None:
         self._step = event.epoch * self._steps_per_epoch + event.step
-        values = _named("train", {**event.measures, **apart(event.measures, step_figures(event))})
+        values = _named("train", {**event.measures, **rename_taken(event.measures, step_figures(event))})
         if self._info.options.log_gradients:
             values |= _named("gradient_norm", event.gradient_norms)
         self._log({**values, "epoch": self._step / self._steps_per_epoch})
@@ -103,7 +104,7 @@ class Tracking(Observer):
         self._tracker.finish(self._has_succeeded, self._folder / "report.html")
 
     def _log(self, values: Mapping[str, Any]) -> None:
-        """Log the values of each group that is new at this step."""
+        """Log the values at the newest step, without those of groups that have this step or a later one already."""
         new = {name: value for name, value in values.items() if self._is_new(first_part(name))}
         if new:
             self._tracker.log(self._step, new)
@@ -133,9 +134,10 @@ def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> 
 
 
 def choose_tracking(wish: str) -> str:
-    """Return the wish, or for "auto": "online" with a key for W&B, else "off", which is printed.
+    """Return the value of RunOptions.tracking that takes the place of "auto"; any other is returned as it is.
 
-    With a key, WANDB_MODE may make it "offline", or "off" if it is "disabled".
+    With a key for W&B this is "online", or "offline" or "off" if WANDB_MODE is "offline" or "disabled". Without a key
+    it is "off", and a message is printed.
     """
     if wish != "auto":
         return wish
@@ -153,7 +155,7 @@ def run_parameters(info: RunInfo) -> dict[str, Any]:
     """Return the values that determine the result, which are the same for all attempts."""
     data = {"data_digest": info.description.digest} if info.description else {}
     settings = dataclasses.asdict(info.settings)
-    return {**settings, **apart(settings, {"recipe": info.recipe, **data})}
+    return {**settings, **rename_taken(settings, {"recipe": info.recipe, **data})}
 
 
 def attempt_world(event: RunStarted) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import requests
 from flyte_ddp.report.background import IncompleteError, one_line
 from flyte_ddp.report.console import say
 from flyte_ddp.report.predictions import Predictions
-from flyte_ddp.report.tracker import Tracker, apart, first_part
+from flyte_ddp.report.tracker import Tracker, first_part, rename_taken
 from flyte_ddp.report.wandb_compat import kill_service
 
 # The tutorial's table has so many images of each of the first test batches
@@ -74,20 +74,24 @@ class WandbRun(Tracker):
         return step <= int(self._earlier.get(f"{AXIS}/{group}", -1))
 
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
-        """Show the network as wandb.watch would.
+        """Add the machine to the run's config, and show the network as wandb.watch would.
 
         wandb.watch needs the network itself, which this process does not have.
         """
         settings = {field.name for field in fields(self.info.settings)}
         chosen = {"backend", "precision", *(["dataset"] if self.info.description else [])}  # in place of auto
-        self._run.config.update(apart(settings - chosen, world), allow_val_change=True)
+        self._run.config.update(rename_taken(settings - chosen, world), allow_val_change=True)
         graph = self._wandb.Graph("torch")
         for name, kind, parameters in layers:
             graph.add_node(id=name, name=name, class_name=kind, num_parameters=[parameters])
         self._run.summary["graph_0"] = graph
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log a complete row. W&B would hold back a row that has W&B's own step until the next step."""
+        """Log the values as one row, with the step as a value steps/GROUP of each of their groups.
+
+        The first values of a group make this the group's axis. A row that has W&B's own step would be held back until
+        the next step.
+        """
         groups = {first_part(name) for name in values}
         for group in groups - self._groups:
             for pattern in (group, f"{group}/*"):
@@ -120,7 +124,8 @@ class WandbRun(Tracker):
         kill_service()
 
     def _init(self, mode: str) -> Any:
-        info, wandb = self.info, self._wandb
+        info = self.info
+        wandb = self._wandb
         settings = wandb.Settings(
             init_timeout=INIT_SECONDS,
             login_timeout=INIT_SECONDS,
@@ -150,7 +155,7 @@ class WandbRun(Tracker):
         )
 
     def _table(self, predictions: Predictions) -> Any:
-        """Return a table with picture, predicted and true class, and the score of each class."""
+        """Return W&B's table of shown_images, with picture, predicted and true class, and the score of each class."""
         classes = predictions.classes
         table = self._wandb.Table(columns=["id", "image", "guess", "truth", *(f"score_{name}" for name in classes)])
         guesses = predictions.guesses
@@ -181,14 +186,22 @@ class Unsaid:
 
 
 def shown_images(count: int, batch_size: int) -> list[int]:
-    """Return the indices of the test images in the table: the first ones of each of the first batches."""
+    """Return the indices of the test images in the table: IMAGES_PER_BATCH of each of the first BATCHES_SHOWN batches.
+
+    Args:
+        count: the number of test images.
+        batch_size: the number of images in a test batch.
+    """
     indices = range(count)
     batches = [indices[start:][:batch_size] for start in indices[::batch_size][:BATCHES_SHOWN]]
     return [*chain.from_iterable(batch[:IMAGES_PER_BATCH] for batch in batches)]
 
 
 def unreachable() -> str:
-    """Return why W&B cannot be reached, or "". Wandb itself would keep trying for a long time."""
+    """Return why W&B cannot be used: there is no key, or its server does not answer. Return "" if it can.
+
+    wandb itself would keep trying for a long time.
+    """
     if not has_key():
         return "no key: set WANDB_API_KEY, or run `wandb login`"
     try:

@@ -31,12 +31,7 @@ def split_sizes(run: RunStarted) -> str:
     return " and ".join([", ".join(counts[:-1]), counts[-1]] if counts[1:] else counts) + f" {run.samples}"
 
 
-def multiples(names: Sequence[str]) -> str:
-    """Return each distinct name once, with its number: 2 x H100."""
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def written(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
+def format_measure(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
     """Format a measure's value.
 
     A measure in `percent` is written as a percentage, the loss with fixed decimals, and any other with four significant
@@ -55,7 +50,7 @@ def written(name: str, value: float, percent: Container[str], decimals: int = 4)
     return f"{value:.{decimals}f}" if name == "loss" else f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
@@ -66,7 +61,7 @@ def time_left(run: RunStarted, seconds: float | None) -> str:
     """Return how long a training still takes; empty if that is unknown, or next to nothing."""
     if seconds is None or seconds < 1:
         return ""
-    return f"{'at most ' * run.may_end_early}{duration(seconds)} left"
+    return f"{'at most ' * run.may_end_early}{format_duration(seconds)} left"
 
 
 class Table(NamedTuple):
@@ -111,7 +106,7 @@ def _table(what: str, names: Sequence[str], seconds: Sequence[Sequence[float]], 
     return Table(title, (what.capitalize(), *SECONDS), lines)
 
 
-def in_text(table: Table) -> str:
+def format_table(table: Table) -> str:
     """Format a table for a terminal: columns of equal width, with the title at the top left."""
     kind, *seconds = table.heads
     lines = [[f"{table.title}:", *seconds], *([f"{kind.lower()} {name}", *values] for name, *values in table.lines)]

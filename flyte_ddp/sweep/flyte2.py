@@ -22,13 +22,13 @@ from flyte_ddp.sweep.halving import (
     Entrant,
     Rungs,
     TrialResult,
+    choose_entrants,
     classifier_trials,
-    entrants,
-    failed,
+    failed_result,
     make_result,
     plan_rungs,
 )
-from flyte_ddp.sweep.page import compared
+from flyte_ddp.sweep.page import write_comparison
 from flyte_ddp.sweep.search import Sweep
 
 Try = Callable[[Entrant], Awaitable[TrialResult]]
@@ -76,7 +76,7 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
         failure = getattr(error, "failure", None)
         if failure is None or failure.cause != NonFiniteError.__name__:
             raise
-        return failed(failure, time.time() - started)
+        return failed_result(failure, time.time() - started)
     checkpoint = f"{outputs.logs.path}/final-checkpoint" if hp.stop_after else ""
     measures = {"accuracy": outputs.epoch_accuracies[-1]}
     loss = outputs.summary.test_loss
@@ -106,12 +106,12 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
                 return TrialResult(failure=f"{error.code}: {one_line(error)}")
 
     for _ in plan_rungs(sweep, settings):
-        rungs.append(await asyncio.gather(*map(attempt, entrants(sweep, settings, rungs).values())))
+        rungs.append(await asyncio.gather(*map(attempt, choose_entrants(sweep, settings, rungs).values())))
     return rungs
 
 
 def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
     """Rank the trials by the sweep's measure, and write the table and the page. Raises ReportedError if all failed."""
     with one_attempt():
-        best = compared(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)
+        best = write_comparison(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)
         return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

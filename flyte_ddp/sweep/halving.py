@@ -185,14 +185,14 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
     rungs: Rungs = []
     for rung in plan_rungs(sweep, trials):
         results: list[TrialResult | None] = []
-        for number, entrant in entrants(sweep, trials, rungs).items():
+        for number, entrant in choose_entrants(sweep, trials, rungs).items():
             trial = Ranked(number, trials[number - 1], TrialResult(stop_after=rung.stop_after))
             until = f", to epoch {trial.epochs} of {trial.settings['epochs']}" if sweep.reduction_factor > 1 else ""
             say(f"\nTrial {number} of {len(trials)}: {trial.values(sweep.values)}{until}")
             try:
                 results.append(run(entrant))
             except (InputError, RankError) as error:  # the trial's settings are wrong, or its training has failed
-                results.append(failed(getattr(error, "failure", None) or from_exception(error, None, "")))
+                results.append(failed_result(getattr(error, "failure", None) or from_exception(error, None, "")))
         rungs.append(results)
     return rungs
 
@@ -220,14 +220,16 @@ def make_result(
     )
 
 
-def failed(failure: Failure, seconds: float = 0.0) -> TrialResult:
+def failed_result(failure: Failure, seconds: float = 0.0) -> TrialResult:
     """Print why a trial failed, and return its result, which has no measures."""
     reason = f"{failure.cause}: {failure.message}"
     say(f"This trial failed, the sweep continues: {reason}")
     return TrialResult(seconds=seconds, failure=reason)
 
 
-def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> dict[int, Entrant]:
+def choose_entrants(
+    sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]
+) -> dict[int, Entrant]:
     """Return the trials of the next rung, in their original order, by their numbers in the sweep, from 1.
 
     Args:
@@ -238,21 +240,21 @@ def entrants(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResu
     Raises:
         ReportedError: all trials have failed.
     """
-    latest = standings(sweep, trials, rungs)
+    latest = latest_results(sweep, trials, rungs)
     advancing = _best_entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)
     if not advancing:
         raise all_failed(sweep, latest)
     return advancing
 
 
-def standings(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
-    """Return all trials in their original order, not ranked, each with its latest result.
+def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
+    """Return all trials in their original order, not ranked, each with the result of the last rung that it was in.
 
     Seconds are the sum over a trial's rungs. A result without a finite measure is a failure.
 
     Args:
         sweep: how results are compared.
-        trials: all of them.
+        trials: the settings of all trials.
         rungs: the results of the rungs so far, in the order of each rung's entrants; None is a lost result.
     """
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
@@ -288,7 +290,7 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
 
     A trial cut in an earlier rung can replace a failed one.
     """
-    best = ranked(sweep, latest)[: rung.trials]
+    best = rank_trials(sweep, latest)[: rung.trials]
     stop = {"stop_after": rung.stop_after} if rung.stop_after else {}
     return {
         number: Entrant(json.dumps({**settings, **stop}), result.checkpoint)
@@ -297,11 +299,15 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
     }
 
 
-def ranked(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
+def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
     """Sort the trials: those that trained longest first, then by the sweep's measure, then by number; failed ones last.
 
+    Args:
+        sweep: the measure, and whether larger values are better.
+        latest: what latest_results returned.
+
     Raises:
-        InputError: no trial has the sweep's measure.
+        InputError: the trials have measures, but none has the sweep's.
     """
 
     def order(trial: Ranked) -> tuple[bool, float, float]:
@@ -317,10 +323,10 @@ def ranked(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
 
 
 def all_failed(sweep: Sweep, latest: Sequence[Ranked]) -> ReportedError:
-    return ReportedError("\n".join(["Every trial of the sweep failed:", *failures(sweep, latest)]))
+    return ReportedError("\n".join(["Every trial of the sweep failed:", *list_failures(sweep, latest)]))
 
 
-def failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
+def list_failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
     """Return a line for each trial that failed, with its number, its values and the reason."""
     return [
         f"Trial {trial.number} ({trial.values(sweep.values)}): {trial.result.failure}"
@@ -329,7 +335,7 @@ def failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
     ]
 
 
-def saving(sweep: Sweep, latest: Sequence[Ranked]) -> str:
+def describe_saving(sweep: Sweep, latest: Sequence[Ranked]) -> str:
     """Return a sentence on how the trials were cut, and how many epochs that saved; "" without successive halving."""
     epochs = latest[0].settings["epochs"]
     first, *others = plan_rungs(sweep, [trial.settings for trial in latest])

@@ -11,16 +11,16 @@ from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.report.article import Drawing, Section, article
 from flyte_ddp.report.console import say_last
 from flyte_ddp.report.figures import scatter
-from flyte_ddp.report.words import capitalised, in_words, written
+from flyte_ddp.report.words import capitalised, format_measure, in_words
 from flyte_ddp.sweep.halving import (
     AllTrials,
     Ranked,
     Rungs,
     all_failed,
-    failures,
-    ranked,
-    saving,
-    standings,
+    describe_saving,
+    latest_results,
+    list_failures,
+    rank_trials,
     value_text,
 )
 from flyte_ddp.sweep.search import Sweep
@@ -36,7 +36,7 @@ class Best(NamedTuple):
     report: Path
 
 
-def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
+def write_comparison(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
     """Rank the trials by the sweep's measure, write the table and the page, and print which trial is the best.
 
     Args:
@@ -50,15 +50,15 @@ def compared(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, 
         ReportedError: all trials have failed.
     """
     with run_folder(platform, f"sweep-{subject}") as folder:
-        latest = standings(sweep, trials, rungs)
-        ranking = ranked(sweep, latest)
+        latest = latest_results(sweep, trials, rungs)
+        ranking = rank_trials(sweep, latest)
         table = folder / "trials.csv"
         if ranking[0].result.failure:
             raise all_failed(sweep, latest)
         write_table(sweep, ranking, table)
-        report = write_page(platform, folder, f"Sweep of {subject}", comparison(sweep, ranking, subject))
-    spared = saving(sweep, latest)
-    said = [f"\nBest:     {summary(sweep, ranking[0])}", *([f"Trained:  {spared}"] if spared else [])]
+        report = write_page(platform, folder, f"Sweep of {subject}", render_comparison(sweep, ranking, subject))
+    spared = describe_saving(sweep, latest)
+    said = [f"\nBest:     {describe_trial(sweep, ranking[0])}", *([f"Trained:  {spared}"] if spared else [])]
     where = [f"Trials:   {table}", f"Report:   {report}"] if platform.is_local() else []
     say_last("\n".join([*said, *where, ""]))
     return Best(ranking[0].number, table, report)
@@ -90,7 +90,7 @@ def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
             table.writerow([trial.number, *values, *measures, f"{result.seconds:.1f}", result.report, result.failure])
 
 
-def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
+def render_comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     """Return the page that compares the trials, as the content of <body>.
 
     Args:
@@ -102,7 +102,7 @@ def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     measure = in_words(sweep.measure)
     result = best.result
     split = best.result.split
-    spared = saving(sweep, sorted(trials))
+    spared = describe_saving(sweep, sorted(trials))
     order = "largest" if sweep.largest else "smallest"
     paragraphs = [f"By {measure} on {result.samples:,} {split} samples after the last epoch, {order} first."]
     if sweep.measure == "accuracy" and result.samples:
@@ -118,17 +118,17 @@ def comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     heads = [head if head in sweep.values else capitalised(in_words(head)) for head in list_heads(sweep, trials)]
     lines = [_cells(sweep, trial, trials) for trial in trials]
     figures = [_figure(sweep, name, trials) for name in sweep.values]
-    failed = failures(sweep, trials)
+    failed = list_failures(sweep, trials)
     sections = [
         Section("Trials", paragraphs, figures, "Trials, best first", heads, lines),
         *([Section("Failed", failed)] if failed else []),
         Section("Set-up", caption="Common to all trials", heads=("Setting", "value"), lines=others),
     ]
-    return article(f"Sweep of {subject}: {len(trials)} trials", f"Best: {summary(sweep, best)}", sections)
+    return article(f"Sweep of {subject}: {len(trials)} trials", f"Best: {describe_trial(sweep, best)}", sections)
 
 
-def summary(sweep: Sweep, trial: Ranked) -> str:
-    value = written(sweep.measure, trial.result.measures[sweep.measure], PERCENT)
+def describe_trial(sweep: Sweep, trial: Ranked) -> str:
+    value = format_measure(sweep.measure, trial.result.measures[sweep.measure], PERCENT)
     return f"{trial.values(sweep.values)}: {trial.result.split} {in_words(sweep.measure)} {value}"
 
 
@@ -143,7 +143,7 @@ def _cells(sweep: Sweep, trial: Ranked, trials: Sequence[Ranked]) -> list[str]:
         *(value_text(trial.settings[name]) for name in sweep.values),
         *[str(trial.epochs)] * _are_cut(trials),
         *(
-            "failed" if result.failure else written(name, result.measures.get(name, math.nan), PERCENT)
+            "failed" if result.failure else format_measure(name, result.measures.get(name, math.nan), PERCENT)
             for name in trials[0].result.measures
         ),
         f"{result.seconds:.1f}",

@@ -26,13 +26,13 @@ from flyte_ddp.sweep.halving import (
     Rungs,
     TrialResult,
     check_rungs,
-    entrants,
-    failed,
+    choose_entrants,
+    failed_result,
     make_result,
     plan_rungs,
     run_rungs,
 )
-from flyte_ddp.sweep.page import compared
+from flyte_ddp.sweep.page import write_comparison
 from flyte_ddp.sweep.search import AnySettings, Sweep
 
 
@@ -73,7 +73,7 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
     else:
         # With a ratio of 1, a single pod that fails permanently would fail the map task; Flyte requires more than 0
         run_all = map_task(partial(run, **inputs), concurrency=sweep.concurrency, min_success_ratio=1e-3)
-        rungs = [run_all(entrant=list(entrants(sweep, settings, []).values()))]
+        rungs = [run_all(entrant=list(choose_entrants(sweep, settings, []).values()))]
         for _ in plan_rungs(sweep, settings)[1:]:
             rungs.append(run_all(entrant=next_rung(sweep=sweep, trials=texts, rungs=rungs)))
     return compare_trials(sweep=sweep, trials=texts, rungs=rungs, subject=subject)
@@ -110,7 +110,7 @@ def try_out(
     except (RankError, TaskError) as error:
         if error.failure.cause != NonFiniteError.__name__:
             raise
-        return failed(error.failure, time.time() - started)
+        return failed_result(error.failure, time.time() - started)
     figures = outputs.summary
     report = outputs.report.path
     final = str(Path(outputs.logs.path, "final-checkpoint")) if settings.stop_after else ""
@@ -129,12 +129,12 @@ def try_out(
 @platform_errors(platform)
 def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
     """Return the entrants of the rung after those whose results are given. Raises ReportedError if all have failed."""
-    return list(entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
+    return list(choose_entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
 @platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
     """Rank the trials by the sweep's measure, and write the table and the page. Raises ReportedError if all failed."""
-    best = compared(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
+    best = write_comparison(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
     return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

@@ -12,7 +12,7 @@ import fsspec
 
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.report.console import is_shown, open_console, say
-from flyte_ddp.report.goodput import spent
+from flyte_ddp.report.goodput import format_seconds
 from flyte_ddp.report.progress import FILE, FORMAT, TimesRead, parse_event
 from flyte_ddp.report.record import RunFailed
 from flyte_ddp.text import encodable, without_controls
@@ -99,7 +99,7 @@ def watch(place: str, timeout: float | None) -> None:
         console.say_ranks()
         console.close()
         if times.goodput:
-            say(f"Seconds: {spent(times.goodput.seconds)}")
+            say(f"Seconds: {format_seconds(times.goodput.seconds)}")
     if isinstance(last, RunFailed):
         raise ReportedError(f"The training failed: {last.reason}")
     say(f"The training has finished, after {last:.1f} s")

@@ -54,7 +54,14 @@ def collect_run_facts(event: RunStarted) -> dict[str, str]:
 
 
 def read(place: str) -> Recorded:
-    """Read a run's progress file. Raises InputError if the place has no run, or one without digests."""
+    """Read a run's progress file to its last whole line.
+
+    Args:
+        place: the file, the folder of a training's logs, the folder that contains it, or the URL of one of these.
+
+    Raises:
+        InputError: there is no progress file, or it has no digests, or lines of a newer version.
+    """
     file = File(place)
     recorded = Recorded()
     for text in file.read_on(0).split(b"\n")[:-1]:
@@ -87,13 +94,13 @@ def compare(context: click.Context, first: str, second: str) -> None:
     for place, run in zip((first, second), runs, strict=True):
         count = f"{len(run.digests)} evaluation" + "s" * (len(run.digests) != 1)
         click.echo(f"{place}: {count}, {f'model.pt {run.model}' if run.model else 'not finished'}")
-    is_equal, text = verdict(*runs)
+    is_equal, text = compare_runs(*runs)
     click.echo(text)
-    click.echo("\n".join(differences(*runs)))
+    click.echo("\n".join(list_differences(*runs)))
     context.exit(0 if is_equal else 1)
 
 
-def verdict(one: Recorded, other: Recorded) -> tuple[bool, str]:
+def compare_runs(one: Recorded, other: Recorded) -> tuple[bool, str]:
     """Return whether both have finished with the same digests at all evaluations and in model.pt, and a sentence.
 
     The sentence names the first evaluation that differs, or why the runs are not equal in spite of equal evaluations.
@@ -115,7 +122,7 @@ def verdict(one: Recorded, other: Recorded) -> tuple[bool, str]:
     return True, f"The weights are equal at {same}, and in model.pt"
 
 
-def differences(one: Recorded, other: Recorded) -> list[str]:
+def list_differences(one: Recorded, other: Recorded) -> list[str]:
     """Return lines to print: one for each fact in which the runs differ, with both values, or that all are the same."""
     names = dict.fromkeys((*one.facts, *other.facts))
     values = {name: (one.facts.get(name, "unknown"), other.facts.get(name, "unknown")) for name in names}

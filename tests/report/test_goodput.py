@@ -19,7 +19,7 @@ from flyte_ddp.events import (
     StepLogged,
 )
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.report.goodput import Attempt, Goodput, compute_goodput, spent
+from flyte_ddp.report.goodput import Attempt, Goodput, compute_goodput, format_seconds
 from flyte_ddp.report.progress import ProgressFile, attempts_in
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
@@ -91,7 +91,7 @@ def test_seconds_of_two_attempts_by_cause():
     }
     assert sum(second.seconds.values()) == SECOND[-1][0]
     assert compute_goodput(second.seconds) == 25 / 101
-    assert spent(second.seconds).endswith("between attempts 10.0, finishing 2.0 (goodput 25%)")
+    assert format_seconds(second.seconds).endswith("between attempts 10.0, finishing 2.0 (goodput 25%)")
     assert len(first.attempts[0].marks) == 2, "what another goes on with stays as it is"
 
 

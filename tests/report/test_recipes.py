@@ -18,7 +18,7 @@ from flyte_ddp.report.console import Console, say_summary
 from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import MOST_CURVES, fragment, progress_curves
-from flyte_ddp.report.words import written
+from flyte_ddp.report.words import format_measure
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from tests.report.conftest import HOSTILE, Recorded
 
@@ -87,10 +87,14 @@ def told(tmp_path: Path) -> Recorded:
 
 
 def test_values_are_written_by_kind():
-    shown = [written("loss", 0.03125, ()), written("share", 0.98987, ("share",)), written("perplexity", 23.4567, ())]
+    shown = [
+        format_measure("loss", 0.03125, ()),
+        format_measure("share", 0.98987, ("share",)),
+        format_measure("perplexity", 23.4567, ()),
+    ]
     assert shown == ["0.0312", "98.99%", "23.46"]
-    assert written("loss", 0.03125, (), decimals=3) == "0.031"
-    assert written("share", 0.98987, ("share",), decimals=3) == "99.0%"
+    assert format_measure("loss", 0.03125, (), decimals=3) == "0.031"
+    assert format_measure("share", 0.98987, ("share",), decimals=3) == "99.0%"
 
 
 def test_console_says_the_headline_and_the_samples(told, capsys):

@@ -19,7 +19,7 @@ from flyte_ddp.events import (
     StepLogged,
     list_digests,
 )  # fmt: skip
-from flyte_ddp.report.figures import Curves, draw, scatter, thinned
+from flyte_ddp.report.figures import Curves, draw, scatter, thin_out
 from flyte_ddp.report.plot import make_axis
 from flyte_ddp.report.predictions import load_predictions
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
@@ -209,8 +209,8 @@ def test_a_long_run_is_thinned_out(recorded):
         record(step)
     assert MOST_STEPS // 2 <= len(record.steps) <= MOST_STEPS
     points = [(float(x), 0.0) for x in range(1001)]
-    assert len(thinned(points)) <= 300
-    assert thinned(points)[-1] == points[-1]
+    assert len(thin_out(points)) <= 300
+    assert thin_out(points)[-1] == points[-1]
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1.0, float("nan"), 3.0], [5e-324, 1e308]])

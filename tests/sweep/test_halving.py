@@ -25,12 +25,12 @@ from flyte_ddp.sweep.halving import (
     Entrant,
     TrialResult,
     check_rungs,
-    entrants,
+    choose_entrants,
+    describe_saving,
+    latest_results,
     plan_rungs,
-    ranked,
+    rank_trials,
     run_rungs,
-    saving,
-    standings,
 )
 from flyte_ddp.sweep.search import Sweep, trials_of
 from scripts.dry_run import decode
@@ -88,15 +88,15 @@ def entrant(number: int, stop_after: int, checkpoint: str) -> Entrant:
 def test_the_better_ones_go_on_from_their_checkpoints():
     first = after(1, {1: 0.1, 2: 0.8, 3: 0.3, 4: 0.7, 5: 0.6, 6: 0.6, 7: 0.6, 8: 0})
     going = {number: entrant(number, 2, f"{number} at 1") for number in (2, 4, 5, 6)}
-    assert entrants(BY_TWO, EIGHT, [first]) == going, "of equals the earlier"
+    assert choose_entrants(BY_TWO, EIGHT, [first]) == going, "of equals the earlier"
 
     second = after(2, {2: 0.81, 4: 0.9, 5: 0.82, 6: 0.7})
-    assert entrants(BY_TWO, EIGHT, [first, second]) == {4: entrant(4, 0, "4 at 2"), 5: entrant(5, 0, "5 at 2")}
+    assert choose_entrants(BY_TWO, EIGHT, [first, second]) == {4: entrant(4, 0, "4 at 2"), 5: entrant(5, 0, "5 at 2")}
 
-    latest = standings(BY_TWO, EIGHT, [first, second, after(0, {4: 0.95, 5: 0.96})])
+    latest = latest_results(BY_TWO, EIGHT, [first, second, after(0, {4: 0.95, 5: 0.96})])
     assert [trial.epochs for trial in latest] == [1, 2, 1, 4, 4, 2, 1, 1]
     assert [trial.result.seconds for trial in latest] == [1, 2, 1, 3, 3, 2, 1, 1]
-    assert saving(BY_TWO, latest) == (
+    assert describe_saving(BY_TWO, latest) == (
         "16 epochs instead of 32: all 8 trials trained to epoch 1, the best 4 to epoch 2, the best 2 to epoch 4"
     )
 
@@ -104,8 +104,9 @@ def test_the_better_ones_go_on_from_their_checkpoints():
 def test_under_lightning_all_trials_train_to_their_end():
     two = Sweep({"epochs": [2, 3]})
     under = [asdict(trial) for trial in trials_of(two, LightningSettings())]
-    assert [LightningSettings.from_json(one.settings).epochs for one in entrants(two, under, []).values()] == [2, 3]
-    assert [trial.epochs for trial in standings(two, under, [after(0, {1: 0.5, 2: 0.6})])] == [2, 3]
+    chosen = choose_entrants(two, under, []).values()
+    assert [LightningSettings.from_json(one.settings).epochs for one in chosen] == [2, 3]
+    assert [trial.epochs for trial in latest_results(two, under, [after(0, {1: 0.5, 2: 0.6})])] == [2, 3]
     check_rungs(two, under)
     with pytest.raises(InputError, match="reduction_factor must be 1 under Lightning, where no training continues"):
         check_rungs(replace(two, reduction_factor=2), under)
@@ -114,12 +115,12 @@ def test_under_lightning_all_trials_train_to_their_end():
 def test_one_that_was_cut_takes_the_place_of_one_that_failed():
     first = after(1, {1: 0.1, 2: 0.8, 3: 0.3, 4: 0.7, 5: 0.6, 6: 0.5, 7: 0.4, 8: 0})
     lost = [*after(2, {2: 0, 4: 0.7, 5: 0}), None]
-    going = entrants(BY_TWO, EIGHT, [first, lost])
+    going = choose_entrants(BY_TWO, EIGHT, [first, lost])
     assert going == {4: entrant(4, 0, "4 at 2"), 7: entrant(7, 0, "7 at 1")}
     with pytest.raises(
         ReportedError, match=r"^Every trial of the sweep failed:\nTrial 1 \(learning_rate 0.05\): NonFin"
     ):
-        entrants(BY_TWO, EIGHT, [after(1, dict.fromkeys(range(1, 9), 0))])
+        choose_entrants(BY_TWO, EIGHT, [after(1, dict.fromkeys(range(1, 9), 0))])
 
 
 @pytest.mark.parametrize(("largest", "winner"), [(True, 8), (False, 1)])
@@ -131,7 +132,7 @@ def test_any_measure_decides_and_one_that_is_no_number_loses(largest, winner):
     sweep = replace(BY_TWO, measure="perplexity", largest=largest)
     *_, last = run_rungs(sweep, EIGHT, run)
     assert len(last) == 2
-    assert ranked(sweep, standings(sweep, EIGHT, run_rungs(sweep, EIGHT, run)))[0].number == winner
+    assert rank_trials(sweep, latest_results(sweep, EIGHT, run_rungs(sweep, EIGHT, run)))[0].number == winner
     with pytest.raises(InputError, match=r"Sweep\.measure must be one of loss, perplexity, got 'accuracy'"):
         run_rungs(BY_TWO, EIGHT, run)
 
@@ -153,8 +154,8 @@ def test_a_trial_whose_settings_its_recipe_refuses_ends_no_other():
 def test_trials_whose_measure_is_not_finite_have_failed(value, largest):
     sweep = replace(BY_TWO, largest=largest, reduction_factor=1)
     results = [TrialResult({"accuracy": value if number else 0.5, "loss": 1.0}) for number in range(8)]
-    latest = standings(sweep, EIGHT, [results])
-    assert ranked(sweep, latest)[0].number == 1
+    latest = latest_results(sweep, EIGHT, [results])
+    assert rank_trials(sweep, latest)[0].number == 1
     assert [bool(trial.result.failure) for trial in latest] == [False] + 7 * [True]
     assert f"accuracy after the last epoch is not finite ({value})" in latest[1].result.failure
 
@@ -163,8 +164,8 @@ def test_a_trial_without_the_measure_has_failed():
     """What a trial measures may depend on its settings."""
     results = [TrialResult({"loss": 1.0, **({"accuracy": 0.5} if number else {})}) for number in range(8)]
     sweep = replace(BY_TWO, reduction_factor=1)
-    latest = standings(sweep, EIGHT, [results])
-    assert ranked(sweep, latest)[0].number == 2
+    latest = latest_results(sweep, EIGHT, [results])
+    assert rank_trials(sweep, latest)[0].number == 2
     assert [trial.result.failure for trial in latest] == ["it has no measure accuracy, but loss"] + 7 * [""]
 
 

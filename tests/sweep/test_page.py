@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.sweep.halving import Ranked, TrialResult, ranked
-from flyte_ddp.sweep.page import comparison, write_table
+from flyte_ddp.sweep.halving import Ranked, TrialResult, rank_trials
+from flyte_ddp.sweep.page import render_comparison, write_table
 from flyte_ddp.sweep.search import Sweep
 
 SWEEP = Sweep({"learning_rate": [], "schedule": []})
@@ -26,7 +26,7 @@ RESULTS = [
 
 
 def test_the_table_has_the_best_first_and_those_without_an_accuracy_last(tmp_path):
-    write_table(SWEEP, ranked(SWEEP, RESULTS), tmp_path / "trials.csv")
+    write_table(SWEEP, rank_trials(SWEEP, RESULTS), tmp_path / "trials.csv")
     with open(tmp_path / "trials.csv", newline="") as file:
         assert list(csv.reader(file)) == [
             ["trial", "learning_rate", "schedule", "validation_accuracy", "seconds", "report", "failure"],
@@ -38,7 +38,7 @@ def test_the_table_has_the_best_first_and_those_without_an_accuracy_last(tmp_pat
 
 
 def test_the_page_shows_every_trial_and_marks_the_best():
-    shown = comparison(SWEEP, ranked(SWEEP, RESULTS), "digits")
+    shown = render_comparison(SWEEP, rank_trials(SWEEP, RESULTS), "digits")
     assert "Best: learning_rate 0.01, schedule onecycle: validation accuracy 96.00%" in shown
     assert "validation errors by learning_rate: 3 values, the best 4.00% at 0.01; 1 without" in shown
     assert "validation errors by schedule: 3 values, the best 4.00% at onecycle; 1 without" in shown
@@ -50,7 +50,7 @@ def test_the_page_shows_every_trial_and_marks_the_best():
 
 
 def test_one_faultless_trial_makes_a_page():
-    shown = comparison(Sweep({"seed": [1]}), [trial(1, {"accuracy": 1.0})], "digits")
+    shown = render_comparison(Sweep({"seed": [1]}), [trial(1, {"accuracy": 1.0})], "digits")
     assert "validation errors by seed: 1 values, the best 0.50% at 1" in shown
     assert "Trials within 2.0% of each other" in shown
 
@@ -61,7 +61,7 @@ def test_a_page_of_other_measures_speaks_of_no_errors():
         Ranked(number, {"epochs": 1, "width": width}, TrialResult({"loss": loss, "r2": -1.0}, 20, "test"))
         for number, width, loss in ((1, 8, 2.5), (2, 16, 1.25))
     ]
-    shown = comparison(sweep, ranked(sweep, trials), "patients")
+    shown = render_comparison(sweep, rank_trials(sweep, trials), "patients")
     assert "Best: width 16: test loss 1.2500" in shown
     assert "loss by width: 2 values, the best 1.25 at 16" in shown
     assert "chance" not in shown
@@ -73,8 +73,8 @@ def test_a_trial_may_lack_a_measure_that_the_best_one_has(tmp_path):
         trial(1, {"accuracy": 0.5}, learning_rate=0.1, schedule="constant"),
         trial(2, {"accuracy": 0.9, "f1": 0.8}, learning_rate=0.2, schedule="constant"),
     ]
-    write_table(SWEEP, ranked(SWEEP, trials), tmp_path / "trials.csv")
+    write_table(SWEEP, rank_trials(SWEEP, trials), tmp_path / "trials.csv")
     assert [line.split(",")[3:5] for line in (tmp_path / "trials.csv").read_text().splitlines()] == [
         ["validation_accuracy", "validation_f1"], ["0.9", "0.8"], ["0.5", ""],
     ]  # fmt: skip
-    assert ">nan</td>" in comparison(SWEEP, ranked(SWEEP, trials), "digits")
+    assert ">nan</td>" in render_comparison(SWEEP, rank_trials(SWEEP, trials), "digits")

@@ -103,8 +103,9 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
     path = Path(directory) / f"{split}_files.npy"
     if not path.exists():
         return open_split(directory, split)
-    names, labels = _open_array(path), _open_array(Path(directory) / f"{split}_labels.npy")
-    return ImageFiles(names, read_description(directory).image_shape, Path(directory, IMAGES).readlink()), labels
+    shape = read_description(directory).image_shape
+    images = ImageFiles(_open_array(path), shape, Path(directory, IMAGES).readlink())
+    return images, _open_array(Path(directory) / f"{split}_labels.npy")
 
 
 def _open_array(path: Path) -> np.ndarray:

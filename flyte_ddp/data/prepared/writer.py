@@ -97,7 +97,8 @@ def write_dataset(
 def _check_arrays(name: str, classes: int, arrays: Mapping[str, np.ndarray]) -> None:
     sizes = arrays[FILES[0]].shape[1:]
     for split in SPLITS:
-        images, labels = arrays[f"{split}_images.npy"], arrays[f"{split}_labels.npy"]
+        images = arrays[f"{split}_images.npy"]
+        labels = arrays[f"{split}_labels.npy"]
         if images.dtype != np.uint8 or images.ndim != 4 or not images.size or images.shape[1:] != sizes:
             raise InputError(
                 f"{name}: {split} images must be uint8 of shape (N, C, H, W), C, H and W as in training, "

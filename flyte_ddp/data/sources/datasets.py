@@ -41,9 +41,9 @@ OWN_FOLDERS = "", "prepared", "MNIST/raw", "FashionMNIST/raw", "CIFAR10", "CIFAR
 
 def data_dir() -> Path:
     """Return the absolute path of the folder for local data: DDP_DATA_DIR, or flyte-ddp in the user's cache folder."""
-    chosen, cache = os.environ.get("DDP_DATA_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    cache = os.environ.get("XDG_CACHE_HOME", "")
     default = Path(cache if os.path.isabs(cache) else "~/.cache", "flyte-ddp")
-    return absolute(chosen or default, "DDP_DATA_DIR")
+    return absolute(os.environ.get("DDP_DATA_DIR") or default, "DDP_DATA_DIR")
 
 
 def prepared_dir(name: str) -> Path:
