@@ -134,9 +134,10 @@ def loading_section(written: Written, formats: Sequence[str], needs_data: bool) 
         needs_data: whether building the network may need the data of the training.
     """
     names = [spec.name for spec in written.inputs]
+    data = ", data_path=DATA" if needs_data else ""
     by_name = ", ".join(f'"{name}": {name}' for name in names)
     how = {
-        "safetensors": f'flyte_ddp.recipes.models.load_model("model.safetensors"{", data_path=DATA" * needs_data})',
+        "safetensors": f'flyte_ddp.recipes.models.load_model("model.safetensors"{data})',
         "pt2": f'torch.export.load("model.pt2").module()({written.call})',
         "pretrained": 'from_pretrained("pretrained") of its class, or PeftModel.from_pretrained(base, "pretrained")',
         "onnx": f'onnxruntime.InferenceSession("model.onnx").run(None, {{{by_name}}})',

@@ -161,8 +161,10 @@ class Console(Remarks):
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
         measured = self._measured(event.split, event.evaluated)
-        seconds = f"{event.train_seconds:.1f} s of training"
-        parts = filter(None, (measured, seconds, event.digest and f"weights {event.digest}"))
+        parts = [measured] if measured else []
+        parts.append(f"{event.train_seconds:.1f} s of training")
+        if event.digest:
+            parts.append(f"weights {event.digest}")
         say(f"Epoch {counted(event.position)} of {self._run.epochs}: {', '.join(parts)}")
 
     def on_slow_rank(self, event: events.Warned) -> None:

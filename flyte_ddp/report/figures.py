@@ -14,6 +14,8 @@ from flyte_ddp.report.plot import Plot, Points
 MOST_POINTS = 300
 COLOURS = [f"var(--c{number})" for number in range(1, 9)]
 DASHES = ("", "7 3", "2 2", "7 2 2 2")  # not everyone can tell series apart by colours alone
+WARNING = 'stroke="var(--bad)" stroke-width="1.8" stroke-dasharray="2 2"'
+CHOSEN = 'stroke="var(--ink)" stroke-dasharray="7 3"'
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ def draw(curves: Curves) -> str:
     series = {name: thin_out(points) for name, points in curves.series.items() if points}
     pens = {name: pen(number, DASHES[number // 8 % 4]) for number, name in enumerate(series)}
     dots = {name: dot(number) if len(series[name]) < 30 else "" for number, name in enumerate(series)}
-    marks = dict.fromkeys(curves.marks, 'stroke="var(--bad)" stroke-width="1.8" stroke-dasharray="2 2"')
+    marks = dict.fromkeys(curves.marks, WARNING)
     legend = {name: sample(pens[name]) + dots[name] for name in series}
-    legend.update(dict.fromkeys(["warning"] * bool(marks), sample(next(iter(marks.values()), ""))))
+    if marks:
+        legend["warning"] = sample(WARNING)
     if curves.chosen is not None:
-        marks[curves.chosen] = 'stroke="var(--ink)" stroke-dasharray="7 3"'
-        legend["chosen"] = sample(marks[curves.chosen])
+        marks[curves.chosen] = CHOSEN
+        legend["chosen"] = sample(CHOSEN)
     plot = Plot([*legend.items()] if len(legend) > 1 else [])
     drawn = [*chain.from_iterable(series.values())]
     values = [y for _, y in drawn]
@@ -75,8 +78,8 @@ def draw(curves: Curves) -> str:
     for name, points in series.items():
         plot.line(points, pens[name])
         plot.symbols(points, dots[name])
-    for mark, how in marks.items():
-        plot.across(mark, how)
+    for mark, mark_pen in marks.items():
+        plot.across(mark, mark_pen)
     return plot.svg(curves.description)
 
 

@@ -110,7 +110,9 @@ class MlflowRun(Tracker):
         if not self._reason:
             self._try(lambda: self._client.log_artifact(self._run_id, str(report)))
         unsent = len(self._waiting) + self._lost
-        missing = [f"{unsent:,} measures"] * bool(unsent) + ["the report"] * bool(self._reason)
+        missing = [f"{unsent:,} measures"] if unsent else []
+        if self._reason:
+            missing.append("the report")
         if missing:
             raise IncompleteError(f"{' and '.join(missing)} could not be sent: {self._reason or 'too many at a time'}")
 

@@ -158,9 +158,10 @@ def speed_curves(record: Record) -> list[Curves]:
     steps = record.steps
     names = list(steps[-1].gradient_norms) if steps else []
     names = ([name for name in names if name.endswith("weight")] or names)[:MOST_LAYERS]
-    norms = {
-        name: [(at(step), norm) for step in steps if (norm := step.gradient_norms.get(name, 0)) > 0] for name in names
-    }
+    norms = {}
+    for name in names:
+        each = [(at(step), step.gradient_norms.get(name, 0.0)) for step in steps]
+        norms[name] = [(x, norm) for x, norm in each if norm > 0]
     norms["all"] = [(at(step), step.gradient_norm) for step in steps if step.gradient_norm > 0]
     speeds = {
         f"{capitalised(record.samples)} per second, all ranks": "samples_per_second",

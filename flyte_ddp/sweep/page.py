@@ -83,7 +83,9 @@ def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
         table = csv.writer(file)
         table.writerow([*list_heads(sweep, trials), "report", "failure"])
         for trial in trials:
-            values = [trial.settings[name] for name in sweep.values] + [trial.epochs] * _are_cut(trials)
+            values = [trial.settings[name] for name in sweep.values]
+            if _are_cut(trials):
+                values.append(trial.epochs)
             result = trial.result
             # The columns are the best trial's measures: what a trial measures may depend on its settings
             measures = ["" if result.failure else result.measures.get(name, "") for name in trials[0].result.measures]
@@ -138,16 +140,13 @@ def _are_cut(trials: Sequence[Ranked]) -> bool:
 
 def _cells(sweep: Sweep, trial: Ranked, trials: Sequence[Ranked]) -> list[str]:
     result = trial.result
-    return [
-        str(trial.number),
-        *(value_text(trial.settings[name]) for name in sweep.values),
-        *[str(trial.epochs)] * _are_cut(trials),
-        *(
-            "failed" if result.failure else format_measure(name, result.measures.get(name, math.nan), PERCENT)
-            for name in trials[0].result.measures
-        ),
-        f"{result.seconds:.1f}",
-    ]
+    cells = [str(trial.number), *(value_text(trial.settings[name]) for name in sweep.values)]
+    if _are_cut(trials):
+        cells.append(str(trial.epochs))
+    for name in trials[0].result.measures:
+        value = result.measures.get(name, math.nan)
+        cells.append("failed" if result.failure else format_measure(name, value, PERCENT))
+    return [*cells, f"{result.seconds:.1f}"]
 
 
 def _figure(sweep: Sweep, name: str, trials: Sequence[Ranked]) -> Drawing:
