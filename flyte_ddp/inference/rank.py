@@ -1,6 +1,5 @@
 """Batch prediction in a process of its own, which checks a file of weights, or predicts a shard."""
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +52,12 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
             raise InputError("model_state must give finite scores, got NaN: it has diverged; use another")
         predictions += zip(scores.tolist(), guesses.tolist(), strict=True)
         link.heartbeat()
+    predicted = [
+        row if row.error else row._replace(prediction=description.classes[guess], score=f"{score:.6f}")
+        for row, (score, guess) in zip(rows, predictions, strict=True)
+    ]
     with writing_to(Path(job.output).parent, "DDP_RUNS_DIR"):
-        write_rows(Path(job.output), add_predictions(rows, predictions, description.classes))
+        write_rows(Path(job.output), predicted)
 
 
 def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
@@ -90,10 +93,3 @@ def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndar
             problem = reason(error)
         rows.append(Row(name, labelled.get(Path(name).parent.name, ""), "", "", problem))
     return images, rows
-
-
-def add_predictions(
-    rows: Sequence[Row], predictions: Sequence[tuple[float, int]], classes: Sequence[str]
-) -> Iterator[Row]:
-    for row, (score, guess) in zip(rows, predictions, strict=True):
-        yield row if row.error else row._replace(prediction=classes[guess], score=f"{score:.6f}")

@@ -1,7 +1,7 @@
 """The options of batch prediction, its shards, a rank's job, and the rows it writes. No torch."""
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -106,7 +106,7 @@ class Row(NamedTuple):
     error: str
 
 
-def write_rows(path: Path, rows: Iterator[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
     # Names of files may be invalid Unicode
     with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)

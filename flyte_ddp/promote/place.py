@@ -124,9 +124,8 @@ class Place:
         """Return the names of all complete versions, oldest first."""
         with self._own_errors():
             self._files.invalidate_cache()
-            paths = self._files.find(
-                f"{self.root}/versions"
-            )  # glob() would take a root such as models[1] for a pattern
+            # glob() would take a root such as models[1] for a pattern
+            paths = self._files.find(f"{self.root}/versions")
         return sorted(str(path).split("/")[-2] for path in paths if str(path).endswith("/version.json"))
 
     def facts(self, version: str) -> dict[str, Any]:
@@ -203,7 +202,7 @@ class Place:
             return True
 
     def roll_back(self, version: str) -> Pointer:
-        """Promote an earlier version again, and replace a current.json that is damaged or missing.
+        """Promote an earlier version again. A current.json that is damaged or missing begins anew, without its history.
 
         Args:
             version: the version to promote. Its weights are verified first.

@@ -171,13 +171,14 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
     """
     info = record.info
     run = record.started
+    machines = run.ran_on if run else []
     written = f"{record.checkpoints} written in {record.write_seconds:.2f} s"
     lines = [
         ("Run", info.name),
         ("Recipe", info.recipe),
         ("Training", info.tracking_id),
         ("Digest of the weights", record.digest or "-"),
-        *(("Ran on", one) for one in _machines(run.ran_on if run else [])),
+        *(("Ran on", "; ".join(f"{name} {value}" for name, value in machine.items())) for machine in machines),
         ("Retries before this attempt", info.attempt),
         ("Resumed", "yes" if run and (run.first_epoch or run.first_step) else "no"),
         ("Checkpoints", f"{written}, training waited {record.stall_seconds:.2f} s"),
@@ -191,11 +192,6 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
         "Versions and machine": surroundings().items(),
         "This run": lines,
     }
-
-
-def _machines(ran_on: Iterable[dict[str, Any]]) -> list[str]:
-    """Return hardware, torch version, precision, ranks and threads of each machine, in order."""
-    return ["; ".join(f"{name} {value}" for name, value in machine.items()) for machine in ran_on]
 
 
 def _network(record: Record) -> list[tuple[str, str]]:

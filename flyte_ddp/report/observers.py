@@ -100,7 +100,7 @@ class Observers:
     def end(self, event: RunFinished | RunFailed) -> None:
         """Forward the last event, and close all observers, which waits until each has finished or is out of time.
 
-        If the report could not be written, a placeholder is, because the task would fail without that output.
+        A placeholder takes the place of a report that could not be written: without that output the task would fail.
         """
         self._last = event
         self._forward(event)

@@ -69,7 +69,7 @@ def load_predictions(info: RunInfo, finished: RunFinished) -> Predictions | None
     return Predictions(read_description(info.data).classes, images, labels, np.load(finished.predictions_path))
 
 
-def judge_predictions(record: Record) -> dict[str, Any]:
+def describe_predictions(record: Record) -> dict[str, Any]:
     """Return what the page shows of the predictions: accuracy by class, mistakes and the confusion matrix.
 
     Args:
@@ -77,8 +77,9 @@ def judge_predictions(record: Record) -> dict[str, Any]:
 
     Returns:
         Template values by name. "classes" has at most MOST_BARS classes, the worst ones if there are more.
-        "mistakes" has the most confident mistakes. "cells" is empty if there are more than MOST_CLASSES classes.
-        All of these are empty while there are no predictions, and for recipes other than image classifiers.
+        "mistakes" has the MOST_MISTAKES most confident mistakes. "cells" has the confusion matrix, and is empty if
+        there are more than MOST_CLASSES classes. All three are empty while there are no predictions, and for recipes
+        other than image classifiers.
     """
     predictions = load_predictions(record.info, record.finished) if record.finished else None
     if predictions is None:

@@ -14,7 +14,7 @@ from flyte_ddp.events import EpochFinished, Observer, RunStarted, StartUp, StepL
 from flyte_ddp.report import contents, page
 from flyte_ddp.report.article import Drawing, document, render_body
 from flyte_ddp.report.figures import Curves, draw
-from flyte_ddp.report.predictions import drawn_figures, drawn_pictures, judge_predictions, sample_pictures
+from flyte_ddp.report.predictions import describe_predictions, drawn_figures, drawn_pictures, sample_pictures
 from flyte_ddp.report.record import Record, step_figures
 from flyte_ddp.report.words import capitalised, in_words
 from flyte_ddp.text import counted
@@ -83,7 +83,7 @@ def fragment(record: Record) -> str:
         epoch_heads=contents.epoch_heads(record),
         epochs=contents.epoch_lines(record),
         kept=contents.kept_table(record),
-        **judge_predictions(record),
+        **describe_predictions(record),
         pictures=drawn_pictures(record.info.logs),
         figures=drawn_figures(record.info.logs),
         data=contents.data_lines(record),

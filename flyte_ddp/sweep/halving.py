@@ -263,9 +263,8 @@ def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[Tri
             before = latest[number - 1]
             result = _check_measure(sweep, result or TrialResult(failure=NO_RESULT))
             seconds = before.result.seconds + result.seconds
-            latest[number - 1] = before._replace(
-                result=replace(result, stop_after=_stop_after(rung, before.settings), seconds=seconds)
-            )
+            stop_after = rung.stop_after or before.settings.get("stop_after", 0)  # Lightning's settings have none
+            latest[number - 1] = before._replace(result=replace(result, stop_after=stop_after, seconds=seconds))
     return latest
 
 
@@ -279,10 +278,6 @@ def _check_measure(sweep: Sweep, result: TrialResult) -> TrialResult:
     if sweep.measure not in result.measures:
         reason = f"it has no measure {sweep.measure}, but {', '.join(result.measures)}"
     return result if result.failure or math.isfinite(value) else replace(result, failure=reason)
-
-
-def _stop_after(rung: Rung, settings: Mapping[str, Any]) -> int:
-    return int(rung.stop_after or settings.get("stop_after", 0))  # settings for Lightning have no stop_after
 
 
 def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:

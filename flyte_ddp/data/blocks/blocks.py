@@ -77,7 +77,8 @@ class Blocks:
         rows = to_rows(tree, self.name(number))
         if len(rows) != self.lengths[number]:
             raise DataError(f"{self.name(number)} has {len(rows)} samples, where {self.lengths[number]} were announced")
-        save_rows(path, rows)
+        with open(path, "xb") as file:
+            np.lib.format.write_array(file, rows, allow_pickle=False)
 
 
 def check_count(name: str, value: Any) -> None:
@@ -129,11 +130,6 @@ def to_tree(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
         return np.ascontiguousarray(rows[order])
     parts = {name: to_tree(rows[name], order) for name in names}
     return tuple(parts.values()) if names == _numbered(len(names)) else parts
-
-
-def save_rows(path: Path, rows: np.ndarray) -> None:
-    with open(path, "xb") as file:
-        np.lib.format.write_array(file, rows, allow_pickle=False)
 
 
 def open_rows(path: Path, length: int, name: str) -> np.ndarray:
