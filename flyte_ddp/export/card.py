@@ -25,13 +25,7 @@ class Card:
 
 
 def make_card(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
-    """Build the model card.
-
-    Args:
-        asked: what was exported.
-        written: the model, and its measures before it was exported.
-        formats: the measures of each format's file.
-    """
+    """Build the model card, with the measures of each format's file beside those of the weights."""
     subject = asked.job
     name = str(written.metadata.facts.get("network") or subject.recipe.rpartition(":")[2])
     title = f"{name}, trained on {subject.dataset}"

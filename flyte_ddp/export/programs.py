@@ -166,9 +166,7 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
     """Load a folder with the library that wrote it: peft for adapters, otherwise transformers.
 
-    Args:
-        path: the folder.
-        model: an untrained network of the recipe. Its class loads the folder. For adapters, its base network gets them.
+    The class of model, an untrained network of the recipe, loads the folder. Adapters are put into its base network.
     """
     if (path / "adapter_config.json").exists():
         from peft import PeftModel

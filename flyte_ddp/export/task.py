@@ -78,16 +78,10 @@ class ExportOutputs(NamedTuple):
 @task(**small_resources())
 @platform_errors(platform)
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
-    """Return the name of the dataset that the model was trained on.
+    """Return the name of the dataset that the model was trained on, from the weights' metadata or options.dataset.
 
-    This task runs before the dataset is downloaded.
-
-    Args:
-        model_state: the weights; their metadata name the dataset.
-        options: the options. options.dataset names the dataset if the weights have no metadata.
-
-    Raises:
-        InputError: a format's library is missing, or the weights are of another recipe or dataset.
+    This task runs before the dataset is downloaded. Raises InputError if a format's library is missing, or if the
+    weights are of another recipe or dataset.
     """
     check_formats(options)
     return choose_dataset(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
@@ -137,14 +131,7 @@ def export_folder_classifier(
     folder: FlyteDirectory,
     options: FolderExport,
 ) -> ExportOutputs:
-    """Export a classifier of a folder of images, in all formats or none.
-
-    Args:
-        model_state: the weights.
-        index: the index of the images.
-        folder: the folder of the images.
-        options: how to export.
-    """
+    """Export a classifier of a folder of images, which index describes, in all formats or none."""
     hp = FolderHyperparameters(model=options.network)
     return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
 

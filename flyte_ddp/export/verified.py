@@ -80,15 +80,9 @@ def export(asked: ExportJob) -> Exported:
 
 
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
-    """Measure a format's file in a process of its own, print that it is right, and return its measures.
+    """Measure the file of the format `name` in a process of its own, print that it is right, and return its measures.
 
-    Args:
-        name: the format.
-        asked: what is exported.
-        written: the model, with the measures that the file must give within options.tolerance.
-
-    Raises:
-        ReportedError: the file cannot be used, or gives other measures.
+    Raises ReportedError if the file cannot be used, or gives measures that differ by more than options.tolerance.
     """
     file = FILES[name]
     tolerance = asked.options.tolerance

@@ -70,17 +70,9 @@ def gather_shards(
     listing: FlyteFile,
     options: InferenceOptions,
 ) -> InferenceOutputs:
-    """Join all rows in one file, in the order of the images, summarise them, and write a page.
+    """Join the rows of all shards in one file, in the order of the images, summarise them, and write a page.
 
-    Args:
-        parts: the rows of each shard, in order.
-        data: the prepared dataset that the model was trained on.
-        folder: the folder of images; None if a split of the dataset was predicted.
-        listing: the files of the folder, as they were when the shards were planned.
-        options: the options of the prediction.
-
-    Raises:
-        ReportedError: an image file that the page shows has changed since it was listed.
+    Raises ReportedError if an image file that the page shows has changed since it was listed.
     """
     description = prepared.read_description(data.download())
     with run_folder(platform, "inference") as work:
@@ -170,12 +162,7 @@ class Listing:
     def fetch(self, folder: FlyteDirectory | None, into: Path) -> list[tuple[str, str]]:
         """Return each name with the path of its file on this machine; [] if there is no folder.
 
-        Args:
-            folder: the folder of the files.
-            into: an empty folder, to which files of a storage are downloaded.
-
-        Raises:
-            ReportedError: a file has changed since it was listed, or is gone.
+        Files of a storage are downloaded to the folder `into`. Raises ReportedError if a file is gone.
         """
         if folder is None:
             return []

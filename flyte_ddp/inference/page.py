@@ -81,12 +81,7 @@ def render_results(
 ) -> str:
     """Return the page with the results of a prediction, as the content of <body>.
 
-    Args:
-        title: the page's title.
-        totals: the counts of rows.
-        images: the images of totals.least_certain, (C, H, W) uint8.
-        description: the dataset that the model was trained on.
-        options: the options of the prediction.
+    The images are those of totals.least_certain, (C, H, W) uint8.
     """
     by_class = Section(
         "By class",

@@ -68,14 +68,7 @@ def check_inputs(
     """Return the model's dataset, and the options, in which options.model is no longer "auto".
 
     Both come from the metadata of the weights if these have any. This task runs before the dataset is downloaded.
-
-    Args:
-        model_state: the weights.
-        folder: the folder of images; None to predict a split of the dataset.
-        options: the options of the prediction.
-
-    Raises:
-        InputError: the folder has no files, or the weights are of another recipe or dataset.
+    Raises InputError if the folder has no files, or the weights are of another recipe or dataset.
     """
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses a folder without files
@@ -99,17 +92,9 @@ def plan_shards(
 ) -> Plan:
     """Split the images into at most options.shards shards of nearly equal size, and list the folder's files.
 
-    A shard's key is a hash of its images, the weights and the code. Never cached, because contents may have changed.
-
-    Args:
-        model_state: the weights.
-        data: the prepared dataset that the model was trained on.
-        folder: the folder of images; None to predict a split of the dataset.
-        options: the options of the prediction.
-
-    Raises:
-        InputError: the weights do not fit the network.
-        DataError: the prepared dataset is damaged.
+    The images are the folder's or, without a folder, those of options.split. A shard's key is a hash of its images, the
+    weights and the code. Never cached, because contents may have changed. Raises InputError if the weights do not fit
+    the network, and DataError if the prepared dataset is damaged.
     """
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())

@@ -139,14 +139,9 @@ def plain_remedy(weights: str | Path) -> str:
 
 
 def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
-    """Return the metadata of a weights file.
+    """Return the metadata of a weights file. Raises InputError if it has none, is no file of weights, or is not there.
 
-    Args:
-        weights: the file.
-        remedy: what the message tells users of a recipe to do if the file has none.
-
-    Raises:
-        InputError: the file has no metadata, is no file of weights, or is not there.
+    `remedy` is what the message tells users of a recipe to do if the file has no metadata.
     """
     check_is_file(weights)
     metadata = read_metadata(weights)

@@ -120,11 +120,9 @@ def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | No
 
 
 def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a file's weights, with tied weights under all names that they have in the network.
+    """Return a file's weights, with tied weights under all names that they have in `own`, the network's state dict.
 
-    Args:
-        weights: the weights in the file, which may have tied weights under their first name alone.
-        own: the state dict of the network.
+    The file may have them under their first name alone.
     """
     others = {name: first for name, first in first_names(own).items() if name not in weights and first in weights}
     return {**weights, **{name: weights[first] for name, first in others.items()}}
@@ -135,14 +133,8 @@ def with_base(
 ) -> dict[str, Tensor]:
     """Return a file's weights, and with them the network's frozen weights if training has left these out of the file.
 
-    Args:
-        weights: the weights in the file.
-        model: the network.
-        path: the file, whose metadata have the digest of what is left out. Without it, `weights` are returned.
-        called: what messages call the file.
-
-    Raises:
-        InputError: the frozen weights are not the same as in the file's training.
+    The file's metadata tell, by a digest of what is left out. Raises InputError if the network's frozen weights are not
+    the same.
     """
     base = {name: value for name, value in frozen_weights(model).items() if name not in weights}
     metadata = read_metadata(path) if base else None
@@ -163,13 +155,7 @@ def misfits(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[st
 
 
 def describe_misfits(names: Sequence[str], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Return why tensors do not fit, in torch's words: "missing keys a, b; wrong shapes c (2,) instead of (3,)".
-
-    Args:
-        names: what misfits returned, or a part of it.
-        weights: the given weights.
-        own: the weights that they were to replace.
-    """
+    """Return why tensors of these names do not fit: "missing keys a, b; wrong shapes c (2,) instead of (3,)"."""
     both = [name for name in names if name in weights and name in own]
     kinds = {
         "missing keys": [name for name in names if name not in weights],

@@ -79,13 +79,7 @@ def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
 
 
 def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path, str]]:
-    """Yield each file's path in the new project, and its text.
-
-    Args:
-        name: the name of the package, which replaces the template's in paths and texts.
-        library: the requirement for this library.
-        flyte2: whether the project is for Flyte 2.
-    """
+    """Yield each file's path in the new project, and its text, with the package's name in place of the template's."""
     for common in sorted(TEMPLATE.rglob("*")):
         if common.is_file() and common.suffix != ".pyc":  # pip compiles the template along with the library
             place = common.relative_to(TEMPLATE)

@@ -179,13 +179,7 @@ def roll_back(place: Place, version: str) -> Pointer:
 def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
     """Roll back to a version, or only show the history if `version` is "". Print the versions, and write a page.
 
-    Args:
-        platform: the platform.
-        place: as in open_place.
-        version: the name of the version, or "".
-
-    Returns:
-        The version that is promoted now, "" if none is, and the path of the page.
+    Returns the version that is promoted now, "" if none is, and the path of the page.
     """
     with run_folder(platform, "roll-back") as folder:
         models = open_place(platform, place)
@@ -257,10 +251,7 @@ def load_settings(subject: Subject, place: Place, version: str, facts: dict[str,
 def describe_promotion(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]:
     """Return the content of version.json, without hash, run, metadata and registered model.
 
-    Args:
-        subject: what was trained.
-        verdict: the decision.
-        against: the version that the candidate was compared with; "" if it is the first.
+    `against` is the version that the candidate was compared with, "" if it is the first.
     """
     return {
         "time": now(),
@@ -291,12 +282,7 @@ MOST_EVENTS = 50
 
 
 def outcome(verdict: Verdict, percent: Sequence[str]) -> str:
-    """Return a line with both scores and the decision.
-
-    Args:
-        verdict: the decision.
-        percent: the names of the measures that are shown in per cent.
-    """
+    """Return a line with both scores and the decision. `percent` names the measures that are shown in per cent."""
     candidate = format_measure(verdict.measure, verdict.candidate, percent)
     if verdict.current is None:
         return f"promoted with {in_words(verdict.measure)} {candidate}, as the first model"

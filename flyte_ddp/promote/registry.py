@@ -26,12 +26,7 @@ def register(place: Place, version: str, name: str) -> str:
     """Point the registered model's alias to the promoted version, and return the version's entry, models:/NAME/NUMBER.
 
     This never raises, because the promotion stands. If the server refuses, does not answer within SECONDS or is not
-    there, a warning says why, and how to do it later, and "" is returned.
-
-    Args:
-        place: where models are promoted to.
-        version: the promoted version.
-        name: the name of the registered model, which is created if it is new.
+    there, a warning says why, and how to do it later, and "" is returned. A registered model of a new name is created.
     """
     entry = [""]
     problem = [f"no answer within {SECONDS:g} s"]

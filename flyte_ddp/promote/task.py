@@ -93,14 +93,8 @@ def check_promotion(
 ) -> PromotionTarget:
     """Return the inputs of a promotion, with what was left out taken from the metadata of the weights.
 
-    Args:
-        place: where to promote to; empty is the default of a local run.
-        model_state: the candidate's weights; None to train them first.
-        hp: the hyperparameters.
-        options: the options of that training.
-
-    Raises:
-        InputError: an input is wrong. This task runs before anything is downloaded or trained.
+    An empty place is the default of a local run. Without model_state, the candidate is yet to be trained. Raises
+    InputError if an input is wrong, because this task runs before anything is downloaded or trained.
     """
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root

@@ -170,12 +170,9 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
 
 
 def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
-    """Shift each image (n, C, H, W) by its own offset, and pad with zeros.
+    """Shift each image (n, C, H, W) by its own offset of at most reach pixels, and pad with zeros.
 
-    Args:
-        images: the images.
-        offsets: (n, 2) integers from -reach to reach: pixels down and right.
-        reach: the largest offset.
+    The offsets are (n, 2): pixels down and right.
     """
     n, _, height, width = images.shape
     padded = F.pad(images, (reach, reach, reach, reach))

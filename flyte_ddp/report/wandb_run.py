@@ -186,12 +186,7 @@ class Unsaid:
 
 
 def shown_images(count: int, batch_size: int) -> list[int]:
-    """Return the indices of the test images in the table: IMAGES_PER_BATCH of each of the first BATCHES_SHOWN batches.
-
-    Args:
-        count: the number of test images.
-        batch_size: the number of images in a test batch.
-    """
+    """Return the indices of the images in the table: IMAGES_PER_BATCH of each of the first BATCHES_SHOWN batches."""
     indices = range(count)
     batches = [indices[start:][:batch_size] for start in indices[::batch_size][:BATCHES_SHOWN]]
     return [*chain.from_iterable(batch[:IMAGES_PER_BATCH] for batch in batches)]

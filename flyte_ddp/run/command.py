@@ -50,15 +50,8 @@ def run(settings_class: str | None) -> None:
 def find_settings_class(recipe: str, name: str | None) -> type[TrainingSettings]:
     """Import the class of a recipe's settings: `name`, or Settings of settings.py beside the recipe's module.
 
-    Args:
-        recipe: the recipe, package.module:Name.
-        name: the class, package.module:Name, or None.
-
-    Returns:
-        The class; TrainingSettings if no name is given, and there is no settings.py.
-
-    Raises:
-        InputError: it cannot be imported, or is no subclass of TrainingSettings.
+    Returns TrainingSettings if no name is given, and there is no settings.py. Raises InputError if the class cannot be
+    imported, or is no subclass of TrainingSettings.
     """
     module = recipe.partition(":")[0]
     beside = f"{module.rpartition('.')[0]}.settings".lstrip(".")
@@ -87,12 +80,7 @@ class RecipeCommand(click.Command):
 def make_command(recipe: str, kind: type[TrainingSettings]) -> click.Command:
     """Return a command that trains the recipe, with an option for each field of the settings and of RunOptions.
 
-    Args:
-        recipe: the recipe, package.module:Name.
-        kind: the class of its settings.
-
-    Raises:
-        InputError: a setting has the name of one of the command's own options.
+    Raises InputError if a setting has the name of one of the command's own options.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name != "resume_from"}

@@ -39,15 +39,7 @@ class Best(NamedTuple):
 def write_comparison(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
     """Rank the trials by the sweep's measure, write the table and the page, and print which trial is the best.
 
-    Args:
-        platform: the platform.
-        sweep: the sweep.
-        trials: the settings of each trial.
-        rungs: the results of all rungs.
-        subject: what is trained, for the page's title.
-
-    Raises:
-        ReportedError: all trials have failed.
+    Raises ReportedError if all trials have failed.
     """
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = latest_results(sweep, trials, rungs)
@@ -72,12 +64,9 @@ def list_heads(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
 
 
 def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
-    """Write a CSV file with a line per trial, in the order given. The measures of a failed trial are empty.
+    """Write a CSV file with a line per trial, best first as they are given.
 
-    Args:
-        sweep: the sweep.
-        trials: the trials, best first. The first one's measures are the columns.
-        path: the new file.
+    The best trial's measures are columns. They are empty for a failed trial.
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -95,10 +84,7 @@ def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
 def render_comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
     """Return the page that compares the trials, as the content of <body>.
 
-    Args:
-        sweep: the sweep.
-        trials: the trials, best first. The first one must not have failed.
-        subject: what is trained.
+    The trials are given best first, and the first one has not failed.
     """
     best = trials[0]
     measure = in_words(sweep.measure)

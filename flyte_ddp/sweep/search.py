@@ -94,13 +94,7 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
 def _ends(sweep: Sweep, name: str, space: Any) -> list[Any]:
     """Return the list of values to try, or the two ends of the range that values are drawn from.
 
-    Args:
-        sweep: the sweep.
-        name: the name of the setting, for messages.
-        space: what sweep.values has for it.
-
-    Raises:
-        InputError: it is neither a list with values nor, in a random search, a range.
+    Raises InputError if space, the setting's entry in sweep.values, is neither a list nor, in a random search, a range.
     """
     ends = space
     if sweep.search == "random" and isinstance(space, dict):

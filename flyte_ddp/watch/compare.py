@@ -54,13 +54,9 @@ def collect_run_facts(event: RunStarted) -> dict[str, str]:
 
 
 def read(place: str) -> Recorded:
-    """Read a run's progress file to its last whole line.
+    """Read the progress file at a place, which is as File takes it, to its last whole line.
 
-    Args:
-        place: the file, the folder of a training's logs, the folder that contains it, or the URL of one of these.
-
-    Raises:
-        InputError: there is no progress file, or it has no digests, or lines of a newer version.
+    Raises InputError if there is no such file, or it has no digests, or lines of a newer version.
     """
     file = File(place)
     recorded = Recorded()

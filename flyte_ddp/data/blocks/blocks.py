@@ -53,13 +53,9 @@ class Blocks:
         return f"block {number}"
 
     def fetch(self, number: int, path: Path) -> None:
-        """Write the block to a new file, as an .npy of rows.
+        """Write the block of this number, from 0, to a new file, as an .npy of rows.
 
         A rank calls this in one of its threads. Subclasses that have no function `read` define it.
-
-        Args:
-            number: the block's number, from 0.
-            path: the file, which must not exist.
 
         Raises:
             DownloadError: the block could not be read, and trying again may help.

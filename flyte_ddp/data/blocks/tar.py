@@ -107,10 +107,6 @@ def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict
 
     Files that follow one another and have the same key are a sample. Hidden files are left out.
 
-    Args:
-        pieces: the content of the tar file.
-        name: the tar file's name for messages.
-
     Raises:
         DataError: the tar file is cut short or damaged, has a link, or a sample has two files of one extension.
     """
@@ -150,10 +146,6 @@ def _check_end(opened: tarfile.TarFile, name: str) -> None:
     """Read a tar file to its end, and raise DataError unless it ends with a block of zeros that nothing follows.
 
     tarfile takes the end of a file for the end of the archive, and a damaged header (other than the first) as well.
-
-    Args:
-        opened: the tar file, after its last member was read.
-        name: the tar file's name for messages.
     """
     file: Any = opened.fileobj
     more = False

@@ -27,14 +27,8 @@ PathLike = str | Path
 def read_description(directory: PathLike) -> DatasetDescription:
     """Read dataset.json, and check the types, shapes and sizes of the arrays' files, but not their content.
 
-    Args:
-        directory: the folder of the prepared dataset.
-
-    Returns:
-        The description; a FolderDescription if the images are in files of their own.
-
-    Raises:
-        DataError: a file is missing, damaged or of another format.
+    Returns a FolderDescription if the images are in files of their own. Raises DataError if a file is missing, damaged
+    or of another format.
     """
     path = Path(directory) / DESCRIPTION
     try:
@@ -90,11 +84,7 @@ def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFiles, np.ndarray]:
-    """Open a split like open_split, also of a folder of image files.
-
-    Args:
-        directory: the folder of the prepared dataset.
-        split: "train" or "test".
+    """Open "train" or "test" like open_split, also of a folder of image files.
 
     Returns:
         Images by index, each (C, H, W) uint8: a memory map or, if they are files, an object that decodes each file when

@@ -125,16 +125,10 @@ def pixel_counts(images: np.ndarray) -> np.ndarray:
 
 
 def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel, from the histograms of pixel_counts.
+    """Return mean and standard deviation of each channel, for pixels from 0 to 1, from histograms (C, 256).
 
     They are exact, so they have the same digits on every machine. They have 4 decimals, or as many as give 4 digits of
     the standard deviation. A channel with one value only has a standard deviation of 1 instead of 0.
-
-    Args:
-        counts: (C, 256), how often each value occurs in a channel.
-
-    Returns:
-        The means and the standard deviations, for pixels from 0 to 1.
     """
     means, stds = [], []
     for channel in counts:
@@ -165,14 +159,9 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 
 
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
-    """Rename a new folder to its final path, unless another writer has put the same dataset there.
+    """Rename the folder temporary to directory, unless another writer has put the dataset of this digest there.
 
     Anything else there is replaced.
-
-    Args:
-        temporary: the new folder. It stays where it is if the same dataset is there.
-        directory: the final path.
-        digest: the digest of the new dataset's description.
     """
     sync_folder(directory.parent)
     with _locked(directory):

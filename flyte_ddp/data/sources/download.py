@@ -46,11 +46,6 @@ class Mirrors:
 
         The folders are tried in order. A host that could not be reached is not asked again, for other files either.
 
-        Args:
-            filename: the file's name in each folder.
-            md5: the hex digest that its content must have.
-            directory: where to put it.
-
         Raises:
             DownloadError: no mirror delivered the file; the message has the reason of each.
             InputError: the directory cannot be written to.

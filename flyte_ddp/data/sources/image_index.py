@@ -191,12 +191,7 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 
 
 def verify_images(index: Path, folder: Path) -> None:
-    """Read every image of an index. Raises DataError if names or content are not what they were.
-
-    Args:
-        index: the folder that index_folder returned.
-        folder: the folder of the images, perhaps a copy.
-    """
+    """Read every image in the index, below folder. Raises DataError if names or content are not what they were."""
     content = hashlib.sha256()
     try:
         for split in SPLITS:
@@ -225,13 +220,7 @@ class Readable(NamedTuple):
 
 
 def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings) -> Readable:
-    """Read all images, and sort out those that cannot be read.
-
-    Args:
-        folder: the folder of the images.
-        splits: label and name of each image, by split.
-        images: the shape of the images.
-    """
+    """Read all images, given by split as label and name, and sort out those that cannot be read."""
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
     content = hashlib.sha256()
@@ -298,12 +287,9 @@ def _divide(paths: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, s
 
 
 def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, int, int]) -> Iterator[Sound | str]:
-    """Read and decode each file by several threads, and yield what is known of it, or why it cannot be read.
+    """Read and decode the files by several threads, and yield what is known of each, or why it cannot be read.
 
-    Args:
-        folder: the folder of the images.
-        rows: label and name of each image. The results have the same order.
-        shape: (C, H, W) of the decoded images.
+    The rows are label and name of each image; the results have their order. The shape is (C, H, W).
     """
 
     def read(row: tuple[int, str]) -> Sound | str:
@@ -319,17 +305,9 @@ def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, i
 
 
 def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
-    """Print how many files cannot be read, and the first of them; nothing if all can be.
+    """Print by `say` how many of `count` files cannot be read, and the first of them; nothing if all can be.
 
-    Args:
-        folder: the folder, for messages.
-        bad: the files that cannot be read, each with the reason.
-        count: the number of all files.
-        limit: the largest allowed share of files that cannot be read.
-        say: prints a line.
-
-    Raises:
-        InputError: their share is larger.
+    Raises InputError if their share is above `limit`.
     """
     if not bad:
         return
