@@ -178,7 +178,10 @@ def predict_shard(
 
 
 def part_path(shard: Shard) -> Path:
-    """Return the path for a shard's rows. In a local run, it has the shard's key, by which later runs find the file."""
+    """Return the path for a shard's rows, after creating the folder in a local run.
+
+    There the path has the shard's key, by which later runs find the file. Leftovers of killed runs are removed.
+    """
     if not is_local():
         return working_folder() / "part.csv"
     folder = runs_dir() / "shards"

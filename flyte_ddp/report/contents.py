@@ -62,18 +62,14 @@ def tiles(record: Record) -> list[tuple[str, str]]:
     return shown
 
 
-def epoch_heads(record: Record) -> list[str]:
-    names = [in_words(name) for name in record.measures[:MOST_MEASURES]]
-    split = capitalised(record.split)
-    evaluated = [f"{split} {name}" for name in names]
-    trained = [f"Training {name}" for name in names]
-    return ["Epoch", *evaluated, *trained, "Seconds of training", "Weights"]
-
-
-def epoch_lines(record: Record) -> list[list[str]]:
-    """Return a table's lines, under epoch_heads, with the figures of the last MOST_EPOCHS evaluations."""
+def epoch_table(record: Record) -> Table | None:
+    """Return a table of the last MOST_EPOCHS evaluations; None if there are none yet."""
+    if not record.epochs:
+        return None
     names = record.measures[:MOST_MEASURES]
-    return [
+    evaluated = [f"{capitalised(record.split)} {in_words(name)}" for name in names]
+    trained = [f"Training {in_words(name)}" for name in names]
+    lines = [
         [
             counted(epoch.position),
             *(record.format_measure(name, epoch.evaluated) for name in names),
@@ -83,13 +79,13 @@ def epoch_lines(record: Record) -> list[list[str]]:
         ]
         for epoch in record.epochs[-MOST_EPOCHS:]
     ]
+    return Table("Epochs", ["Epoch", *evaluated, *trained, "Seconds of training", "Weights"], lines)
 
 
-def kept_table(record: Record) -> dict[str, Any] | None:
+def kept_table(record: Record) -> Table | None:
     """Return a table of the evaluations whose weights options.keep_best has left in the logs, the best first.
 
-    Returns:
-        "heads" and "lines" of the table; None if there are no such weights.
+    Returns None if there are no such weights.
     """
     if not record.kept:
         return None
@@ -97,7 +93,7 @@ def kept_table(record: Record) -> dict[str, Any] | None:
     lines = [
         [one.file, counted(one.epoch), record.format_measure(measure, {measure: one.value})] for one in record.kept
     ]
-    return {"heads": ["File", "Epoch", f"Validation {in_words(measure)}"], "lines": lines}
+    return Table("Best evaluations, in the logs", ["File", "Epoch", f"Validation {in_words(measure)}"], lines)
 
 
 def cause_bars(record: Record) -> list[tuple[str, list[str], float]]:
@@ -224,10 +220,10 @@ def _settings(values: Settings) -> list[tuple[str, str, str]]:
     return lines
 
 
-def operator_table(record: Record) -> dict[str, Any] | None:
-    """Return "title", "heads" and "lines" of a table of rank 0's most expensive operators.
+def operator_table(record: Record) -> Table | None:
+    """Return a table of rank 0's most expensive operators, from profile/operators.json in the logs.
 
-    The profiler has written them to profile/operators.json in the logs. Returns None if it was off.
+    Returns None if there is no such file, because the profiler was off.
     """
     try:
         profile = json.loads((record.info.logs / "profile" / "operators.json").read_text())
@@ -241,7 +237,7 @@ def operator_table(record: Record) -> dict[str, Any] | None:
         for operator in profile["operators"][:MOST_SHOWN]
     ]
     title = f"Most expensive operators of rank 0, over {profile['steps']} profiled steps"
-    return {"title": title, "heads": ["Operator", "Calls", *columns], "lines": lines}
+    return Table(title, ["Operator", "Calls", *columns], lines)
 
 
 def _list(values: Any) -> str:

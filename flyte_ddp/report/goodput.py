@@ -142,7 +142,7 @@ class Goodput:
         """Count the seconds until an event for the current cause, except those that the event itself has for another.
 
         A start, an evaluation and a restart of ranks also change the current cause. A start counts the work after its
-        position as lost, in all attempts.
+        position as lost, in earlier attempts, too.
 
         Args:
             event: the event.

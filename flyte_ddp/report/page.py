@@ -200,8 +200,8 @@ REPORT = """
 {% if curves %}
 <h2>Progress</h2><div class="grid">
 {% for shown in curves %}{{ figure(shown) }}{% endfor %}
-{% if epochs %}{{ grid_table("Epochs", epoch_heads, epochs) }}{% endif %}
-{% if kept %}{{ grid_table("Best evaluations, in the logs", kept.heads, kept.lines, True) }}{% endif %}
+{% if epochs %}{{ grid_table(epochs.title, epochs.heads, epochs.lines) }}{% endif %}
+{% if kept %}{{ grid_table(kept.title, kept.heads, kept.lines, True) }}{% endif %}
 </div>
 {% endif %}
 

@@ -54,7 +54,7 @@ def collect_run_facts(event: RunStarted) -> dict[str, str]:
 
 
 def read(place: str) -> Recorded:
-    """Read the progress file at a place, which is as File takes it, to its last whole line.
+    """Read the progress file at a place, a folder or URL as of the command, to its last whole line.
 
     Raises InputError if there is no such file, or it has no digests, or lines of a newer version.
     """

@@ -15,7 +15,7 @@ from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.fields import setting
 from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console, say_summary
-from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
+from flyte_ddp.report.contents import epoch_table, tiles
 from flyte_ddp.report.record import Record, RunFailed, RunFinished, RunInfo
 from flyte_ddp.report.report import MOST_CURVES, fragment, progress_curves
 from flyte_ddp.report.words import format_measure
@@ -158,11 +158,11 @@ def test_page_shows_what_the_recipe_measures(told):
 
 def test_table_and_curves_begin_with_the_headline(told):
     record = told.record
-    assert epoch_heads(record) == [
+    assert epoch_table(record).heads == [
         "Epoch", "Test perplexity", "Test loss", "Test top5 share",
         "Training perplexity", "Training loss", "Training top5 share", "Seconds of training", "Weights",
     ]  # fmt: skip
-    assert epoch_lines(record)[1] == ["2", "3.49", "1.2500", "nan", "4.482", "1.5000", "50.00%", "3.1", "-"]
+    assert epoch_table(record).lines[1] == ["2", "3.49", "1.2500", "nan", "4.482", "1.5000", "50.00%", "3.1", "-"]
     curves = progress_curves(record)
     assert [(one.title, one.percent) for one in curves] == [
         ("Loss", False), ("Perplexity", False), ("Top5 share", True), ("Learning rate", False),
@@ -174,7 +174,7 @@ def test_a_recipe_may_measure_much_and_other_things_when_it_trains(told):
     record = told.record
     many = {f"measure_{number}": float(number) for number in range(20)}
     record.epochs = [epoch_of(0, {"loss": 1.0}, {"loss": -1.0, **many})]
-    assert len(epoch_heads(record)) == len(epoch_lines(record)[0]) == 11
+    assert len(epoch_table(record).heads) == len(epoch_table(record).lines[0]) == 11
     assert len(progress_curves(record)) == 2 + MOST_CURVES
     assert not progress_curves(record)[0].logarithmic, "a loss may be negative"
     assert "<h2>Progress</h2>" in fragment(record)

@@ -10,7 +10,7 @@ from flyte_ddp.engine.job import KeptModel
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted
 from flyte_ddp.report.article import document
 from flyte_ddp.report.console import Console, say_summary
-from flyte_ddp.report.contents import epoch_heads, epoch_lines, tiles
+from flyte_ddp.report.contents import epoch_table, tiles
 from flyte_ddp.report.progress import parse_event, select_fields
 from flyte_ddp.report.record import Record, RunFinished
 from flyte_ddp.report.report import fragment, progress_curves
@@ -84,8 +84,8 @@ def test_the_report_has_the_validation_curves_and_the_chosen_epoch(validated):
     assert [x for x, _ in loss.series["validation"]] == [1.0, 2.0]
     assert "test" not in loss.series
     assert (loss.chosen, accuracy.chosen) == (1.0, 1.0)
-    assert epoch_heads(record)[1] == "Validation accuracy"
-    assert epoch_lines(record)[0][1] == f"{record.epochs[0].validation['accuracy']:.2%}"
+    assert epoch_table(record).heads[1] == "Validation accuracy"
+    assert epoch_table(record).lines[0][1] == f"{record.epochs[0].validation['accuracy']:.2%}"
     page = document(record.title, fragment(record))
     assert "Held out for validation" in page
     assert " The best: 1. Validation loss" in page
@@ -139,7 +139,7 @@ def test_evaluations_within_an_epoch_are_shown_as_such(parted, tmp_path, capsys)
     shown = {label: value for value, label in tiles(record)}
     assert shown["is the best on the validation split; stopped early"] == "epoch 0.25"
     assert "training, 1.25 of 2 epochs" in shown
-    assert [line[0] for line in epoch_lines(record)] == ["0.25", "1.25"]
+    assert [line[0] for line in epoch_table(record).lines] == ["0.25", "1.25"]
     loss = progress_curves(record)[0]
     assert [x for x, _ in loss.series["validation"]] == [0.25, 1.25]
     assert (loss.chosen, loss.remark[-17:]) == (0.25, "after epoch 1.25.")
