@@ -153,8 +153,8 @@ def markdown(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    rows = [heads, ["---"] * len(heads), *lines]
-    return [f"| {' | '.join(cell if row is rows[1] else _escaped(cell) for cell in row)} |" for row in rows]
+    head, *others = [f"| {' | '.join(map(_escaped, row))} |" for row in (heads, *lines)]
+    return [head, f"| {' | '.join(['---'] * len(heads))} |", *others]
 
 
 def _escaped(text: str) -> str:

@@ -75,7 +75,8 @@ class Attempt:
             written_since: seconds of work, done while the checkpoint was being written, that it does not contain.
         """
         done = self.work - min(written_since, self.seconds["steps"])
-        self.marks = [*self.marks[:1], *self.marks[1:][1 - MOST_MARKS :], (epoch, step, done)]
+        self.marks.append((epoch, step, done))
+        del self.marks[1:-MOST_MARKS]
 
     def lose(self, epoch: int, step: int) -> bool:
         """Move the seconds of work after a position to the cause "lost", because training continues from there.

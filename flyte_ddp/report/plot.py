@@ -73,9 +73,10 @@ def make_axis(
     """
     shown = [value for value in values if math.isfinite(value)]
     logarithmic = logarithmic and any(value > 0 for value in shown)
-    shown = [math.log10(value) for value in shown if value > 0] if logarithmic else shown or [0.0, 1.0]
-    low = min(shown)
-    high = max(shown)
+    if logarithmic:
+        shown = [math.log10(value) for value in shown if value > 0]
+    low = min(shown, default=0.0)
+    high = max(shown, default=1.0)
     margin = (high / 2 - low / 2) * 0.1 or abs(high) * 0.1 or 0.5
     low = 0.0 if from_zero else low - margin
     high = high + margin

@@ -28,7 +28,8 @@ def split_sizes(run: RunStarted) -> str:
         counts.append(f"{run.validation_samples:,} validation")
     if run.test_samples:
         counts.append(f"{run.test_samples:,} test")
-    return " and ".join([", ".join(counts[:-1]), counts[-1]] if counts[1:] else counts) + f" {run.samples}"
+    *others, last = counts
+    return f"{', '.join(others)} and {last} {run.samples}" if others else f"{last} {run.samples}"
 
 
 def format_measure(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
@@ -89,10 +90,10 @@ def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Tabl
     by_host: dict[str, list[int]] = {}
     for rank, host in zip(range(len(of_rank)), hosts, strict=True):
         by_host.setdefault(host, []).append(rank)
-    of_host = [
-        [sum(values) / len(ranks) for values in zip(*(of_rank[rank] for rank in ranks), strict=True)]
-        for ranks in by_host.values()
-    ]
+    of_host = []
+    for ranks in by_host.values():
+        columns = zip(*(of_rank[rank] for rank in ranks), strict=True)
+        of_host.append([sum(column) / len(ranks) for column in columns])
     names = [f"{host}, mean of {len(ranks)}" for host, ranks in by_host.items()]
     tables = [_table("rank", [f"{rank} on {host}" for rank, host in enumerate(hosts)], of_rank, most)]
     return tables + ([_table("host", names, of_host, MOST_HOSTS)] if len(by_host) > 1 else [])
@@ -111,4 +112,5 @@ def format_table(table: Table) -> str:
     kind, *seconds = table.heads
     lines = [[f"{table.title}:", *seconds], *([f"{kind.lower()} {name}", *values] for name, *values in table.lines)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, values, widths[1:])]) for name, *values in lines)
+    rows = [[name.ljust(widths[0]), *map(str.rjust, values, widths[1:])] for name, *values in lines]
+    return "\n".join("  ".join(row) for row in rows)
