@@ -23,13 +23,13 @@ class Buffers:
         found = ((name, getattr(owner, own_name)) for name, owner, own_name in self._places)
         return {name: buffer for name, buffer in found if buffer is not None}
 
-    def kept(self, moving: Iterable[Tensor] = ()) -> "KeptBuffers":
+    def copy(self, moving: Iterable[Tensor] = ()) -> "BufferCopy":
         """Return a copy of the buffers as they are now, whose put_back() restores them in the network.
 
         Args:
             moving: frozen weights that forward passes change, too, and that are copied with the buffers.
         """
-        return KeptBuffers(self._places, self.now(), moving)
+        return BufferCopy(self._places, self.now(), moving)
 
     def broadcast(self, moving: Iterable[Tensor] = ()) -> None:
         """Overwrite the buffers of all ranks with rank 0's; a collective.
@@ -57,7 +57,7 @@ class Buffers:
         rank_0s.take((*now.values(), *moving))
 
 
-class KeptBuffers:
+class BufferCopy:
     """A copy of a network's buffers."""
 
     def __init__(self, places: list[tuple[str, nn.Module, str]], buffers: dict[str, Tensor], moving: Iterable[Tensor]):

@@ -73,9 +73,9 @@ def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, li
     chosen = state.progress.history[tracker.chosen(len(state.progress.history) - 1) if tracker else -1]
     evaluated = evaluate(state, test, link)
     evaluated.check_loss("test", chosen.position)
-    warnings = state.progress.monitor.not_finite(evaluated.broken, "test", chosen.position, 0)
+    warnings = state.progress.monitor.warn_of_not_finite(evaluated.broken, "test", chosen.position, 0)
     if tracker and tracker.best < 0:
-        warnings += state.progress.monitor.never_chosen(tracker.measure, chosen.position)
+        warnings += state.progress.monitor.warn_of_no_best(tracker.measure, chosen.position)
     state.progress.emit_all(warnings)
     if tracker:
         event = EpochChosen(
@@ -108,7 +108,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
-    before = state.kept_of_evaluated()
+    before = state.copy_evaluated_buffers()
     poll = StopPoll(state.device)
     rows: list[Tensor] = []
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it

@@ -436,10 +436,10 @@ class Progress:
         self._link.emit(finished)
         self._link.emit(self._stragglers.so_far())
         split, position = finished.split, finished.position
-        warnings = self.monitor.not_finite(broken, split, position, self.step)
+        warnings = self.monitor.warn_of_not_finite(broken, split, position, self.step)
         if "loss" in finished.evaluated:
             if math.isnan(finished.evaluated["loss"]):  # though no sample's is
-                warnings += self.monitor.weightless(split, position, self.step)
+                warnings += self.monitor.warn_of_no_weights(split, position, self.step)
             warnings += self.monitor.after_evaluation(finished, self.step, mismatched)
         self.emit_all(warnings)
 
@@ -458,7 +458,7 @@ class Progress:
 
     def warn(self, epoch: int, step: int, reasons: Sequence[str]) -> None:
         """Tell of these reasons to look at the training."""
-        self.emit_all(self.monitor.noted(epoch, step, reasons))
+        self.emit_all(self.monitor.record(epoch, step, reasons))
 
     def warn_once(self, reason: str) -> None:
         """Tell of this reason, unless it was told before."""

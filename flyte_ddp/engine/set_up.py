@@ -157,7 +157,7 @@ def set_up(
             f"batch_size is {settings.batch_size}, but an epoch has no more than {batches.samples} training "
             f"{recipe.samples}, so that each is a single step: lower batch_size"
         )
-    warnings = monitor.noted(0, 0, (*reasons, *probed.warnings))
+    warnings = monitor.record(0, 0, (*reasons, *probed.warnings))
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         remarks.append(continue_from(state, job.init, job, len(batches)))
     place_in_world = settings.test_batch_size, rank, world_size, probed.is_mixed, settings.virtual_ranks

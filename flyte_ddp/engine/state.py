@@ -18,7 +18,7 @@ from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
-from flyte_ddp.engine.buffers import Buffers, KeptBuffers
+from flyte_ddp.engine.buffers import BufferCopy, Buffers
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
@@ -141,15 +141,15 @@ class TrainingState:
         """The network that is evaluated and returned: the average if there is one."""
         return self.average.model if self.average else self.model
 
-    def kept(self) -> KeptBuffers:
+    def copy_buffers(self) -> BufferCopy:
         """Return a copy of what forward passes change, such as buffers. Its put_back() restores them in the network."""
-        return self._buffers.kept(self._moving)
+        return self._buffers.copy(self._moving)
 
-    def kept_of_evaluated(self) -> KeptBuffers:
+    def copy_evaluated_buffers(self) -> BufferCopy:
         """Return such a copy for the network that is evaluated, which may be the average."""
         if self._buffers_of_average:
-            return self._buffers_of_average.kept(self._moving_of_average)
-        return self.kept()
+            return self._buffers_of_average.copy(self._moving_of_average)
+        return self.copy_buffers()
 
     def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
         """Take one optimizer step with a global batch, and add its measures and requests to the progress; a collective.
@@ -165,7 +165,7 @@ class TrainingState:
         """
         self._base_versions = self._base_versions or self._versions_of_base()
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        before = self.kept() if isinstance(self.parallel, ExactStep) else None
+        before = self.copy_buffers() if isinstance(self.parallel, ExactStep) else None
         if before and self.gathers_by_part:
             self._gathered = self._gather(shares, before)
         backward = partial(self._backward, (stop, save), before)
@@ -201,7 +201,7 @@ class TrainingState:
         self.progress.step += 1
         self.progress.clock.lap(StepPart.COMPUTING)
 
-    def _backward(self, asked: tuple[bool, bool], before: KeptBuffers | None, shares: Sequence[Batch]) -> None:
+    def _backward(self, asked: tuple[bool, bool], before: BufferCopy | None, shares: Sequence[Batch]) -> None:
         """Run the forward and backward passes of this rank's shares, micro-batch by micro-batch.
 
         With virtual ranks, buffers are those of the step's begin before each share. In the end they are as the first
@@ -212,7 +212,7 @@ class TrainingState:
             before: with virtual ranks, a copy of what forward passes change, from before the step; otherwise None.
             shares: this rank's shares of the global batch.
         """
-        after: KeptBuffers | None = None
+        after: BufferCopy | None = None
         clock = self.progress.clock
         for share in shares:
             if before:
@@ -221,7 +221,7 @@ class TrainingState:
             for number, part in enumerate(parts, 1):
                 is_last = share is shares[-1] and number == len(parts)
                 # Batch norm's variance of a single value is NaN
-                before_part = self.kept() if part.share.count == 1 else None
+                before_part = self.copy_buffers() if part.share.count == 1 else None
                 with any_batch_size(), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
                     if self.world_size > 1:
@@ -230,7 +230,7 @@ class TrainingState:
                     clock.lap(StepPart.WAITING if self.world_size > 1 else StepPart.COMPUTING)
                 if before_part:
                     before_part.replace_not_finite()
-            after = after or (self.kept() if before else None)
+            after = after or (self.copy_buffers() if before else None)
             self.parallel.finish_part(share is shares[-1])
         if after:
             after.put_back()
@@ -245,7 +245,7 @@ class TrainingState:
         return [self._gathered.given_to(part) for part in parts] if self._gathered else parts
 
     @torch_compat.only_deterministic()
-    def _gather(self, shares: Sequence[Batch], before: KeptBuffers) -> Gathered | None:
+    def _gather(self, shares: Sequence[Batch], before: BufferCopy) -> Gathered | None:
         """Compute the rows of the global batch that all_gather() is to return in this step; a collective.
 
         Args:

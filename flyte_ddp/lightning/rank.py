@@ -199,7 +199,7 @@ def test(trainer: Trainer, parts: Parts, link: Link, observer: RankObserver) -> 
         tested.update(read_measures(logged))
     for name in broken(tested)[0]:
         raise NonFiniteError.in_evaluation(tested[name], "test", len(epochs))
-    observer.progress.emit_all(observer.progress.monitor.not_finite(broken(tested)[1], "test", len(epochs), 0))
+    observer.progress.emit_all(observer.progress.monitor.warn_of_not_finite(broken(tested)[1], "test", len(epochs), 0))
     stopped_early, seconds = len(epochs) < (trainer.max_epochs or 0), time.monotonic() - started
     link.emit(EpochChosen(len(epochs) - 1, len(epochs), tested, stopped_early, seconds, is_best=False))
     return tested

@@ -42,7 +42,7 @@ class LossMonitor:
     warnings: list[Warned] = field(default_factory=list)
     remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
-    def noted(self, epoch: int, step: int, reasons: Iterable[str]) -> list[NotLearning]:
+    def record(self, epoch: int, step: int, reasons: Iterable[str]) -> list[NotLearning]:
         """Record a warning for each of these reasons, and return the warnings; the caller emits them.
 
         Args:
@@ -113,7 +113,7 @@ class LossMonitor:
             f"{bound:.4g} for predictions that are the same for all samples: {self.remedies}",
         )
 
-    def not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
+    def warn_of_not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
         """Record and return a warning of each measure that is NaN or infinite on a split, once for measure and split.
 
         Args:
@@ -129,9 +129,9 @@ class LossMonitor:
             "divides by 0, or leave these out"
         )
         reasons = [reason.format(name, split, counted(position)) for name in new]
-        return self.noted(_epoch(position), step, reasons)
+        return self.record(_epoch(position), step, reasons)
 
-    def weightless(self, split: str, position: float, step: int) -> list[NotLearning]:
+    def warn_of_no_weights(self, split: str, position: float, step: int) -> list[NotLearning]:
         """Record and return a warning, once for each split, that none of the split's samples counts for the loss.
 
         Args:
@@ -148,7 +148,7 @@ class LossMonitor:
         )
         return self._warn(_epoch(position), step, reason)
 
-    def never_chosen(self, measure: str, position: float) -> list[NotLearning]:
+    def warn_of_no_best(self, measure: str, position: float) -> list[NotLearning]:
         """Record and return a warning that training returns the last weights, as no evaluation could be the best.
 
         Args:

@@ -83,7 +83,7 @@ def _fits(state: TrainingState, part: Batch) -> bool:
     Buffers are put back afterwards, and no weight or gradient changes. With sharding it is a collective.
     """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
-    before = state.kept()
+    before = state.copy_buffers()
     try:
         # A first step allocates the optimizer's state: for Adam twice the weights, and seldom more
         reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]

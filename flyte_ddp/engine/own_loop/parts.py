@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from flyte_ddp.engine.audit import Backward
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.buffers import Buffers, KeptBuffers
+from flyte_ddp.engine.buffers import BufferCopy, Buffers
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.step import Step, Totals, list_gradients
 from flyte_ddp.engine.torch_compat import any_batch_size, scale, version
@@ -124,11 +124,11 @@ class ExactGradients:
                 "with virtual_ranks the same parameters must be trained in each step: call requires_grad_ before "
                 "loop.wrap, or train without virtual_ranks"
             )
-        before = self._buffers.kept()
+        before = self._buffers.copy()
         self._step.loss_of = loss_of
 
         def computed(shares: Sequence[Batch]) -> None:
-            after: KeptBuffers | None = None
+            after: BufferCopy | None = None
             for share in shares:
                 before.put_back()
                 seed_part(step_seed, share.share.part, call)
@@ -137,7 +137,7 @@ class ExactGradients:
                     self.parallel(copied, (False, False), share is shares[-1]).backward()
                 if share.share.count == 1:  # of a single value, batch norm's variance is no number
                     before.replace_not_finite()
-                after = after or self._buffers.kept()
+                after = after or self._buffers.copy()
                 self.parallel.finish_part(share is shares[-1])
             if after:
                 after.put_back()

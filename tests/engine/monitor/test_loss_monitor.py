@@ -47,7 +47,7 @@ def test_steps_without_a_loss_are_not_compared_with():
 def test_a_measure_that_is_not_finite_is_told_once_for_each_split():
     monitor = LossMonitor(LOG10)
     told = [
-        monitor.not_finite(["f1"], split, epoch, 9)
+        monitor.warn_of_not_finite(["f1"], split, epoch, 9)
         for split, epoch in (("validation", 1), ("validation", 2), ("test", 2))
     ]
     assert [len(warnings) for warnings in told] == [1, 0, 1]
