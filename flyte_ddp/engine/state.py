@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -106,7 +107,7 @@ class TrainingState:
             # A copy from before the network had rank 0's weights
             rank_0s.take((*average.model.parameters(), *average.model.buffers()))
         optimizer = own_optimizer(recipe, model)
-        given = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        given = {id(weight) for weight in chain.from_iterable(group["params"] for group in optimizer.param_groups)}
         # Trainable weights that are not trained all the same, by name
         self.left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
         self.layout = Layout(self.model, optimizer)
@@ -256,7 +257,7 @@ class TrainingState:
             The rows, and the gradients of the loss by them; None if the recipe gathers none in this step.
         """
         step = self.parallel.module
-        parts = [part for share in shares for part in self.parallel.parts(share, 0)]
+        parts = [*chain.from_iterable(self.parallel.parts(share, 0) for share in shares)]
         with any_batch_size():
             return gather_by_part(self.recipe, step.outputs, step.trained, parts, before.put_back)
 

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ class Step(nn.Module):
         outputs = self.outputs(batch)
         pairs = self.pairs(outputs, batch)
         with torch.no_grad():
-            measured = torch.stack([part for pair in pairs.values() for part in pair])
+            measured = torch.stack([*chain.from_iterable(pairs.values())])
         return pairs[trained_measure(self.names)][0].sum(), measured
 
     def outputs(self, batch: Batch) -> Any:

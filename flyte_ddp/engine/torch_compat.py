@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,8 +148,8 @@ def copy_network(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
         model: the network.
         shared: tensors that the copy shares with the network.
     """
-    layers = (vars(layer).values() for layer in model.modules())
-    kept = [value for values in layers for value in values if isinstance(value, Tensor) and value.grad_fn]
+    attributes = chain.from_iterable(vars(layer).values() for layer in model.modules())
+    kept = [value for value in attributes if isinstance(value, Tensor) and value.grad_fn]
     return deepcopy(model, {id(one): one.detach().clone() for one in kept} | {id(one): one for one in shared})
 
 
@@ -231,11 +232,11 @@ def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
     Args:
         units: modules that fully_shard was applied to.
     """
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
-    params = {param: param.mp_policy for group in groups for param in group.fsdp_params}
-    cast = {
-        param: policy for param, policy in params.items() if policy.param_dtype not in (None, param.sharded_param.dtype)
-    }
+    groups = [*chain.from_iterable(unit._get_fsdp_state()._fsdp_param_groups for unit in units)]
+    cast = {}
+    for param in chain.from_iterable(group.fsdp_params for group in groups):
+        if param.mp_policy.param_dtype not in (None, param.sharded_param.dtype):
+            cast[param] = param.mp_policy
 
     def gather(policies: dict[Any, Any]) -> None:
         for param, policy in policies.items():
