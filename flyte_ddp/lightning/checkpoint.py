@@ -43,8 +43,10 @@ class CheckpointFiles(TorchCheckpointIO):
             device: the device from which this rank can send.
         """
         super().__init__()
-        self._path, self._job, self._emit, self._device = job.checkpoint_path or NOWHERE, job, emit, device
-        self._is_readable, self._kept = False, KeptFiles(job)
+        self._job, self._emit, self._device = job, emit, device
+        self._path = job.checkpoint_path or NOWHERE
+        self._kept = KeptFiles(job)
+        self._is_readable = False
         self.position = 0, 0
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

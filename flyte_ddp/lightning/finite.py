@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,11 +11,17 @@ from flyte_ddp.engine.sharding.sharding import local
 from flyte_ddp.errors import NonFiniteError
 
 
-def broken(measures: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Return the names of losses, one for each loader, and of other measures that are not finite."""
+class NotFinite(NamedTuple):
+    """The names of measures that are NaN or infinite; the losses are "loss" and "loss/dataloader_idx_0" and so on."""
+
+    losses: list[str]
+    others: list[str]
+
+
+def find_not_finite(measures: Mapping[str, float]) -> NotFinite:
     names = [name for name, value in measures.items() if not math.isfinite(value)]
     losses = [name for name in names if name.partition("/")[0] == "loss"]
-    return losses, [name for name in names if name not in losses]
+    return NotFinite(losses, [name for name in names if name not in losses])
 
 
 def check_finite(
@@ -37,7 +44,7 @@ def check_finite(
     """
     weights = [local(weight.detach()) for weight in module.parameters() if weight.requires_grad]
     is_bad = not all(bool(weight.isfinite().all()) for weight in weights)
-    own_flags = [float(is_bad), float(bool(broken(trained)[0])), float(bool(broken(validation)[0]))]
+    own_flags = [is_bad, *(bool(find_not_finite(measures).losses) for measures in (trained, validation))]
     flags = torch.zeros(trainer.world_size, len(own_flags), dtype=torch.float64, device=trainer.strategy.root_device)
     flags[trainer.global_rank] = torch.tensor(own_flags, dtype=torch.float64)
     total: torch.Tensor = trainer.strategy.reduce(flags, reduce_op="sum")
@@ -46,5 +53,5 @@ def check_finite(
         if ranks:
             raise NonFiniteError.in_step(what, ranks, epoch, steps - 1)
     if evaluation:
-        value = next((validation[name] for name in broken(validation)[0]), math.nan)
+        value = next((validation[name] for name in find_not_finite(validation).losses), math.nan)
         raise NonFiniteError.in_evaluation(value, "validation", epoch + 1)

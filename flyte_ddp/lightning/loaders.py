@@ -12,9 +12,10 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
+from flyte_ddp.engine.checks.data_probe import of_each_rank
 from flyte_ddp.engine.checks.held_generators import generator_states
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.torch_compat import pytree, set_batch_order
@@ -29,7 +30,7 @@ TRAIN = METHODS[0]
 class Loaders:
     """The changes to the DataLoaders of a module and its data by which a resume reads what is still to be read.
 
-    settle() changes the methods that make the loaders, settle_in() the trainer that processes them.
+    adapt_methods() changes the methods that make the loaders, adapt_trainer() the trainer that processes them.
 
     Attributes:
         begins_epochs_anew: the reason why a resume cannot begin within an epoch; empty if it can.
@@ -46,12 +47,14 @@ class Loaders:
             position: returns the epoch and step, from 0, that training begins with, or goes on with.
         """
         self._seed, self._rank, self._world_size, self._position = seed, rank, world_size, position
-        self._method, self._owner, self._count = TRAIN, "", 0  # which method has made loaders, and how many are settled
+        self._method = TRAIN  # the method that has made the latest loaders
+        self._owner = ""  # the class that has the method
+        self._count = 0  # how many of these loaders have got an Order
         self._has_cycles = True
         self.begins_epochs_anew = ""
         self.problems: list[str] = []
 
-    def settle(
+    def adapt_methods(
         self, owner: LightningModule | LightningDataModule, seed: Callable[[], None], begin_order: Callable[[], None]
     ) -> None:
         """Replace the owner's methods that make DataLoaders by ones that draw alike on all ranks, and check these.
@@ -72,7 +75,8 @@ class Loaders:
                     loaders = method()
                 if method.__name__ == TRAIN:
                     begin_order()
-                self._method, self._owner, self._count = method.__name__, type(owner).__name__, 0
+                self._method, self._owner = method.__name__, type(owner).__name__
+                self._count = 0
                 self._has_cycles = has_cycles(loaders)
                 is_combined = isinstance(loaders, CombinedLoader)
                 for loader in loaders.flattened if is_combined else pytree.tree_leaves(loaders):
@@ -112,7 +116,7 @@ class Loaders:
                 "begins to read a sample; self is the Dataset"
             )
 
-    def settle_in(self, trainer: Trainer) -> None:
+    def adapt_trainer(self, trainer: Trainer) -> None:
         """Replace process_dataloader of the trainer's strategy, so that after a resume loaders read what is left.
 
         Each loader gets an Order when Lightning processes it, and the training loader skips the steps that are done.
@@ -161,12 +165,10 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
         )
 
 
-def problems_of_ranks(batch: Any, world_size: int) -> list[str]:
+def problems_of_ranks(batch: Any) -> list[str]:
     """Return a list with one warning if some ranks have been given equal batches; a collective."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-    own = [int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided]
-    sums: list[list[int]] = [[]] * world_size
-    distributed.all_gather_object(sums, own)
+    sums = of_each_rank([int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided])
     alike = [str(rank) for rank, of_rank in enumerate(sums) if of_rank and sums.count(of_rank) > 1]
     problem = (
         f"ranks {', '.join(alike)} see the same samples, at least in the first step: an IterableDataset has to share "

@@ -72,13 +72,15 @@ def problems_of_names(
     """
     if not has_batches:
         return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]
-    logged, problems = {*trained, *validated}, []
+    problems = []
+    logged = {*trained, *validated}
     of_loaders = {name.partition("/dataloader_idx_")[0] for name in validated if "/dataloader_idx_" in name}
     if headline not in logged | of_loaders:
         known = ", ".join(sorted(logged)) + " (nothing is validated)" * (not has_validation)
         problems.append(f"headline must be a measure that the module logs: {known}, got {headline!r}: change it")
     for name in sorted(({"loss", headline} & (logged | of_loaders)) - {*validated}) if has_validation else ():
-        got, remedy = ", ".join(sorted(validated)) or "nothing", f"log val_{name} in validation_step"
+        got = ", ".join(sorted(validated)) or "nothing"
+        remedy = f"log val_{name} in validation_step"
         if of_loaders:
             remedy += ", for one of the loaders, with add_dataloader_idx=False"
         problems.append(f"{name} is not shown for the validation, which logs {got}: {remedy}")

@@ -4,6 +4,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -50,11 +51,12 @@ def build(job: LightningJob) -> Parts:
         find_callbacks = _find_function(job.callbacks) if job.callbacks else None
         callables = {job.recipe: kind, job.datamodule: kind_of_data, job.callbacks: find_callbacks}
         called = {name: one for name, one in callables.items() if one}
-        made = {name: _called(name, one, job) for name, one in called.items()}
-    parts = Parts(made[job.recipe], made.get(job.datamodule), _checked_callbacks(job, made.get(job.callbacks, [])))
+        made = {name: _call_with_settings(name, one, job) for name, one in called.items()}
+    callbacks = _without_progress_bars(job, made.get(job.callbacks, []))
+    parts = Parts(made[job.recipe], made.get(job.datamodule), callbacks)
     if not any(is_overridden("train_dataloader", one) for one in parts.owners):
         raise InputError(f"{job.datamodule or job.recipe} must define train_dataloader, which returns what to train on")
-    _check_taken([*called.values()], job)
+    _refuse_unused_settings([*called.values()], job)
     return parts
 
 
@@ -66,7 +68,7 @@ def _find_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _checked_callbacks(job: LightningJob, callbacks: Any) -> list[Callback]:
+def _without_progress_bars(job: LightningJob, callbacks: Any) -> list[Callback]:
     """Return the callbacks without progress bars.
 
     Args:
@@ -96,7 +98,7 @@ def _find_class(name: str, base: type) -> type:
     return kind
 
 
-def _check_taken(called: Sequence[Callable[..., Any]], job: LightningJob) -> None:
+def _refuse_unused_settings(called: Sequence[Callable[..., Any]], job: LightningJob) -> None:
     """Raise InputError for a field of the user's settings that no parameter is named after.
 
     Nothing would obey it, while the report says that it was used. A parameter named `settings` takes all fields.
@@ -105,7 +107,7 @@ def _check_taken(called: Sequence[Callable[..., Any]], job: LightningJob) -> Non
         called: the classes and functions that were called with the settings.
         job: has the settings.
     """
-    taken = {parameter for one in called for parameter in inspect.signature(one).parameters}
+    taken = {*chain.from_iterable(inspect.signature(one).parameters for one in called)}
     of_trainer = {field.name for field in fields(LightningSettings)}
     unused = [field.name for field in fields(job.settings) if field.name not in taken | of_trainer]
     if unused and "settings" not in taken:
@@ -122,7 +124,7 @@ def _check_taken(called: Sequence[Callable[..., Any]], job: LightningJob) -> Non
         )
 
 
-def _called(name: str, kind: Callable[..., Any], job: LightningJob) -> Any:
+def _call_with_settings(name: str, kind: Callable[..., Any], job: LightningJob) -> Any:
     """Call a class or function with a value for each parameter that is named after one, and return the result.
 
     Values are the fields of the settings, and `settings`, `data_path`, `loader_workers` and `pin_memory`.

@@ -27,10 +27,10 @@ from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.lightning.callback_state import begin_epoch_again, callback_state, check_callbacks, restore_callbacks
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.epoch_state import EpochState
-from flyte_ddp.lightning.finite import broken, check_finite
-from flyte_ddp.lightning.forgotten import begin_epoch_again, check_callbacks, forgotten, remember
+from flyte_ddp.lightning.finite import check_finite, find_not_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.lightning_compat import (
     before_each_step,
@@ -85,13 +85,13 @@ class RankObserver(Checkpoint):
         self._is_first_step = True
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._is_compared = False
-        self._forgotten: dict[str, Any] = {}  # see forgotten.py; of the checkpoint, empty without one
+        self._forgotten: dict[str, Any] = {}  # what callback_state() returned; empty without a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "progress": self.progress.state_dict(),
             "evaluation_seconds": self._evaluation_seconds,
-            "forgotten": forgotten(self._trainer),
+            "forgotten": callback_state(self._trainer),
             "within": self.within,
         }
 
@@ -118,7 +118,7 @@ class RankObserver(Checkpoint):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
         if self._forgotten:
-            remember(trainer, self._forgotten)
+            restore_callbacks(trainer, self._forgotten)
         if self.position[1]:  # Lightning's own count, where a loader's state says how far it is
             self.position = self.position[0], trainer.fit_loop.epoch_loop.batch_idx + 1
         self._epoch_state = EpochState(trainer, module, self._validation)
@@ -183,7 +183,7 @@ class RankObserver(Checkpoint):
         self._epoch_state.begin_step()
         if not self._is_compared:
             self._is_compared = True
-            self.progress.warn(trainer.current_epoch, 0, problems_of_ranks(batch, self._environment.world.size))
+            self.progress.warn(trainer.current_epoch, 0, problems_of_ranks(batch))
         steps = batch_idx + 1
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
@@ -214,7 +214,7 @@ class RankObserver(Checkpoint):
             # Lightning divides the loss by accumulate_grad_batches; a module's own optimization may give one by sample
             pairs[0] = loss.detach().double().mean() * trainer.accumulate_grad_batches * samples
             pairs[1] = samples
-        self._is_bad_loss = self._is_logged and bool(broken(self._validation.trained())[0])
+        self._is_bad_loss = self._is_logged and bool(find_not_finite(self._validation.trained()).losses)
         # float16 overflows now and then, and Lightning's scaler skips the step then
         is_bad_norm = self._job.settings.precision != "float16" and not math.isfinite(self._norm)
         if self._is_bad_loss or is_bad_norm:
@@ -357,7 +357,7 @@ class RankObserver(Checkpoint):
             validation=validation,
             digest=weights_digest(module.state_dict(), device=self.device),
         )
-        progress.evaluated(finished, broken(validation)[1])
+        progress.evaluated(finished, find_not_finite(validation).others)
         if len(progress.history) == 1:
             has_batches = trainer.val_dataloaders is None or any(trainer.num_val_batches)
             names = {*finished.train}, validation, self._evaluation_seconds > 0, has_batches

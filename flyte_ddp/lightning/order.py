@@ -51,7 +51,7 @@ class Order:
         self._batches: Iterable[Any] = batch_order(loader)[1]
         self._key, self._rank, self._epoch = key, rank, epoch
         self._has_workers = loader.num_workers > 0
-        self._generators = [(one, one.initial_seed() % 2**64) for one in list_generators(loader)]
+        self._generators = [(one, one.initial_seed() % 2**64) for one in _list_generators(loader)]
         self._samplers = list_samplers(loader)
         self._draws_late = any(not type(one).__module__.startswith(DRAW_FIRST) for one in self._samplers)
         self._iterated, self._pass = -1, 0  # the epoch of the last iteration, and how many it has had before
@@ -98,7 +98,7 @@ class Order:
             if batch is END:
                 return
             if number > skipped:
-                yield self._placed(batch, derive_key(Use.LIGHTNING_BATCH, *key, number, self._rank))
+                yield self._seeded(batch, derive_key(Use.LIGHTNING_BATCH, *key, number, self._rank))
             if self._draws_late:
                 with generators_restored():
                     seed_generators(derive_key(Use.LIGHTNING_ORDER, *key, number))
@@ -106,7 +106,7 @@ class Order:
             else:
                 batch = next(batches, END)
 
-    def _placed(self, batch: Any, key: int) -> Any:
+    def _seeded(self, batch: Any, key: int) -> Any:
         """Return a batch's indices, having seeded how it is read: in a loader worker, by indices that carry the key."""
         if self._has_workers:
             return SeededIndices(batch, key)
@@ -122,7 +122,7 @@ def list_samplers(loader: object) -> list[Any]:
     return [*samplers.values()]
 
 
-def list_generators(loader: object) -> list[torch.Generator]:
+def _list_generators(loader: object) -> list[torch.Generator]:
     """Return the torch.Generators that a loader and its samplers were given as their `generator`, each once."""
     samplers = list_samplers(loader)
     found = [getattr(one, "generator", None) for one in (loader, *samplers, *map(shared_out_by, samplers))]
@@ -139,14 +139,11 @@ def check_sampler_state(loader: object, where: str) -> None:
         where: the method that has returned the loader, for the message.
     """
     for sampler in list_samplers(loader):
-        calls = [] if hasattr(sampler, "set_epoch") else own_generators(sampler)
-        if calls:
+        if hasattr(sampler, "set_epoch"):
+            continue
+        # OWN leaves out generators of the sampler's dataset, and the attribute `generator`, which Order seeds
+        for call in filter(OWN.match, generator_states(sampler)):
             raise InputError(
                 f"{where}: {type(sampler).__name__} must not draw from a generator of its own, which no checkpoint "
-                f"has: begin its __iter__ with {calls[0]}, or give it set_epoch(epoch), which seeds it"
+                f"has: begin its __iter__ with {call}, or give it set_epoch(epoch), which seeds it"
             )
-
-
-def own_generators(sampler: object) -> list[str]:
-    """Return the calls that seed the generators of a sampler, without those of its dataset, and torch's `generator`."""
-    return [call for call in generator_states(sampler) if OWN.match(call)]

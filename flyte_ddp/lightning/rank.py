@@ -26,7 +26,7 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
-from flyte_ddp.lightning.finite import broken
+from flyte_ddp.lightning.finite import find_not_finite
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.lightning_compat import settle_strategy_buckets
 from flyte_ddp.lightning.loaders import Loaders
@@ -73,14 +73,14 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
     warnings.filterwarnings("ignore", f"(?s){SAID_ELSEWHERE}")
     torch.set_num_threads(environment.threads)
     reopen_in_forks()  # the loaders' workers
-    os.environ.update(launcher_variables(environment))
+    os.environ.update(_launcher_variables(environment))
     try:
         return _train(environment, device, link, job)
     except MisconfigurationException as error:
         raise InputError(f"Lightning cannot train {job.recipe}: {error}") from None
 
 
-def launcher_variables(environment: Environment) -> dict[str, str]:
+def _launcher_variables(environment: Environment) -> dict[str, str]:
     """Return torchrun's environment variables for this rank, which Lightning's TorchElasticEnvironment reads."""
     node = environment.rank // environment.world.local_size
     position = {"RANK": environment.rank, "LOCAL_RANK": environment.local_rank, "GROUP_RANK": node}
@@ -101,9 +101,9 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     observer = RankObserver(environment, device, link, job, files, validation, loaders)
     seeds = StepSeeds(job.settings.seed, environment.rank, observer)
     for owner in parts.owners:
-        loaders.settle(owner, partial(seed, job), seeds.begin_order)
+        loaders.adapt_methods(owner, partial(seed, job), seeds.begin_order)
     trainer = make_trainer(environment, device, job, files, validation, [*parts.callbacks, observer, seeds])
-    loaders.settle_in(trainer)
+    loaders.adapt_trainer(trainer)
     settle_strategy_buckets(trainer.strategy)
     seed(job)
     path = files.find()
@@ -193,13 +193,17 @@ def test(trainer: Trainer, parts: Parts, link: Link, observer: RankObserver) -> 
     has_split = any(is_overridden("test_dataloader", one) for one in parts.owners)
     if not (has_split and is_overridden("test_step", parts.module)):
         return {}
-    started, epochs = time.monotonic(), observer.progress.history
+    started = time.monotonic()
+    progress = observer.progress
+    epochs = len(progress.history)
     tested: dict[str, float] = {}
     for logged in trainer.test(parts.module, datamodule=parts.data, verbose=False):
         tested.update(read_measures(logged))
-    for name in broken(tested)[0]:
-        raise NonFiniteError.in_evaluation(tested[name], "test", len(epochs))
-    observer.progress.emit_all(observer.progress.monitor.warn_of_not_finite(broken(tested)[1], "test", len(epochs), 0))
-    stopped_early, seconds = len(epochs) < (trainer.max_epochs or 0), time.monotonic() - started
-    link.emit(EpochChosen(len(epochs) - 1, len(epochs), tested, stopped_early, seconds, is_best=False))
+    not_finite = find_not_finite(tested)
+    for name in not_finite.losses:
+        raise NonFiniteError.in_evaluation(tested[name], "test", epochs)
+    progress.emit_all(progress.monitor.warn_of_not_finite(not_finite.others, "test", epochs, 0))
+    stopped_early = epochs < (trainer.max_epochs or 0)
+    seconds = time.monotonic() - started
+    link.emit(EpochChosen(epochs - 1, epochs, tested, stopped_early, seconds, is_best=False))
     return tested

@@ -19,7 +19,8 @@ def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
 
     The plan has no test_samples, because the test split is opened once training has ended.
     """
-    steps, loader = int(trainer.num_training_batches), trainer.train_dataloader
+    steps = int(trainer.num_training_batches)
+    loader = trainer.train_dataloader
     train_samples = count_samples(loader)
     of_batches = round(steps * trainer.world_size * (getattr(loader, "batch_size", None) or 0))
     return Plan(

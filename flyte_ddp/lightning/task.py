@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.trained import Trained
@@ -33,11 +33,9 @@ from flyte_ddp.lightning.job import LightningJob, without_split
 from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
-Outputs = TypeVar("Outputs")
 
-
-class OfLightning(NamedTraining[Outputs]):
-    """The training of a LightningModule and its data, whose modules only ranks import."""
+class LightningTraining(NamedTraining[RecipeOutputs]):
+    """The training of a LightningModule and its data, which only ranks import, with the outputs of a recipe."""
 
     worker = "flyte_ddp.lightning.rank:run"
     preload = (*launcher.PRELOAD, "lightning.pytorch")
@@ -81,16 +79,24 @@ class OfLightning(NamedTraining[Outputs]):
         """Return arguments of @task as a recipe's; the cache tells options apart, as nproc changes the result."""
         return super().arguments(ignored_inputs, **own)
 
-    def run(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Outputs:  # type: ignore[override]
-        """Train with one process per rank, on the file or folder data, if the module or its data use one.
+    def run(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> RecipeOutputs:  # type: ignore[override]
+        """Train with one process per rank on this machine, and return the task's outputs.
+
+        Args:
+            settings: the settings that determine the result.
+            options: how to run the training.
+            data: the file or folder whose path the module or its data get as data_path; None if they need none.
 
         Raises what launcher.launch raises.
         """
         # Whatever is around the ranks needs but what both kinds of settings have
         return super().run(cast(TrainingSettings, settings), options, data)
 
-    def run_as_rank(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> Outputs:  # type: ignore[override]
-        """Train as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only."""
+    def run_as_rank(self, settings: LightningSettings, options: LightningOptions, data: Data = None) -> RecipeOutputs:  # type: ignore[override]
+        """Train as one rank of many nodes, in a task whose arguments come from multinode; outputs on rank 0 only.
+
+        The arguments are those of run().
+        """
         return super().run_as_rank(cast(TrainingSettings, settings), options, data)
 
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
@@ -110,10 +116,6 @@ class OfLightning(NamedTraining[Outputs]):
     def job_of_ranks(self, job: Job) -> LightningJob:
         own = ("datamodule", "callbacks", "headline", "percent")
         return LightningJob(**vars(job), **{name: getattr(self, name) for name in own})
-
-
-class LightningTraining(OfLightning[RecipeOutputs]):
-    """The training of a LightningModule and its data, which only ranks import, with the outputs of a recipe."""
 
     def make_outputs(self, trained: Trained) -> RecipeOutputs:
         return recipe_outputs(trained)

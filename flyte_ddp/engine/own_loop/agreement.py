@@ -5,6 +5,7 @@ from enum import Enum
 import torch
 from torch import distributed
 
+from flyte_ddp.engine.checks.data_probe import of_each_rank
 from flyte_ddp.errors import InputError
 
 
@@ -46,8 +47,7 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
         distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
         if extremes[0] == -extremes[1]:
             return True
-        calls: list[str] = [""] * distributed.get_world_size()
-        distributed.all_gather_object(calls, call.value)
+        calls = of_each_rank(call.value)
         if call == Call.BATCH:
             return False
         if Call.BATCH.value not in calls:

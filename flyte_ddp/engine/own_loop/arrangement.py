@@ -1,6 +1,7 @@
 """The weights of a loop's parts that are trained, and in which group each optimizer has them: no state dict says so."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ def _load_optimizer(
     options = [*groups]
     now = _groups(optimizer, weights)
     if now != saved:
-        unknown = sum(not name for group in saved for name in group)
+        unknown = [*chain.from_iterable(saved)].count("")
         if unknown:
             raise ValueError(
                 f"{type(optimizer).__name__} had {_shape(saved)}, now it has {_shape(now)}, and {unknown} of those "

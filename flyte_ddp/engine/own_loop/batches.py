@@ -1,7 +1,7 @@
 """The batches of a loop of the user's own."""
 
 from collections.abc import Iterator
-from functools import partial
+from itertools import chain
 from typing import Any
 
 from flyte_ddp.engine import rank_0s
@@ -29,7 +29,9 @@ class TrainSteps:
     """
 
     def __init__(self, split: Split, settings: TrainingSettings, environment: Environment, state: LoopState):
-        name, size, ranks = f"{type(settings).__name__}.batch_size", settings.batch_size, environment.world.size
+        name = f"{type(settings).__name__}.batch_size"
+        size = settings.batch_size
+        ranks = environment.world.size
         if size % ranks and not settings.virtual_ranks:
             raise InputError(
                 f"{name} must be a multiple of the number of ranks ({ranks}) in a loop of your own, got {size}: "
@@ -52,7 +54,7 @@ class TrainSteps:
         return len(self._batches.split) // self._batches.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        state, key = self._state, partial(derive_key, Use.OWN_STEP, self._settings.seed)
+        state = self._state
         if state.progress.started is None or state.is_over or state.progress.epoch == self._settings.epochs:
             raise InputError(f"iterate over loop.batches within `for epoch in loop.epochs():`; {UNTRAINED}")
         is_other = state.trains_on not in (None, self) and (state.progress.step or state.logged)
@@ -85,7 +87,8 @@ class TrainSteps:
                 state.end_step()
         finally:  # also if the loop is left
             state.is_stepping = False
-            seed_all(key(state.progress.epoch, state.progress.step))  # outside of steps all ranks draw alike
+            # Outside of steps all ranks draw alike
+            seed_all(derive_key(Use.OWN_STEP, self._settings.seed, state.progress.epoch, state.progress.step))
 
 
 class Evaluation:
@@ -113,10 +116,12 @@ class Evaluation:
         return self._batches.shares()
 
     def __iter__(self) -> Iterator[Any]:
-        if buffers := [buffer for model in self._state.wrapped for buffer in model.buffers()]:
-            self._state.agree(Call.EVALUATION)
+        state = self._state
+        parts = self._batches.virtual_ranks
+        outer = state.part
+        if buffers := [*chain.from_iterable(model.buffers() for model in state.wrapped)]:
+            state.agree(Call.EVALUATION)
             rank_0s.take(buffers)  # as before each step
-        state, parts, outer = self._state, self._batches.virtual_ranks, self._state.part
         versions = state.buffer_versions() if parts else {}
         state.is_cut = True
         # A step that has begun is ended first

@@ -1,6 +1,7 @@
 """The optimizers of a loop of the user's own: which are kept, and which gradients they have not stepped by."""
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,9 +79,10 @@ class Optimizers:
         parts = [*self._parts.values()]
         # A schedule has its optimizer, but does not keep it
         wrappers = [part for part in parts if hasattr(part, "__dict__") and not isinstance(part, LRScheduler)]
-        held = [value for part in wrappers for value in vars(part).values()]
-        inner = [one for value in held for one in (value if isinstance(value, list) else [value])]
-        return [one for one in (*parts, *inner) if isinstance(one, Optimizer)]
+        for part in wrappers:
+            for value in vars(part).values():
+                parts += value if isinstance(value, list) else [value]
+        return [one for one in parts if isinstance(one, Optimizer)]
 
 
 class PendingGradients:
@@ -115,7 +117,8 @@ class PendingGradients:
 
 def list_weights(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the weights in the groups of these optimizers, each once."""
-    weights = [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
+    groups = chain.from_iterable(one.param_groups for one in optimizers)
+    weights = chain.from_iterable(group["params"] for group in groups)
     return [*{id(weight): weight for weight in weights}.values()]
 
 

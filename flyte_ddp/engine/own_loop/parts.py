@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from flyte_ddp.engine.audit import Backward
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import BufferCopy, Buffers
+from flyte_ddp.engine.own_loop.optimizers import list_weights
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.step import Step, Totals, list_gradients
 from flyte_ddp.engine.torch_compat import any_batch_size, scale, version
@@ -93,8 +94,8 @@ class ExactGradients:
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise InputError if the optimizer steps by a gradient of a weight that is not in this network."""
         ours = {id(weight) for weight in self._weights}
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        others = [tuple(weight.shape) for weight in weights if weight.grad is not None and id(weight) not in ours]
+        stepped = [weight for weight in list_weights([optimizer]) if weight.grad is not None]
+        others = [tuple(weight.shape) for weight in stepped if id(weight) not in ours]
         if others:
             raise InputError(
                 "with virtual_ranks all weights that an optimizer changes must be in the network that loop.wrap is "

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,12 +58,15 @@ class Unsaved:
 
     def _check_schedules(self, optimizer: Optimizer) -> None:
         """Raise InputError for a schedule of the optimizer that is neither a part nor in an attribute of one."""
-        held = [one for part in self._parts.values() for one in _held(part)]
-        kept = [id(one) for schedule in (*self._parts.values(), *held) for one in (schedule, *_held(schedule))]
+        kept = [*self._parts.values()]
+        for _ in range(2):  # a schedule may be in a part, and in another schedule there
+            kept += chain.from_iterable(map(_held, [*kept]))
+        kept_ids = {*map(id, kept)}
         # All objects are looked through, since ReduceLROnPlateau leaves no mark on the optimizer as other schedules do
         for one in gc.get_objects():
             # type() and not isinstance(), which asks some objects for their __class__
-            if issubclass(type(one), LRScheduler) and vars(one).get("optimizer") is optimizer and id(one) not in kept:
+            is_ours = issubclass(type(one), LRScheduler) and vars(one).get("optimizer") is optimizer
+            if is_ours and id(one) not in kept_ids:
                 raise InputError(
                     f"loop.keep must have the {type(one).__name__} of the {type(optimizer).__name__}: {NEW}: make it "
                     "before, and give it as in loop.keep(model=model, optimizer=optimizer, schedule=schedule)"
@@ -97,10 +101,11 @@ class Unsaved:
     def _check_weights(self, optimizer: Optimizer) -> None:
         """Raise InputError for a weight of the optimizer that is in no part, neither itself nor as an equal tensor."""
         networks = [part for part in self._parts.values() if isinstance(part, nn.Module)]
-        found = {id(weight) for network in networks for weight in network.parameters()}
+        found = {*map(id, chain.from_iterable(network.parameters() for network in networks))}
         others = [part for part in self._parts.values() if not isinstance(part, (nn.Module, Optimizer))]
         missing = [weight for weight in list_weights([optimizer]) if id(weight) not in found]
-        saved = [leaf for part in others for leaf in _tensors(part.state_dict())] if missing else []
+        states = [part.state_dict() for part in others] if missing else []
+        saved = [leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, Tensor)]
         for weight in missing:
             if not any(leaf.shape == weight.shape and torch.equal(leaf.to(weight), weight) for leaf in saved):
                 raise InputError(
@@ -130,7 +135,3 @@ def _values(tree: Any, only_tensors: bool = False) -> Iterator[Any]:
             yield compute_sum(leaf.detach()).item()
         elif isinstance(leaf, (int, float)) and not only_tensors:
             yield leaf
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

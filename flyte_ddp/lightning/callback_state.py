@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -43,8 +44,8 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
             raise InputError(f"the callbacks must not have a {kind.__name__}: {reason}")
 
 
-def forgotten(trainer: Trainer) -> dict[str, Any]:
-    """Return what callbacks have done that Lightning's checkpoints lack, for remember().
+def callback_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what callbacks have done that Lightning's checkpoints lack, for restore_callbacks().
 
     Callbacks may have ended the training, or frozen weights and layers.
     """
@@ -53,8 +54,8 @@ def forgotten(trainer: Trainer) -> dict[str, Any]:
     return {"stops_early": trainer.should_stop, "frozen": frozen}
 
 
-def remember(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Freeze and unfreeze weights as forgotten() found them, and end the training if a callback had ended it."""
+def restore_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Freeze and unfreeze weights as callback_state() found them, and end the training if a callback had ended it."""
     trainer.should_stop |= saved["stops_early"]
     for name, (owner, attribute) in _switches(trainer.lightning_module).items():  # BackboneFinetuning unfreezes once
         setattr(owner, attribute, saved["frozen"][name])
@@ -73,7 +74,8 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
     Returns:
         Whether weights, buffers or the state of optimizers have changed, so that the caller has to restore them.
     """
-    before, module = _versions(trainer), trainer.lightning_module
+    module = trainer.lightning_module
+    before = _versions(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         is_lightnings = type(callback).__module__.startswith("lightning.") or isinstance(callback, BaseFinetuning)
         if isinstance(callback, SETTING_UP_EPOCHS):
@@ -89,8 +91,9 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
 def _versions(trainer: Trainer) -> list[tuple[int, int]]:
     """Return the id of each tensor of the module and the optimizers, and how often it was changed in place."""
     module = trainer.lightning_module
-    states = [value for one in trainer.optimizers for state in one.state.values() for value in state.values()]
-    tensors = [*module.parameters(), *module.buffers(), *(value for value in states if isinstance(value, Tensor))]
+    states = chain.from_iterable(one.state.values() for one in trainer.optimizers)
+    values = chain.from_iterable(state.values() for state in states)
+    tensors = [*module.parameters(), *module.buffers(), *(value for value in values if isinstance(value, Tensor))]
     return [(id(tensor), version(tensor)) for tensor in tensors]
 
 
