@@ -23,7 +23,7 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.errors import InputError
-from flyte_ddp.launch.rank import own_lock_of_tqdm
+from flyte_ddp.launch.output import own_lock_of_tqdm
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.text import did_you_mean

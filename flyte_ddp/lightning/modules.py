@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.errors import InputError
-from flyte_ddp.launch.rank import own_lock_of_tqdm
+from flyte_ddp.launch.output import own_lock_of_tqdm
 from flyte_ddp.lightning.job import LightningJob
 from flyte_ddp.lightning.settings import CALLED, LightningSettings
 from flyte_ddp.text import did_you_mean

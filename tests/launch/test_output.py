@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from flyte_ddp.launch.rank import printed_lines
+from flyte_ddp.launch.output import printed_lines
 
 
 def follow_lines(*printed):
