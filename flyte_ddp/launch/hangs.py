@@ -1,4 +1,11 @@
-"""The report of a hang: which ranks the others wait for. Standard library only."""
+"""The report of a hang: which ranks the others wait for. Standard library only.
+
+Each rank gives an Answer, and report_hang compares them. Two places watch for silent ranks and ask, because neither
+keeps the other's promises. Under our launcher the parent does (launcher.py), over pipes: it imports no torch, so it has
+no client for the ranks' store, but it names ranks that cannot ask one another, as all are stopped, keep the
+interpreter's lock, or have not met yet, and it gets their stacks. Under torchrun (watchdog.py) ranks of several hosts
+have no such parent, so they ask one another over their store.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,29 +23,35 @@ KEEPS_STORE = "does not answer, nor does the store of all ranks, which it keeps:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a rank that says where it is. The default stands for a rank that does not answer.
+    """The answer of a rank to the question where it is. The default stands for a rank that does not answer.
 
     Attributes:
-        reached: how many collectives it has reached.
+        reached: how many collectives the rank has reached; -1 without an answer.
         is_idle: whether its GPU has no work left; true on a CPU.
-        collective: the last collective that it has reached, or that its GPU is in, with types and shapes; empty if
-            unknown.
-        stack: the stacks of its threads, or of the one that trains.
-        phase: the phase of its last sign of life.
+        collective: the last collective that the rank has reached, or that its GPU is in, with types and shapes; empty
+            if unknown.
+        stack: the stacks of its threads, or of the one that trains. The launcher reads them without an answer, too.
+        phase: the phase of its last sign of life, one of phases.py; empty if unknown.
     """
 
     reached: int = -1
     is_idle: bool = False
     collective: str = ""
-    stack: str = NO_ANSWER
+    stack: str = ""
     phase: str = ""
 
 
 def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: Timeouts) -> Failure:
-    """Return the failure that names the ranks that the others wait for, with what each rank answers.
+    """Return a Failure of kind "hang" that names the ranks that the others wait for, with what each rank answers.
 
-    All ranks reach the same collectives in the same order. They wait there for the ranks that have reached fewer, or
-    whose GPU is still busy with earlier work.
+    All ranks reach the same collectives in the same order, so they wait for those that are least far: ranks that do not
+    answer, else ranks that have reached the fewest collectives, among these the ones whose GPU is still busy. If all
+    are equally far, all are named.
+
+    Args:
+        answers: the answer of each rank of the run that has not ended.
+        hosts: the host of each of these ranks.
+        timeouts: the limits, of which the message names the one that was exceeded.
     """
     progress = {rank: (answer.reached, answer.is_idle) for rank, answer in answers.items()}
     by_progress = sorted(progress, key=lambda rank: (progress[rank], rank))
@@ -61,17 +74,14 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 
 
 def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
-    """Format the ranks' answers: their host, last collective and stacks.
+    """Format the host, last collective and stacks of each rank, in the order of the answers.
 
     Ranks of a host with the same collective and stacks share one entry.
-
-    Args:
-        answers: the answers by rank.
-        hosts: the hosts by rank.
     """
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, answer in answers.items():
-        alike[hosts[rank], answer.collective, answer.stack].append(rank)
+        stack = answer.stack or (NO_ANSWER if answer.reached < 0 else "")
+        alike[hosts[rank], answer.collective, stack].append(rank)
     return "\n".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:\non {host}"
         f"{f', last collective {collective}' if collective else ''}\n{stack}"

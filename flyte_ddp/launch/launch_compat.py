@@ -1,6 +1,6 @@
-"""The private parts of multiprocessing and torch that the launcher uses, without importing torch.
+"""The private parts of Python, multiprocessing and torch that this room uses, without importing torch.
 
-Tests/compat tests them.
+tests/compat/test_launch.py tests them.
 """
 
 import json
@@ -11,31 +11,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from flyte_ddp.launch.hangs import Answer
 
-def standing(local_rank: int) -> tuple[int, bool, str]:
-    """Return this rank's collective progress. Torch counts and records collectives, even DistributedDataParallel's.
 
-    Returns:
-        How many collectives this rank has reached; whether its GPU is idle (always true on a CPU); and the collective
-            that it is in, with types and shapes, which is empty if it is in none, or TORCH_FR_BUFFER_SIZE=0 switches
-            torch's recorder off.
+def locate_rank(local_rank: int) -> Answer:
+    """Return the answer of this rank, without stack and phase, from any of its threads.
+
+    Torch counts and records collectives, even DistributedDataParallel's. Without a process group none is reached. The
+    collective is empty, too, if TORCH_FR_BUFFER_SIZE=0 switches torch's recorder off.
+
+    Args:
+        local_rank: this rank on its host, which tells its GPU.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
-        return 0, True, ""
+        return Answer(reached=0, is_idle=True)
     is_idle = True
     if torch.cuda.is_initialized():
         is_idle = torch.cuda.default_stream(local_rank % torch.cuda.device_count()).query()
     collective = ""
     with suppress(Exception):  # another version of torch may raise anything; the report can do without the collective
-        collective = _collective(torch)
-    return torch.distributed.group.WORLD._get_sequence_number_for_group(), is_idle, collective
+        collective = _last_collective(torch)
+    return Answer(torch.distributed.group.WORLD._get_sequence_number_for_group(), is_idle, collective)
 
 
-def _collective(torch: Any) -> str:
-    """Return the name and tensors of the collective that this rank waits in; empty if none is recorded.
+def _last_collective(torch: Any) -> str:
+    """Return the collective that this rank waits in, such as "gloo:all_reduce of Float [8]"; empty if none is recorded.
 
-    NCCL lists collectives until they end, so it is the first of them. gloo lists ended ones, too, so it is the last.
+    NCCL lists collectives until they end, so the first one is meant. gloo lists ended ones, too, so the last is.
     """
     recorders = torch._C._distributed_c10d
     is_nccl = torch.distributed.get_backend() == "nccl"
@@ -51,17 +54,18 @@ def _collective(torch: Any) -> str:
 
 
 def read_stack(thread: int | None) -> str:
-    """Return the stack of a thread of this process, by its ident; empty if the thread has ended."""
+    """Return the stack of a thread of this process as a traceback shows it; empty if no thread has this ident."""
     frame = sys._current_frames().get(thread or 0)
     return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 @contextmanager
 def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
-    """Within the block, let torch's elastic agent restart failed ranks only if is_worth_it(their ChildFailedError).
+    """Let agents of torch's elastic_launch, started in the block, restart ranks only if is_worth_it(ChildFailedError).
 
-    It replaces torch's agent class, because the agent has no setting for that, and elastic_launch does not give its
-    caller the agent (torch 2.15).
+    The block replaces torch's agent class, because max_restarts alone would start ranks again after an error in the
+    user's code, too: the agent has no setting for that, and elastic_launch does not give its caller the agent (torch
+    2.15).
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
@@ -82,5 +86,5 @@ def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
 
 
 def leave_behind(process: Any) -> None:
-    """Keep this process from waiting, when it exits, for a child that does not end."""
+    """Keep this process from waiting at its exit for a multiprocessing.Process that does not end."""
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]

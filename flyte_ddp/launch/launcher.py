@@ -22,8 +22,8 @@ import flyte_ddp
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
 from flyte_ddp.launch.failures import LOSSES, PreemptedError, RankError, from_exit_code, name_the_cause
-from flyte_ddp.launch.grace import Saved, grace_seconds, seconds_of_ranks, seconds_of_upload
-from flyte_ddp.launch.hangs import ANSWER_SECONDS, NO_ANSWER, Answer, report_hang
+from flyte_ddp.launch.grace import Grace
+from flyte_ddp.launch.hangs import ANSWER_SECONDS, Answer, report_hang
 from flyte_ddp.launch.launch_compat import leave_behind
 from flyte_ddp.launch.phases import STARTING, WRITING, Timeouts
 from flyte_ddp.launch.rank import serve
@@ -50,10 +50,13 @@ END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a drive
 
 
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
-    """Start the process that imports preload for all ranks, and return at once; a second call does nothing."""
+    """Start the process that imports these modules for all ranks, and return at once.
+
+    A second call does nothing, and no call does anything where each rank starts from scratch.
+    """
     if START_METHOD == "forkserver":
-        # They may be sent to the whole process group, as by Ctrl-C, and the forkserver must live as long as the ranks
-        # do, which unblock them
+        # The forkserver must live as long as the ranks, which unblock these signals. They may be sent to the whole
+        # process group, as by Ctrl-C.
         resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -73,17 +76,18 @@ def launch(
     preload: Sequence[str] = PRELOAD,
     root: str = "",
 ) -> list[Any]:
-    """Run target(environment, link, argument) as every rank of a world on this host.
+    """Run target(environment, link, argument) as every rank of a world on this host, and wait for the ranks.
 
     When it returns or raises, all processes have ended, also those that ranks started, unless these are in a session of
-    their own.
+    their own. Meanwhile it handles the signals that ask to stop, if the calling thread is the main one.
 
     Args:
         target: "module:function". The ranks import it; the parent doesn't.
         world: the number of ranks and their devices.
         argument: the object that each rank gets; it is pickled.
         timeouts: limits after which a silent rank counts as hung. A number of seconds is the limit for all phases.
-        on_event: called in this thread for each event of a rank.
+        on_event: called in this thread for each event of rank 0, and for each line that any rank prints (Printed). What
+            it raises ends the ranks, and is raised here.
         preload: modules that are imported once for all ranks, if this is the first launch.
         root: a folder that comes first on the ranks' sys.path, such as UserCode.root.
 
@@ -91,14 +95,14 @@ def launch(
         The value that each rank returned, by rank.
 
     Raises:
-        RankError: A rank has failed. The error is RecoverableRankError if another attempt may succeed. It names the
-            first rank that failed.
+        RankError: A rank has failed or hangs. The error is RecoverableRankError if another attempt may succeed. It
+            names the first rank that failed, or the ranks that the others wait for.
         InputError: A rank raised an InputError.
         PreemptedError: A SIGTERM or SIGHUP arrived. Before the first step the ranks end at once, and afterwards
             within the grace (see grace.py).
         KeyboardInterrupt: The user pressed Ctrl-C.
     """
-    grace = grace_seconds()
+    grace = Grace()
     warm_up(preload)
     threads = threads_per_rank(world.local_size)
     ranks: list[_Rank] = []
@@ -120,9 +124,19 @@ def launch(
 
 
 class _Rank:
-    """The parent's side of one rank: its process, the pipe to it, and what it has sent so far."""
+    """The parent's side of one rank: its process, the pipe to it, and what it has sent so far.
+
+    Attributes:
+        outcome: how the rank ended: "done", "stopped" or "failed"; empty while it runs.
+        value: its return value; why it stopped; or its Failure.
+        answer: its answer to request("locate"), without stack and phase.
+        phase: the phase of its last heartbeat.
+        silent_seconds: the time since its last message, during which the parent has listened.
+        stacks: the file to which it writes its stacks on SIGUSR1.
+    """
 
     def __init__(self, environment: Environment, target: str, argument: Any, private: str, root: str):
+        """Start the process; see launch and serve for the parameters."""
         context: Any = multiprocessing.get_context(START_METHOD)
         self.rank, self.host = environment.rank, environment.host
         self.line, child_line = context.Pipe()
@@ -131,27 +145,26 @@ class _Rank:
         )
         self.stacks = Path(private, f"stack-{self.rank}")
         self.stacks.touch()  # a rank that hangs while starting has not created it
-        self.outcome = ""  # done, stopped or failed
+        self.outcome = ""
         self.value: Any = None
         self.peak_bytes = 0
         self.answer = Answer()
-        self.phase, self.silent_seconds = STARTING, 0.0
+        self.phase = STARTING
+        self.silent_seconds = 0.0
         with _importable(root):
             self.process.start()
         child_line.close()
 
     @property
     def is_writing(self) -> bool:
+        """Whether the rank writes a checkpoint or results."""
         return self.phase == WRITING and not self.outcome
 
     def receive(self, on_event: Callable[[Event], None]) -> None:
-        """Read the rank's messages: pass events on, and note its phase and its outcome.
+        """Read the messages that are there, call on_event for events, and keep the others in this object's attributes.
 
-        Reading stops after a short time, as the rank may send without end. If the process has ended without an outcome,
+        Reading stops after POLL_SECONDS, as the rank may send without end. If the process has ended without an outcome,
         the outcome is "failed", with a reason from the exit code.
-
-        Args:
-            on_event: called for each event.
         """
         ended = not self.process.is_alive()  # asked first: whatever it sent before it ended can now be read
         until = time.monotonic() + POLL_SECONDS  # it may send faster than observers handle it, without end
@@ -167,7 +180,7 @@ class _Rank:
                 on_event(content)
             elif kind == "heartbeat":
                 self.phase, self.peak_bytes = content
-            elif kind == "standing":
+            elif kind == "answer":
                 self.answer = content
             else:
                 self.outcome, self.value = kind, content
@@ -176,7 +189,7 @@ class _Rank:
             self.value = from_exit_code(self.process.exitcode or 0, self.rank, self.host, self.peak_bytes)
 
     def request(self, what: str) -> None:
-        """Ask the rank to stop ("stop"), or to report its progress ("standing")."""
+        """Ask the rank to stop ("stop"), or to send an answer that says where it is ("locate")."""
         with suppress(OSError):  # it may have ended in the meantime
             self.line.send(what)
 
@@ -191,6 +204,7 @@ class _Rank:
                     os.kill(pid, number)
 
     def end(self) -> None:
+        """Kill the process, wait for its end, at most END_SECONDS, and close the pipe."""
         self.process.kill()
         self.process.join(END_SECONDS)
         if self.process.exitcode is None:
@@ -199,19 +213,31 @@ class _Rank:
 
 
 def _supervise(
-    ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None], signals: list[int], grace: float
+    ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None], signals: list[int], grace: Grace
 ) -> list[Any]:
-    saved, noticed, give_up_at, now = Saved(), math.inf, 0.0, time.monotonic()
+    """Listen to the ranks until all are done, and return their values by rank. Raises what launch raises.
+
+    Args:
+        ranks: the ranks, which go on if this raises.
+        timeouts: limits after which a silent rank counts as hung.
+        on_event: called for each event.
+        signals: the stop signals that have arrived; handlers append to it.
+        grace: how long ranks may go on after the first of these.
+    """
+    noticed = math.inf
+    give_up_at = 0.0
+    now = time.monotonic()
 
     def note(event: Event) -> None:
-        saved.note(event)
+        grace.note(event)
         on_event(event)
 
     while True:
         running = [rank for rank in ranks if not rank.outcome]
         connection.wait([rank.line for rank in running] + [r.process.sentinel for r in running], POLL_SECONDS)
         # A rank is not silent while nobody listens: this process was suspended, or an observer kept it busy
-        turn, now = min(time.monotonic() - now, 2 * POLL_SECONDS), time.monotonic()
+        turn = min(time.monotonic() - now, 2 * POLL_SECONDS)
+        now = time.monotonic()
         for rank in running:
             rank.silent_seconds += turn
             rank.receive(note)
@@ -223,7 +249,8 @@ def _supervise(
                 error = name_the_cause(failures)
                 is_loss = isinstance(error, RankError) and error.failure.kind in LOSSES
                 if is_loss and signals and signal.SIGINT not in signals:  # the node goes down
-                    raise PreemptedError(f"{signal.Signals(signals[0]).name}: {error}", now + seconds_of_upload(grace))
+                    until = now + grace.seconds_of_upload()
+                    raise PreemptedError(f"{signal.Signals(signals[0]).name}: {error}", until)
                 raise error
         if signals and noticed == math.inf:
             noticed = now
@@ -231,33 +258,44 @@ def _supervise(
                 rank.request("stop")
         if all(rank.outcome == "done" for rank in ranks):
             return [rank.value for rank in ranks]
-        patience = seconds_of_ranks(grace) if saved.has_started else 0.0
-        if all(rank.outcome for rank in ranks) or now >= noticed + patience:
-            raise _stopped(ranks, signals, saved, grace, noticed + seconds_of_upload(grace))
+        if all(rank.outcome for rank in ranks) or now >= noticed + grace.seconds_of_ranks():
+            raise _error_of_stop(ranks, signals, grace, noticed + grace.seconds_of_upload())
         if any(not rank.outcome and rank.silent_seconds > timeouts.seconds(rank.phase) for rank in ranks):
-            raise _hung(ranks, timeouts, note)
+            raise _error_of_hang(ranks, timeouts, note)
 
 
-def _stopped(ranks: list[_Rank], signals: list[int], saved: Saved, grace: float, until: float) -> BaseException:
+def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: float) -> BaseException:
+    """Return KeyboardInterrupt if the first signal was Ctrl-C, else a PreemptedError that says what the ranks last did.
+
+    Args:
+        ranks: the ranks. Those that still run have used up the grace.
+        signals: the stop signals that have arrived; empty if only a rank got one.
+        grace: says what is lost.
+        until: how long a checkpoint may be uploaded, as of time.monotonic().
+    """
     number = signals[0] if signals else signal.SIGTERM  # sent to a rank alone, as by a guard of the host's memory
     if number == signal.SIGINT:
         return KeyboardInterrupt()
     slow = [rank for rank in ranks if not rank.outcome]
     if slow:
         slowest = next((rank for rank in slow if rank.is_writing), slow[0])
-        last = saved.end_of_grace(grace, slowest.phase, slowest.silent_seconds)
+        last = grace.describe_end(slowest.phase, slowest.silent_seconds)
     else:
         last = next(rank.value for rank in ranks if rank.outcome == "stopped")
     return PreemptedError(f"all ranks on {ranks[0].host}: {signal.Signals(number).name}: {last}", until)
 
 
-def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:
-    """Return an error that names the ranks that the others wait for, with the Python stacks of every rank."""
+def _error_of_hang(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:
+    """Ask the running ranks where they are, and return the error that names those that the others wait for.
+
+    It has the Python stacks of every running rank. Ranks have ANSWER_SECONDS to answer; on_event is called for events
+    that come meanwhile.
+    """
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
         with suppress(ProcessLookupError):  # it may have ended in the meantime
             os.kill(rank.process.pid or 0, signal.SIGUSR1)
-        rank.request("standing")
+        rank.request("locate")
     deadline = time.monotonic() + ANSWER_SECONDS
     sizes: list[int] = []
     while time.monotonic() < deadline:
@@ -267,15 +305,15 @@ def _hung(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], No
         before, sizes = sizes, [rank.stacks.stat().st_size for rank in running]
         if sizes == before and all(sizes) and all(rank.answer != Answer() for rank in running):
             break
-    answers = {
-        rank.rank: replace(rank.answer, phase=rank.phase, stack=rank.stacks.read_text() or NO_ANSWER)
-        for rank in running
-    }
+    answers = {rank.rank: replace(rank.answer, phase=rank.phase, stack=rank.stacks.read_text()) for rank in running}
     return name_the_cause([report_hang(answers, {rank.rank: rank.host for rank in running}, timeouts)])
 
 
 def _suspend(ranks: list[_Rank]) -> None:
-    """Stop this process after Ctrl-Z, and the ranks, which are in process groups of their own; go on together."""
+    """Stop the ranks and this process after Ctrl-Z; when this process goes on, let the ranks go on.
+
+    The terminal reaches this process alone, because ranks are in process groups of their own.
+    """
     for rank in ranks:
         rank.send_signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -285,10 +323,10 @@ def _suspend(ranks: list[_Rank]) -> None:
 
 @contextmanager
 def _room_for_sockets() -> Iterator[None]:
-    """Have multiprocessing choose, once, a folder with a short path for its sockets.
+    """Use /tmp for temporary files in the block, if their folder has too long a path for a socket in it.
 
-    The system allows about a hundred bytes for a socket's path, and the folder of temporary files may have a long one,
-    as on a cluster's queue. Python does the same from 3.14 on.
+    multiprocessing chooses the folder of its sockets once, in the block. The system allows about a hundred bytes for a
+    socket's path, and a cluster's queue may set a long TMPDIR. Python does the same from 3.14 on.
     """
     chosen = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > MOST_BYTES and os.access("/tmp", os.W_OK | os.X_OK):
@@ -308,10 +346,11 @@ def _importable(root: str = "") -> Iterator[None]:
     `pyflyte run` has the project root on sys.path only while it loads the workflow, and a child would import flytekit
     (2 s) because its parent's main module is the pyflyte script.
     """
-    main, folders = sys.modules["__main__"], [*filter(None, [root]), str(Path(flyte_ddp.__path__[0]).parent)]
-    hidden: dict[str, Any] = {
-        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
-    }
+    main = sys.modules["__main__"]
+    library = str(Path(flyte_ddp.__path__[0]).parent)
+    folders = [root, library] if root else [library]
+    names = [name for name in ("__file__", "__spec__") if name in main.__dict__]
+    hidden: dict[str, Any] = {name: main.__dict__.pop(name) for name in names}
     main.__spec__ = None
     sys.path[:0] = folders
     try:

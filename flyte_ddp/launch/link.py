@@ -12,9 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flyte_ddp.events import Event, Printed
-from flyte_ddp.launch.grace import Saved
-from flyte_ddp.launch.hangs import Answer
-from flyte_ddp.launch.launch_compat import standing
+from flyte_ddp.launch.grace import Grace
+from flyte_ddp.launch.launch_compat import locate_rank
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.phases import STARTING, STEPPING
 
@@ -22,11 +21,11 @@ ALIVE_SECONDS = 1.0  # time between two heartbeats, each of which costs a system
 
 
 class Link:
-    """The connection that every rank's job gets. Whether its events arrive anywhere is not the job's concern.
+    """The connection that every rank's job gets. This class itself is one that leads nowhere.
 
     Attributes:
         is_heard: whether events of this rank arrive anywhere; if not, expensive ones need not be computed.
-        stop_requested: whether the rank was asked to stop.
+        stop_requested: whether this rank alone was asked to stop. The job tells the other ranks.
     """
 
     def __init__(self, is_heard: bool = False):
@@ -34,22 +33,22 @@ class Link:
         self.is_heard = is_heard
 
     def emit(self, event: Event) -> None:
-        pass
+        """Send an event to the observers, if this rank's arrive anywhere. Any thread may call it."""
 
     def heartbeat(self, phase: str = STEPPING) -> None:
-        """Give a sign of life. Each rank calls it after each step, so that a hang can be told from slow work.
+        """Give a sign of life, from any thread. Each rank does so after each step: one that does not for long, hangs.
 
         Args:
-            phase: decides which time-out counts until the next call. If other ranks are in it, too, they wait for this
-                rank.
+            phase: what this rank does until the next call, one of phases.py, which decides the time-out.
         """
 
     def on_signal(self, *_: Any) -> None:
+        """Handle a signal: from now on the rank is asked to stop."""
         self.stop_requested = True
 
 
 class ParentLink(Link):
-    """The pipe to the parent: events from rank 0, heartbeats from every rank, requests from the parent."""
+    """The pipe to the parent: events of rank 0, and of every rank its output, heartbeats and answers to requests."""
 
     def __init__(self, connection: Connection, rank: int):
         super().__init__(is_heard=rank == 0)
@@ -65,6 +64,7 @@ class ParentLink(Link):
             self.send("event", event)
 
     def heartbeat(self, phase: str = STEPPING) -> None:
+        """Send phase and peak memory, at most once per ALIVE_SECONDS and phase."""
         now = time.monotonic()
         if phase != self._phase or now >= self._next_alive:
             self._phase = phase
@@ -72,23 +72,24 @@ class ParentLink(Link):
             self.send("heartbeat", (phase, peak_memory()))
 
     def send(self, kind: str, content: Any) -> None:
-        """Send a message, or leave it to another sender that is at work.
+        """Send (kind, pickled content), or leave that to another call that is sending, and return at once.
 
-        The other sender may be this very thread, in which a finalizer prints.
+        The other call may be of this very thread, if a finalizer prints while the thread sends.
         """
         self._waiting.append(pickle.dumps((kind, content)))
         while self._waiting and self._lock.acquire(blocking=False):
             try:
-                self._pass_on()
+                self._send_waiting()
             finally:
                 self._lock.release()
 
     def flush(self) -> None:
         """Wait until all messages are sent."""
         with self._lock:
-            self._pass_on()
+            self._send_waiting()
 
-    def _pass_on(self) -> None:
+    def _send_waiting(self) -> None:
+        """Send the waiting messages, oldest first. Only the holder of the lock calls it."""
         try:
             while self._waiting:
                 self._connection.send_bytes(self._waiting.popleft())
@@ -96,11 +97,15 @@ class ParentLink(Link):
             threading.Event().wait()
 
     def listen(self, private: str) -> None:
-        """Answer the parent's requests. When the parent is gone, remove its folder and end this rank."""
+        """Serve the parent's requests ("locate", "stop") until the parent is gone, then end this rank and its children.
+
+        Args:
+            private: the parent's folder, which is removed then.
+        """
         try:
             while True:
-                if self._connection.recv() == "standing":
-                    self.send("standing", Answer(*standing(self._rank)))
+                if self._connection.recv() == "locate":
+                    self.send("answer", locate_rank(self._rank))
                 else:
                     self.stop_requested = True
         except (EOFError, OSError):
@@ -108,6 +113,7 @@ class ParentLink(Link):
             os.killpg(0, signal.SIGKILL)
 
     def on_line(self, text: str) -> None:
+        """Send a line that this rank has printed."""
         self.send("event", Printed(self._rank, text))
 
 
@@ -115,26 +121,27 @@ class DirectLink(Link):
     """A link that passes events to observers in this process, if any, for ranks that another launcher has started.
 
     Attributes:
-        steps: the number of signs of life, which the watchdog watches.
-        phase: the phase of the last sign of life.
-        saved: what this rank knows of saved checkpoints.
+        steps: the number of signs of life, which are heartbeats and events. The watchdog watches it.
+        phase: the phase of the last heartbeat.
+        grace: the grace of this process, which notes the events.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None):
+        """Pass events to on_event, one at a time; None on ranks without observers. Raises InputError: see Grace."""
         super().__init__(is_heard=on_event is not None)
         self._on_event = on_event
         self._lock = threading.Lock()  # the checkpoint thread emits events, too
         self.steps = 0
         self.phase = STARTING
-        self.saved = Saved(self.is_heard)
+        self.grace = Grace(self.is_heard)
 
     def heartbeat(self, phase: str = STEPPING) -> None:
-        self.steps = self.steps + 1
+        self.steps += 1
         self.phase = phase
 
     def emit(self, event: Event) -> None:
         self.steps += 1
-        self.saved.note(event)
+        self.grace.note(event)
         if self._on_event:
             with self._lock:
                 self._on_event(event)

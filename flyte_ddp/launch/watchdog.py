@@ -1,7 +1,7 @@
-"""The watchdog of a rank that torchrun or a cluster has started.
+"""The watchdog of a rank that torchrun or a cluster has started. hangs.py says why our launcher has another one.
 
-It is the rank's own main thread, which never waits for anything else. So it can end whatever the rank's work, in
-another thread, is stuck in, and say which ranks are to blame.
+The watchdog is the rank's main thread. It waits for nothing else, so it can end the process, and say which ranks are to
+blame, whatever the rank's work in another thread is stuck in.
 """
 
 import atexit
@@ -25,9 +25,8 @@ from torch.distributed.distributed_c10d import Store
 
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.failures import Failure, PreemptedError, from_exception, name_the_cause
-from flyte_ddp.launch.grace import grace_seconds, seconds_of_ranks
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, KEEPS_STORE, Answer, report_hang
-from flyte_ddp.launch.launch_compat import read_stack, standing
+from flyte_ddp.launch.launch_compat import locate_rank, read_stack
 from flyte_ddp.launch.link import ALIVE_SECONDS, DirectLink
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import meet
@@ -45,26 +44,25 @@ def under_watchdog(
     timeouts: Timeouts,
     stop_signals: Sequence[signal.Signals] = (),
 ) -> Value:
-    """Run work(store) in a thread of its own and return its value.
+    """Wait for all ranks, run work(store) in a thread of its own, and return its value.
 
-    A thread that is stuck is left behind, and the process ends without waiting for it.
+    Every rank calls it. A thread that is stuck is left behind, and the process ends without waiting for it.
 
     Args:
         work: gets a store for the process group of all ranks.
-        link: the rank's link.
+        link: the rank's link, of which work calls heartbeat() or emit() often enough.
         environment: this rank.
-        timeouts: how long a rank may be silent.
-        stop_signals: ask the rank to stop. Until all ranks have met they end the process, because Python would not
-            handle them.
+        timeouts: how long a rank may go without a sign of life.
+        stop_signals: signals that ask the rank to stop. Until all ranks have met they end the process, because Python
+            would not handle them.
 
     Raises:
-        RankError: this rank has lost another one; or any rank has been silent for too long, with the ranks that the
-            others wait for. It may be the recoverable kind.
-        PreemptedError: this rank was asked to stop. Before the first step it is raised at once, else when the grace
-            ends, which grace.py explains.
-        Exception: whatever work raises.
+        RankError: This rank has lost another one, and the message names ranks that do not answer; or a rank has been
+            silent for too long, and all ranks name those that the others wait for. It may be the recoverable kind.
+        PreemptedError: This rank was asked to stop, but work goes on: before the first step at once, else when the
+            grace ends (see grace.py).
+        Exception: Whatever work raises.
     """
-    grace = grace_seconds()
     store = meet(environment, timeouts)
     value = futures.Future[Value]()
     for number in stop_signals:
@@ -83,12 +81,12 @@ def under_watchdog(
     thread = threading.Thread(target=copy_context().run, args=(run,), name="rank", daemon=True)
 
     def answer() -> Answer:
-        return Answer(*standing(environment.local_rank), read_stack(thread.ident), link.phase)
+        return replace(locate_rank(environment.local_rank), stack=read_stack(thread.ident), phase=link.phase)
 
     roll_call = RollCall(store.clone(), environment, timeouts, answer)
     thread.start()
     try:
-        _wait(value, link, roll_call, timeouts, grace)
+        _wait(value, link, roll_call, timeouts)
         # The thread still frees what the work held, and needs the interpreter for that
         thread.join(GRACE_SECONDS)
         return value.result()
@@ -97,18 +95,20 @@ def under_watchdog(
         if failure.kind != "peer":
             raise
         roll_call.ask("loss")
-        futures.wait([roll_call.found], GRACE_SECONDS)
-        outcome = roll_call.result()
-        lost = replace(failure, message=failure.message + (outcome.silent and f"; {outcome.silent}"))
-        raise name_the_cause([outcome.failure if outcome.reason == "hang" else lost]) from error
+        futures.wait([roll_call.finding], GRACE_SECONDS)
+        finding = roll_call.result()
+        lost = replace(failure, message=failure.message + (finding.silent and f"; {finding.silent}"))
+        raise name_the_cause([finding.failure if finding.reason == "hang" else lost]) from error
     finally:
         roll_call.close()
 
 
-def _wait(
-    value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts, grace: float
-) -> None:
-    """Return when the value is there. Raises RankError if a rank hangs, and PreemptedError when the grace has ended."""
+def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts) -> None:
+    """Return when the value, or the error of the work, is there.
+
+    Raises RankError if any rank hangs, and PreemptedError when the grace has ended. Then the interpreter will end
+    without waiting for the thread of the work.
+    """
     silent_seconds = 0.0
     steps = link.steps
     now = time.monotonic()
@@ -120,32 +120,29 @@ def _wait(
         silent_seconds = silent_seconds + turn if steps == link.steps else 0.0
         steps = link.steps
         if link.stop_requested:
-            stop_at = min(stop_at, now + (seconds_of_ranks(grace) if link.saved.has_started else 0.0))
-        if now >= stop_at:
-            _leave_behind()
-            raise PreemptedError(link.saved.end_of_grace(grace, link.phase, silent_seconds))
+            stop_at = min(stop_at, now + link.grace.seconds_of_ranks())
         patience = timeouts.seconds(link.phase)
-        is_over = silent_seconds > patience + 2 * ANSWER_SECONDS
         if silent_seconds > patience:
             roll_call.ask("hang")
-        if is_over or (roll_call.found.done() and roll_call.result().reason == "hang"):
-            _leave_behind()
-            raise name_the_cause([roll_call.result().failure])
-
-
-def _leave_behind() -> None:
-    """Keep the thread that still works from blocking the end of the interpreter."""
-    atexit.register(os._exit, 1)
+        has_found_hang = roll_call.finding.done() and roll_call.result().reason == "hang"
+        if now >= stop_at:
+            error: Exception = PreemptedError(link.grace.describe_end(link.phase, silent_seconds))
+        elif has_found_hang or silent_seconds > patience + 2 * ANSWER_SECONDS:
+            error = name_the_cause([roll_call.result().failure])
+        else:
+            continue
+        atexit.register(os._exit, 1)  # the thread, which still works, might block the end of the interpreter
+        raise error
 
 
 @dataclass(frozen=True)
-class Found:
-    """The finding of a roll call.
+class Finding:
+    """The finding of a roll call, the same on all ranks.
 
     Attributes:
-        reason: "hang", or "loss" (of a rank, noticed by another one).
-        failure: how to report a hang.
-        silent: the ranks that do not answer, as the end of a message.
+        reason: why a rank has asked: "hang", or "loss" (it has lost another rank).
+        failure: the report of a hang; of no meaning after a loss.
+        silent: the ranks that do not answer, such as "rank 2 on node-b does not answer"; empty if all do.
     """
 
     reason: str
@@ -154,23 +151,34 @@ class Found:
 
 
 class RollCall:
-    """A thread that asks all ranks through their store where they are.
-
-    The store never answers if its keeper stands still.
+    """A thread of each rank through which all ranks ask one another, over their store, where they are.
 
     A rank looks once a second whether another one has asked. The first rank that asks reads all answers and tells the
-    others. So no rank's effort grows with the number of ranks, except that one's, and once.
+    others. So no rank's effort grows with the number of ranks, except that one's, and once. Keys of the store: "host
+    RANK", "asked" (reason and rank of the first that asks), "answers" (a line of JSON from each rank), "found".
+
+    Attributes:
+        finding: is set once, when a rank has asked. It never comes if the process that keeps the store, which is rank
+            0's or its agent, stands still.
     """
 
     def __init__(self, store: Store, environment: Environment, timeouts: Timeouts, answer: Callable[[], Answer]):
-        self.found: futures.Future[Found] = futures.Future()
+        """Start the thread.
+
+        Args:
+            store: a client of the ranks' store that nothing else uses, because a question may block it.
+            environment: this rank.
+            timeouts: the limits, for the report.
+            answer: returns where this rank is; any thread may call it.
+        """
+        self.finding: futures.Future[Finding] = futures.Future()
         self._store: Any = store
         self._timeouts = timeouts
         self._answer = answer
         self._rank = environment.rank
         self._size = environment.world.size
         self._host = environment.host
-        self._keeper = UNKNOWN  # the host of the first rank, which keeps the store
+        self._keeper = UNKNOWN  # the host of rank 0, which keeps the store
         self._reason = ""
         self._woken = threading.Event()
         self._closed = False
@@ -178,35 +186,40 @@ class RollCall:
         self._thread.start()
 
     def ask(self, reason: str) -> None:
+        """Have the thread ask all ranks, because of a "hang" or a "loss". Only the first call counts."""
         self._reason = self._reason or reason
         self._woken.set()
 
     def close(self) -> None:
+        """End the thread, unless the store blocks it."""
         self._closed = True
         self._woken.set()
         self._thread.join(ALIVE_SECONDS)
 
-    def result(self) -> Found:
-        """Return what the ranks have found.
-
-        Until then, and if the store does not answer, say that the store's keeper is silent.
-        """
-        if self.found.done():
-            return self.found.result()
-        answers = {0: Answer(stack=KEEPS_STORE)}
-        hosts = {0: self._keeper}
-        return self._found(self._reason, answers | {self._rank: self._answer()}, hosts | {self._rank: self._host})
+    def result(self) -> Finding:
+        """Return the finding or, if there is none yet, one by which rank 0, which keeps the store, does not answer."""
+        if self.finding.done():
+            return self.finding.result()
+        answers = {0: Answer(stack=KEEPS_STORE), self._rank: self._answer()}
+        hosts = {0: self._keeper, self._rank: self._host}
+        return self._conclude(self._reason, answers, hosts)
 
     def _run(self) -> None:
+        """Wait until this rank or another one asks, and set the finding, unless the roll call is closed before."""
         with suppress(RuntimeError):  # torch raises it if the store is gone, or a key is not there in time
             self._store.set(f"host {self._rank}", self._host)
             self._keeper = self._store.get("host 0").decode()
             while not self._woken.wait(ALIVE_SECONDS) and not self._store.check(["asked"]):
                 pass
             if not self._closed:
-                self.found.set_result(self._call())
+                self.finding.set_result(self._exchange_answers())
 
-    def _call(self) -> Found:
+    def _exchange_answers(self) -> Finding:
+        """Add this rank's answer to those in the store, and return the finding that all ranks agree on.
+
+        The first rank that has asked gathers it after ANSWER_SECONDS. The others wait for it, or gather it themselves
+        if that rank takes longer than GRACE_SECONDS.
+        """
         own = f"{self._reason} {self._rank}"
         first = self._store.compare_set("asked", "", own).decode()
         answer = json.dumps([self._rank, self._host, asdict(self._answer())])
@@ -220,21 +233,23 @@ class RollCall:
             # Several ranks may do this at once; the first one's finding counts
             self._store.compare_set("found", "", json.dumps(asdict(self._gather(first.split()[0]))))
         fields = json.loads(self._store.get("found"))
-        return Found(**{**fields, "failure": Failure(**fields["failure"])})
+        return Finding(fields["reason"], Failure(**fields["failure"]), fields["silent"])
 
-    def _gather(self, reason: str) -> Found:
-        answers, hosts = dict.fromkeys(range(self._size), Answer()), dict.fromkeys(range(self._size), UNKNOWN)
+    def _gather(self, reason: str) -> Finding:
+        """Return the finding from the answers that are in the store now; the other ranks count as silent."""
+        answers = dict.fromkeys(range(self._size), Answer())
+        hosts = dict.fromkeys(range(self._size), UNKNOWN)
         for rank, host, answer in map(json.loads, self._store.get("answers").decode().splitlines()):
             answers[rank] = Answer(**answer)
             hosts[rank] = host
         for rank in answers:
             if hosts[rank] == UNKNOWN and self._store.check([f"host {rank}"]):
                 hosts[rank] = self._store.get(f"host {rank}").decode()
-        return self._found(reason, answers, hosts)
+        return self._conclude(reason, answers, hosts)
 
-    def _found(self, reason: str, answers: dict[int, Answer], hosts: dict[int, str]) -> Found:
+    def _conclude(self, reason: str, answers: dict[int, Answer], hosts: dict[int, str]) -> Finding:
+        """Return the finding from answers and hosts by rank."""
         silent = [f"rank {rank} on {hosts[rank]}" for rank in sorted(answers) if answers[rank].reached < 0]
         do_not = "does not answer" if len(silent) == 1 else "do not answer"
-        return Found(
-            reason, report_hang(answers, hosts, self._timeouts), f"{', '.join(silent)} {do_not}" if silent else ""
-        )
+        named = f"{', '.join(silent)} {do_not}" if silent else ""
+        return Finding(reason, report_hang(answers, hosts, self._timeouts), named)

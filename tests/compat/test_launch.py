@@ -10,24 +10,25 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.launch import launch_compat
+from flyte_ddp.launch.hangs import Answer
 
 
 def test_a_rank_counts_its_collectives_and_names_the_last(tmp_path):
-    assert launch_compat.standing(0) == (0, True, "")
+    assert launch_compat.locate_rank(0) == Answer(0, True)
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        before, _, _ = launch_compat.standing(0)
+        before = launch_compat.locate_rank(0)
         distributed.all_reduce(torch.ones(2, 3))
         model = DistributedDataParallel(nn.Linear(1, 1))
-        between, _, built = launch_compat.standing(0)
+        between = launch_compat.locate_rank(0)
         model(torch.ones(1)).backward()
-        after, is_idle, collective = launch_compat.standing(0)
+        after = launch_compat.locate_rank(0)
     finally:
         distributed.destroy_process_group()
-    assert before < between < after
-    assert is_idle
-    assert collective == "gloo:all_reduce of Float [2]", "of the gradients of weight and bias"
-    assert built != collective
+    assert before.reached < between.reached < after.reached
+    assert after.is_idle
+    assert after.collective == "gloo:all_reduce of Float [2]", "of the gradients of weight and bias"
+    assert between.collective != after.collective
 
 
 def test_the_stack_of_another_thread():

@@ -22,7 +22,7 @@ from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import Environment, World, available_cores
 from flyte_ddp.launch.failures import PreemptedError, RankError, RecoverableRankError
-from flyte_ddp.launch.grace import grace_seconds
+from flyte_ddp.launch.grace import Grace
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
 from flyte_ddp.launch.signals import stop_requests
 
@@ -191,7 +191,7 @@ def test_a_rank_that_ends_as_a_hang_is_found_is_no_error_of_its_own(tmp_path, mo
     rank = launcher._Rank(Environment(world, 0, 0, "", 1), f"{TARGETS}:report_rank", None, str(tmp_path), "")
     rank.process.join()
     try:
-        failure = launcher._hung([rank], Timeouts(1), lambda event: None)
+        failure = launcher._error_of_hang([rank], Timeouts(1), lambda event: None)
     finally:
         rank.end()
     assert "Hang: still starting" in str(failure)
@@ -335,7 +335,7 @@ def test_a_grace_that_is_none_is_refused_before_the_start(monkeypatch, variable,
 def test_the_grace_is_the_smaller_one(monkeypatch, user, pod, seconds):
     for name, value in {"DDP_GRACE_SECONDS": user, "DDP_POD_GRACE": pod}.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-    assert grace_seconds() == seconds
+    assert Grace().seconds == seconds
 
 
 @pytest.fixture

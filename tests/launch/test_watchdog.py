@@ -57,7 +57,7 @@ def pretend(store, rank, answer):
 
 
 def found_by(calls):
-    found = [call.found.result(30) for call in calls]
+    found = [call.finding.result(30) for call in calls]
     for call in calls:
         call.close()
     assert all(one == found[0] for one in found), "the ranks tell different stories"
@@ -261,7 +261,7 @@ def test_a_loss_that_is_the_end_of_a_hang_is_reported_as_the_hang(tmp_path):
     def lose_the_others(store):
         calls = roll_calls(store, [Answer(), IN_REDUCE, Answer(), IN_REDUCE])
         calls[0].ask("hang")
-        calls[0].found.result(30)
+        calls[0].finding.result(30)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4711")
 
     with pytest.raises(RankError) as failed:
