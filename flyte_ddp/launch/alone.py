@@ -21,6 +21,6 @@ def run_alone(
 ) -> Any:
     """Return target(environment, link, argument), called in a process of its own.
 
-    Raises what launcher.launch raises.
+    The parameters and errors are those of launcher.launch; world has one rank, by default on the CPU.
     """
     return launcher.launch(target, world, argument, timeouts, on_event, root=root)[0]

@@ -1,6 +1,7 @@
-"""The environment of a process: its rank, the ranks of its host, and its number of threads.
+"""The environment of a process, from what its host and its environment variables offer: ranks, GPUs, cores.
 
-Standard library only: the parent decides without torch.
+These are in one module because the number of ranks follows from GPUs and cores. Standard library only: the parent
+decides without torch.
 """
 
 import importlib.util
@@ -22,7 +23,14 @@ DEFAULT_CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of one training run, local_size of them on this host, with nccl or gloo, on cuda or cpu."""
+    """All ranks of one run.
+
+    Attributes:
+        size: the number of ranks.
+        local_size: the number of ranks on this host; each host has as many.
+        backend: "nccl" or "gloo".
+        device: "cuda" or "cpu".
+    """
 
     size: int
     local_size: int
@@ -32,10 +40,15 @@ class World:
 
 @dataclass(frozen=True)
 class Environment:
-    """The rank of a process in the world and on its host, both from 0, and its number of torch threads.
+    """A rank, with all that its process needs to know to join the others.
 
     Attributes:
-        init_method: the rendezvous: env://, or file:// with a path that is not escaped.
+        world: all ranks.
+        rank: the number of this rank in the world, from 0.
+        local_rank: its number on its host, from 0.
+        init_method: the address of the rendezvous: env:// (torchrun's variables), or file:// with a path that is not
+            escaped.
+        threads: the number of torch threads that this rank should have.
     """
 
     world: World
@@ -50,13 +63,17 @@ class Environment:
 
 
 def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int = 0) -> World:
-    """Return the ranks to run on this host for a backend (auto, gloo, nccl).
+    """Return the ranks to run, all of them on this host.
 
-    With nproc 0 there is one rank per visible GPU, or two if there is no GPU, but no more than can share a batch. Ranks
-    under gloo may share a GPU.
+    Args:
+        backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl". Ranks under gloo may share a GPU.
+        nproc: the number of ranks. 0 means one per visible GPU, or two if there is no GPU, but no more than can share a
+            batch.
+        batch_size: the samples of a step.
+        virtual_ranks: their number if the training has some: the most ranks that can share a batch then; else 0.
 
     Raises:
-        InputError: this machine cannot run them.
+        InputError: This machine cannot run the ranks, or they are too many for a batch.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:
@@ -71,7 +88,7 @@ def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int =
 
 
 def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
-    """Raise InputError for more ranks than can share a batch."""
+    """Raise InputError for more ranks (size) than can share a batch, which is virtual_ranks if that is not 0."""
     name, most = ("virtual_ranks", virtual_ranks) if virtual_ranks else ("batch_size", batch_size)
     if most < size:
         cost = ", which gives other bits," if virtual_ranks else ""
@@ -82,11 +99,16 @@ def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
-    """Return this rank's environment in the world that torchrun or Flyte's Elastic plugin has created.
+    """Return this rank's environment in a world that torchrun or Flyte's Elastic plugin has created as registered.
+
+    Args:
+        backend: as for choose_world.
+        nodes: the least and the most nodes that the world may have.
+        ranks_per_node: the ranks that each node must have.
 
     Raises:
-        InputError: the world does not have this number of nodes and ranks. A node training alone would return its
-            result as that of all.
+        InputError: The world has other numbers of nodes or ranks: a node that trains alone would return its result as
+            that of all. Or what environment_from_variables raises.
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size
@@ -101,12 +123,12 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
 
 
 def environment_from_variables(backend: str) -> Environment:
-    """Return this rank's environment from torchrun's variables.
+    """Return this rank's environment from torchrun's variables, for a backend as choose_world takes it.
 
     If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank.
 
     Raises:
-        InputError: a variable is missing or impossible, or there are too few GPUs.
+        InputError: A variable is missing or impossible, or there are too few GPUs.
     """
     needed = [name for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if needed:
@@ -135,9 +157,9 @@ def environment_from_variables(backend: str) -> Environment:
 
 
 def _whole_number(name: str, default: int, minimum: int, maximum: float = math.inf) -> int:
-    """Return an environment variable as a whole number.
+    """Return an environment variable as a whole number, or the default if it is not set.
 
-    Beyond its range, ranks would fail deep down, or wait for a rank that never comes. Raises InputError.
+    Raises InputError outside of the range, where ranks would fail deep down, or wait for a rank that never comes.
     """
     text = os.environ.get(name, str(default))
     try:
@@ -156,10 +178,13 @@ def is_first_rank() -> bool:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Return the number of GPUs that a rank started here can use.
+    """Return the number of GPUs that a rank started here can use: 0 if the installed torch is not built for CUDA.
 
-    They are counted without CUDA and without torch, which takes seconds to import. Torch is asked only if there are
-    NVIDIA device files but the driver does not answer.
+    They are counted by NVML, without CUDA and without torch, which takes seconds to import. Torch is asked only if
+    there are NVIDIA device files but the driver does not answer.
+
+    Args:
+        devices: the folder of device files.
     """
     if not nvidia_devices(devices) or not _torch_has_cuda():
         return 0
@@ -190,18 +215,18 @@ def available_cores() -> int:
 
 
 def threads_per_rank(local_size: int) -> int:
-    """Return the number of torch threads for each rank on this host."""
+    """Return the number of torch threads for each of this many ranks on this host: an equal share of its cores."""
     return max(1, available_cores() // local_size)
 
 
 @contextmanager
 def default_variable(name: str, value: str, *others: str) -> Iterator[None]:
-    """Set an environment variable while the block runs, unless the user has set it or one of the others.
+    """Set an environment variable while the block runs, unless it or one of the others is set already.
 
     Args:
         name: the variable.
         value: its value.
-        others: more variables that replace this one if the user sets them.
+        others: variables that, set by the user, say the same.
     """
     if {name, *others} & {*os.environ}:
         yield

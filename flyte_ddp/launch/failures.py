@@ -43,15 +43,20 @@ LOSSES = ("killed", *EFFECTS)  # without errors of the ranks' code, and of a dev
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one rank, or of the process that starts the ranks.
+    """The failure of one rank, or of the process that starts the ranks; str() is what the user reads.
+
+    Passwords in message and details are masked.
 
     Attributes:
-        rank: None outside of the ranks.
-        kind: input (an InputError), error (another exception of its own), killed (by a signal), hang, aborted (by
-            native code, perhaps because it lost another rank), or peer (it lost another rank).
-        others: ranks that hang like this one.
+        rank: the rank; None for the process that starts the ranks.
+        host: the name of the rank's host; several, with commas, if the others are on other hosts.
+        kind: "input" (an InputError), "error" (another exception of its own), "killed" (by a signal), "hang", "aborted"
+            (by native code, perhaps because it lost another rank), or "peer" (it lost another rank).
         cause: the exception's type, or the signal's name.
+        message: what has happened, in one sentence.
         details: the traceback, or the stacks of a hang; empty if the message says everything.
+        recoverable: whether another attempt may succeed.
+        others: ranks that hang like this one.
         at: the time of the failure, in seconds since 1970.
     """
 
@@ -72,7 +77,7 @@ class Failure:
 
     @property
     def is_effect(self) -> bool:
-        """Return whether another rank may be the cause."""
+        """Whether another rank may be the cause."""
         return self.kind in EFFECTS
 
     def __str__(self) -> str:
@@ -109,7 +114,10 @@ class PreemptedError(RecoverableError):
 
 
 def from_exception(error: BaseException, rank: int | None, host: str) -> Failure:
-    """Classify the exception that ended a rank, or for rank None the process that starts the ranks."""
+    """Return the failure for an exception that ended a rank, or for rank None the process that starts the ranks.
+
+    Its message is the exception's, with a remedy if torch's own message has none.
+    """
     kind, recoverable, remedy = _classify(error)
     says_everything = isinstance(error, (InputError, ReportedError))
     return Failure(
@@ -124,7 +132,7 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Format the traceback without this library's own frames above the user's code."""
+    """Return the traceback without this library's own frames above the user's code; all of it if it has only those."""
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/")
     caller = error.__traceback__
     while caller and caller.tb_next and caller.tb_next.tb_frame.f_code.co_filename.startswith(own):
@@ -134,7 +142,7 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the exception's message, without passwords and leading blank lines, even if its own __str__ fails."""
+    """Return the exception's message, without passwords and leading whitespace, even if its own __str__ fails."""
     try:
         return masked(encodable(str(error))).lstrip()
     except Exception as problem:
@@ -142,9 +150,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def _classify(error: BaseException) -> tuple[str, bool, str]:
-    """Return the kind, whether trying again can help, and a remedy.
+    """Return kind, recoverable and a remedy for the failure of an error; the remedy is empty or ends the message.
 
-    They follow from the error's type, or from its message if torch has just one type.
+    They follow from the error's type, or from its message where torch has just one type for many faults.
     """
     message = describe_error(error)
     types = {base.__name__ for base in type(error).__mro__}
@@ -169,7 +177,7 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
 
 
 def _is_semaphore(error: BaseException) -> bool:
-    """Return whether the operating system has refused a semaphore. The error itself does not say so."""
+    """Return whether the operating system has refused a semaphore, which only the traceback tells."""
     frames = traceback.extract_tb(error.__traceback__)
     return (
         isinstance(error, OSError) and bool(frames) and frames[-1].filename.endswith("multiprocessing/synchronize.py")
@@ -187,7 +195,14 @@ HINTS = {
 
 
 def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Failure:
-    """Return the failure of a rank that ended without a report: by a signal, or by a call of os._exit."""
+    """Return the failure of a rank that ended without a report: by a signal, or by a call of os._exit.
+
+    Args:
+        code: the exit status; that of a signal is negative, as subprocess has it.
+        rank: the rank.
+        host: the name of its host.
+        peak_bytes: the most memory that it is known to have used; 0 if unknown.
+    """
     memory = f"; peak memory {peak_bytes / 2**20:.0f} MiB" if peak_bytes else ""
     if code >= 0:
         return Failure(rank, host, "killed", f"exit status {code}", f"ended without a report{memory}")
@@ -198,9 +213,10 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
 
 
 def name_the_cause(failures: Sequence[Failure]) -> InputError | RankError:
-    """Return the exception for a failed run, from its first failure.
+    """Return the exception for a failed run: that of its first failure that no other rank may have caused.
 
-    Failures that may be the loss of a peer come last.
+    If there is none, the first "aborted" one counts, else the first "peer". A failure of kind "input" becomes an
+    InputError, any other a RankError, of the recoverable kind if another attempt may succeed.
     """
     cause = min(failures, key=lambda failure: (EFFECTS.index(failure.kind) if failure.is_effect else -1, failure.at))
     if cause.kind == "input":

@@ -15,7 +15,10 @@ ROOT = Path("/")
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """Return the limit in CPU seconds per second; infinity if there is no limit."""
+    """Return the container's limit in CPU seconds per second; infinity if there is none.
+
+    root is the folder that has proc and sys.
+    """
     limits = [math.inf]
     for group in _groups("cpu", root):
         version_1 = _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
@@ -34,10 +37,7 @@ def usable_memory(root: Path = ROOT) -> int:
 
 
 def memory_kills(root: Path = ROOT) -> int:
-    """Return how many processes of this container the kernel has killed because its memory was used up.
-
-    0 if unknown.
-    """
+    """Return how many processes of this container the kernel has killed for want of memory; 0 if that is unknown."""
     counts = [0]
     for group in _groups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
@@ -48,17 +48,20 @@ def memory_kills(root: Path = ROOT) -> int:
 
 
 def peak_memory(of_children: bool = False) -> int:
-    """Return the most bytes that this process had in memory, or the largest of its children that have ended."""
+    """Return the most bytes that this process ever had in memory, or instead the largest of its ended children."""
     peak = resource.getrusage(resource.RUSAGE_CHILDREN if of_children else resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of the groups that this process is in, up to the outermost one mounted here.
+    """Yield the folders of the control groups that this process is in, each before its parents; some may not exist.
 
-    Some may not exist.
+    A container often sees its own group as the root, but under the path that the group has on the host. So the paths
+    between may be missing.
 
-    A container often sees its own group as the root, but under the path that it has on the host.
+    Args:
+        controller: "cpu" or "memory"; version 1 has groups for each.
+        root: the folder that has proc and sys.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -77,7 +80,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _numbers(file: Path) -> list[float]:
-    """Return the numbers in a file, "max" being infinity; none if the file is missing or holds something else."""
+    """Return the numbers in a file, infinity for "max"; an empty list if the file is missing or has other words."""
     try:
         return [math.inf if word == "max" else int(word) for word in file.read_text().split()]
     except (OSError, ValueError):

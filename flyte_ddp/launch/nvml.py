@@ -26,9 +26,9 @@ class Gpu:
 
 @contextmanager
 def open_nvml() -> Iterator[Any]:
-    """Initialise the module pynvml while the block runs.
+    """Yield the module pynvml, initialised while the block runs.
 
-    Raises NvmlError, which replaces NVML's errors in the block, too.
+    Raises NvmlError if there is no driver or no pynvml. Errors of NVML in the block become NvmlError, too.
     """
     try:
         import pynvml
@@ -48,7 +48,10 @@ def open_nvml() -> Iterator[Any]:
 
 
 def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
-    """Yield index and handle of each GPU that this process may open: a container may not open the GPUs of others."""
+    """Yield index and handle of each GPU that this process may open: a container may not open the GPUs of others.
+
+    nvml is what open_nvml yields.
+    """
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -75,6 +78,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def _instances(nvml: Any, handle: Any) -> Iterator[str]:
+    """Yield the UUIDs of the MIG devices of a GPU."""
     for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
@@ -84,9 +88,9 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def why_slow(uuid: str) -> str:
-    """Return why a GPU keeps its clocks lower than its load would: heat, power, or both.
+    """Return why the GPU with this UUID keeps its clocks low: "heat", "power" or "heat and power".
 
-    The text is empty if the GPU does not, or if nobody knows.
+    The text is empty if the clocks are not kept low, or if NVML does not say.
     """
     with suppress(NvmlError), open_nvml() as nvml:
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(nvml.nvmlDeviceGetHandleByUUID(uuid))
@@ -97,9 +101,13 @@ def why_slow(uuid: str) -> str:
 
 
 def count_cuda_devices(gpus: Sequence[Gpu], visible: str | None) -> int:
-    """Return how many devices CUDA offers a process for this CUDA_VISIBLE_DEVICES (None if it is not set).
+    """Return how many devices CUDA offers a process.
 
     A process gets at most one MIG device, and no whole GPU besides it (MIG User Guide, "CUDA Device Enumeration").
+
+    Args:
+        gpus: the GPUs that the process may open, in NVML's order.
+        visible: its CUDA_VISIBLE_DEVICES; None if that is not set.
     """
     chosen = [gpu.uuid for gpu in gpus] if visible is None else _chosen(gpus, visible)
     divided = {gpu.uuid: gpu.instances for gpu in gpus if gpu.instances is not None}

@@ -3,7 +3,7 @@
 from flyte_ddp.launch.environment import World
 
 # Floating-point operations per second, dense, from NVIDIA's data sheets: bfloat16 on tensor cores, float32 off them.
-# Names must match entirely or up to a hyphen (A100-SXM4-80GB)..
+# Names must match entirely or up to a hyphen (A100-SXM4-80GB).
 PEAKS: dict[str, dict[str, float]] = {
     "NVIDIA A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "NVIDIA A10": {"bfloat16": 125e12, "float32": 31.2e12},
@@ -16,7 +16,12 @@ PEAKS: dict[str, dict[str, float]] = {
 
 
 def peak(device: str, precision: str) -> float | None:
-    """Return the peak FLOPS of one accelerator; None if unknown, as for all CPUs."""
+    """Return the peak floating-point operations per second of one accelerator; None if unknown, as for all CPUs.
+
+    Args:
+        device: the name that torch gives it.
+        precision: "bfloat16" or "float32".
+    """
     for name, by_precision in PEAKS.items():
         if device == name or device.startswith(f"{name}-"):
             return by_precision.get(precision)

@@ -13,12 +13,12 @@ SAID = {
 
 
 class Timeouts(NamedTuple):
-    """Limits on the seconds that a rank may go without a sign of life.
+    """Limits on the seconds that a rank may go without a sign of life, one for each phase.
 
     Attributes:
-        step: between two steps.
-        start: until the first step, if that may take longer.
-        write: while checkpoints or results are written, if that may take longer.
+        step: between two steps; the least for the others, too.
+        start: until the first step; 0 if that may not take longer.
+        write: while checkpoints or results are written; 0 if that may not take longer.
     """
 
     step: float
@@ -27,15 +27,17 @@ class Timeouts(NamedTuple):
 
     @classmethod
     def of(cls, timeouts: "Timeouts | RunOptions | float") -> "Timeouts":
+        """Return the limits in these options; or these; or a number of seconds as the limit for all phases."""
         if isinstance(timeouts, RunOptions):
             return cls(timeouts.timeout_seconds, timeouts.start_timeout_seconds, timeouts.write_timeout_seconds)
         return timeouts if isinstance(timeouts, Timeouts) else cls(timeouts)
 
     def seconds(self, phase: str) -> float:
+        """Return the limit for a phase."""
         return max(self.step, {STARTING: self.start, WRITING: self.write}.get(phase, 0.0))
 
     def exceeded(self, phase: str) -> str:
-        """Return the message that a rank has been silent for longer, with the option to raise."""
+        """Return the message for a rank that was silent for longer in a phase, with the option that sets the limit."""
         seconds = self.seconds(phase)
         kind = "" if seconds == self.step else {STARTING: "start_", WRITING: "write_"}[phase]
         return f"{SAID[phase]} {kind}timeout_seconds ({seconds:g})"

@@ -28,15 +28,19 @@ BEYOND_SECONDS = 60.0  # a collective waits so much longer than the launcher, wh
 def process_group(
     environment: Environment, timeouts: Timeouts | RunOptions | float, store: Store | None = None
 ) -> Iterator[torch.device]:
-    """Join all ranks, and yield this rank's device.
+    """Create torch's default process group with all ranks, yield this rank's device, and destroy the group.
 
-    A rank that fails leaves the group as it is: its process ends anyway.
+    All ranks call it. On a GPU, the device becomes torch's current one. A rank that fails leaves the group as it is,
+    because its process ends anyway.
 
     Args:
         environment: this rank.
-        timeouts: how long the launcher waits for a sign of life before it ends the ranks; collectives wait a little
-            longer.
-        store: what meet() has returned, if it has been called.
+        timeouts: how long the launcher waits for a sign of life before it ends the ranks; collectives wait
+            BEYOND_SECONDS longer.
+        store: the store that meet() has returned; None to call meet() here.
+
+    Raises:
+        InputError: A network interface that the user names does not exist.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
@@ -73,27 +77,31 @@ def _check_interfaces() -> None:
 
 
 def gloo_group(world: World, ranks: Sequence[int]) -> Any:
-    """Create another group, of these ranks, for collectives of objects in a thread beside training.
+    """Return another process group, of these ranks, for collectives of objects in a thread beside training.
 
-    All ranks must call it.
-
-    Its collectives wait for as long as the other ranks live. Training itself notices a hang.
+    All ranks of the default group call it. Its collectives wait for up to a day: a hang is noticed in training itself.
     """
     with _off_network(world):
         return distributed.new_group(ranks, timeout=timedelta(days=1), backend="gloo")
 
 
 def _off_network(world: World) -> AbstractContextManager[None]:
-    """Keep gloo off the network while ranks of one host meet, because the network can make gloo hang."""
+    """Have gloo use the loopback interface in the block, if all ranks are on one host: the network can make it hang.
+
+    The user's GLOO_SOCKET_IFNAME comes first.
+    """
     if world.size > world.local_size:
         return nullcontext()
     return default_variable("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
 
 
 def meet(environment: Environment, timeouts: Timeouts) -> Store:
-    """Wait for all ranks, and return a store that they share, for one process group."""
+    """Return a store that all ranks share, for one process group. All ranks call it, and may wait for one another.
+
+    torch raises an error if a rank does not come within the time for a start, and BEYOND_SECONDS.
+    """
     size = environment.world.size
-    (scheme, _, path) = environment.init_method.partition("://")
+    scheme, _, path = environment.init_method.partition("://")
     timeout = timedelta(seconds=timeouts.seconds(STARTING) + BEYOND_SECONDS)
     if scheme == "file":  # the path is no URL, in which torch would take a "#" or "?" for the path's end
         store: Store = FileStore(path, size)

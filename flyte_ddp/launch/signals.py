@@ -11,13 +11,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end
 
 @contextmanager
 def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
-    """Collect the signals that ask to stop. A second Ctrl-C interrupts at once.
+    """Yield a list to which a handler appends each signal of STOP_SIGNALS that arrives in the block.
 
-    The signals that end a pod or a terminal may come several times, forwarded by a parent and sent to the group. They
-    never interrupt.
+    A second Ctrl-C raises KeyboardInterrupt in the block, wherever that is. The other signals never do: they may come
+    several times, forwarded by a parent and sent to the group.
 
     Args:
-        is_writing: returns whether a checkpoint is being written, which is finished first.
+        is_writing: returns whether a checkpoint is being written; a second Ctrl-C is then only collected.
     """
     received: list[int] = []
 
@@ -32,10 +32,10 @@ def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[li
 
 @contextmanager
 def finishing() -> Iterator[Callable[[], None]]:
-    """Yield a function that lets the task upload what its ranks have left.
+    """Yield a function: from its call until the end of the block, SIGTERM and SIGHUP do nothing.
 
-    From the function's call until the end of the block, signals that end a pod or a terminal (SIGTERM, SIGHUP) do
-    nothing. While the ranks run, the launcher handles these signals.
+    A task calls it when its ranks have ended, to upload what they have left. While the ranks run, the launcher handles
+    these signals.
     """
     with ExitStack() as stack:
         yield lambda: stack.enter_context(on_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: None))
@@ -43,7 +43,10 @@ def finishing() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle signals instead of dying from them, except those that are ignored, as nohup does with SIGHUP."""
+    """Have the handler called for these signals in the block, except those that are ignored, as SIGHUP is under nohup.
+
+    In another thread than the main one it does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals only to the main thread
         return
