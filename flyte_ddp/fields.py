@@ -1,16 +1,14 @@
 """Dataclasses whose values are always checked, whether they come from the CLI, the UI, a file or Python.
 
-A field declares its rules, as in `epochs: int = setting(2, minimum=1)`. Without setting(), only the field's type is
-checked. A broken rule raises InputError.
+A field declares its rules and its help, as in `epochs: int = setting(2, minimum=1, help="passes over the samples")`.
+Without setting(), only the field's type is checked. A broken rule raises InputError.
 """
 
 import dataclasses
 import functools
-import inspect
 import json
 import math
 import re
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
@@ -40,8 +38,9 @@ def setting(
     maximum: float = math.inf,
     below: float = math.inf,
     choices: Sequence[str] = (),
+    help: str = "",
 ) -> Any:
-    """Declare a field of a settings class, with its default and its rules.
+    """Declare a field of a settings class, with its default, its rules and its help.
 
     Args:
         default: the value of a field that is left out.
@@ -50,8 +49,11 @@ def setting(
         maximum: the largest number allowed.
         below: a limit that a number must stay under.
         choices: the strings that are allowed; empty allows all.
+        help: what the field means, for commands' --help and the API's page. It is code, so a new text is a new version
+            of a recipe that imports the class.
     """
-    rules = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "choices": tuple(choices)}
+    limits = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    rules = {**limits, "choices": tuple(choices), "help": help}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
     # Flyte's JSON schema generates and compiles a class for each plain default, which takes a quarter of a second in
@@ -160,16 +162,17 @@ def _find_rules(kind: type, name: str) -> Mapping[str, Any]:
     return next((field.metadata for field in declared if field and "minimum" in field.metadata), {})
 
 
-def described(kind: type[Settings]) -> dict[str, str]:
-    """Return each field's description from the docstrings of the class and its bases, with the field's default."""
+def describe_fields(kind: type[Settings]) -> dict[str, str]:
+    """Return each field's help and default, by the field's name.
+
+    A field that a subclass declares without help has the help of the base class.
+    """
     texts: dict[str, str] = {}
-    for one in reversed(kind.__mro__):
-        _, _, attributes = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")
-        for entry in re.split(r"\n(?=\w)", textwrap.dedent(attributes).strip()):
-            names, _, text = entry.partition(":")
-            texts.update({name.strip(): " ".join(text.split()) for name in names.split(",")})
+    for base in reversed(kind.__mro__):
+        for name, field in vars(base).get("__dataclass_fields__", {}).items():
+            texts[name] = field.metadata.get("help") or texts.get(name, "")
     defaults = {name: f"[default: {json.dumps(value)}]" if value != "" else "" for name, value in vars(kind()).items()}
-    return {name: f"{texts.get(name, '')} {default}".strip() for name, default in defaults.items()}
+    return {name: f"{texts[name]} {default}".strip() for name, default in defaults.items()}
 
 
 def _check_declared(kind: type[Settings]) -> None:

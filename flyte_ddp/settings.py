@@ -9,7 +9,6 @@ BACKENDS = ("auto", "gloo", "nccl")
 PRECISIONS = ("auto", "float32", "bfloat16")
 TRACKING = ("auto", "online", "offline", "tensorboard", "mlflow", "off")
 SHARDING = ("off", "full", "hybrid")
-LEAST_SPIKE = 3  # standard deviations
 
 
 @dataclass(frozen=True)
@@ -17,56 +16,81 @@ class TrainingSettings(Settings):
     """The settings that determine the result of any training, and so the cache key.
 
     A recipe's own settings derive from it.
-
-    Attributes:
-        backend: process group backend; auto is nccl if a GPU is visible, else gloo.
-        seed: seeds the initial weights, the shuffling and the augmentation.
-        log_interval: steps between two log lines.
-        batch_size: samples of one optimizer step, all ranks together.
-        test_batch_size: samples of one evaluation batch, all ranks together.
-        epochs: passes over the training samples.
-        virtual_ranks: the number of parts that a global batch is computed in, as if DistributedDataParallel had so many
-            ranks. On any number of ranks up to it, the result has the same bits. 0 is plain DistributedDataParallel, in
-            which each rank draws for itself, and batch norm sees the rank's own samples.
-        threads: torch's threads in each rank. 0 is the machine's cores divided by its ranks; with virtual_ranks it is
-            one, because kernels add in another order on more threads.
-        stop_after: training stops after this many epochs, although its schedule goes on to epochs; 0 is off. It leaves
-            final-checkpoint in its logs, from which the same settings with a later stop, or none, continue.
-        evaluations_per_epoch: how often an epoch is evaluated, at equal distances, the last time at its end. All that
-            happens after an epoch happens after each evaluation: best weights are chosen, and patience counts
-            evaluations.
-        precision: of the forward and backward pass; auto is bfloat16 if all ranks' hardware supports it. A resume keeps
-            the checkpoint's precision.
-        validation_fraction: share of the training samples that are held out to choose the best epoch by, the same ones
-            for any seed. With 0 there is no validation split, and each epoch is evaluated on the test split.
-        choose_by: the measure that the best epoch is chosen by: the headline measure or the loss.
-        patience: training ends after this many evaluations without an improvement on the validation split; 0 is off.
-        minimum_delta: an improvement counts only if it is greater than this.
-        skip_spikes: the update of a step is left out if the norm of its gradients is more than this many standard
-            deviations above the running mean of those before; 0 is off.
-        freeze: patterns (fnmatch) of the names of layers or parameters that are not trained, separated by commas.
-        init_leave_out: patterns (fnmatch) of the names of tensors that are not taken from init but initialised anew,
-            separated by commas; "mismatching" stands for all tensors that init lacks or has in another shape.
     """
 
-    backend: str = setting("auto", choices=BACKENDS)
-    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
-    log_interval: int = setting(10, minimum=1)
-    batch_size: int = setting(128, minimum=1)
-    test_batch_size: int = setting(1000, minimum=1)
-    epochs: int = setting(2, minimum=1)
-    virtual_ranks: int = setting(0, minimum=0)
-    threads: int = setting(0, minimum=0)
-    stop_after: int = setting(0, minimum=0)
-    evaluations_per_epoch: int = setting(1, minimum=1)
-    precision: str = setting("auto", choices=PRECISIONS)
-    validation_fraction: float = setting(0.0, minimum=0, below=1)
-    choose_by: str = setting("headline", choices=("headline", "loss"))
-    patience: int = setting(0, minimum=0)
-    minimum_delta: float = setting(0.0, minimum=0)
-    skip_spikes: float = setting(0.0, minimum=0)
-    freeze: str = setting("")
-    init_leave_out: str = setting("")
+    backend: str = setting(
+        "auto", choices=BACKENDS, help="process group backend; auto is nccl if a GPU is visible, else gloo."
+    )
+    seed: int = setting(
+        1, minimum=0, maximum=2**32 - 1, help="seeds the initial weights, the shuffling and the augmentation."
+    )
+    log_interval: int = setting(10, minimum=1, help="steps between two log lines.")
+    batch_size: int = setting(128, minimum=1, help="samples of one optimizer step, all ranks together.")
+    test_batch_size: int = setting(1000, minimum=1, help="samples of one evaluation batch, all ranks together.")
+    epochs: int = setting(2, minimum=1, help="passes over the training samples.")
+    virtual_ranks: int = setting(
+        0,
+        minimum=0,
+        help="the number of parts that a global batch is computed in, as if DistributedDataParallel had so many ranks. "
+        "On any number of ranks up to it, the result has the same bits. 0 is plain DistributedDataParallel, in "
+        "which each rank draws for itself, and batch norm sees the rank's own samples.",
+    )
+    threads: int = setting(
+        0,
+        minimum=0,
+        help="torch's threads in each rank. 0 is the machine's cores divided by its ranks; with virtual_ranks it is "
+        "one, because kernels add in another order on more threads.",
+    )
+    stop_after: int = setting(
+        0,
+        minimum=0,
+        help="training stops after this many epochs, although its schedule goes on to epochs; 0 is off. It leaves "
+        "final-checkpoint in its logs, from which the same settings with a later stop, or none, continue.",
+    )
+    evaluations_per_epoch: int = setting(
+        1,
+        minimum=1,
+        help="how often an epoch is evaluated, at equal distances, the last time at its end. All that happens after an "
+        "epoch happens after each evaluation: best weights are chosen, and patience counts evaluations.",
+    )
+    precision: str = setting(
+        "auto",
+        choices=PRECISIONS,
+        help="of the forward and backward pass; auto is bfloat16 if all ranks' hardware supports it. A resume keeps "
+        "the checkpoint's precision.",
+    )
+    validation_fraction: float = setting(
+        0.0,
+        minimum=0,
+        below=1,
+        help="share of the training samples that are held out to choose the best epoch by, the same ones for any seed. "
+        "With 0 there is no validation split, and each epoch is evaluated on the test split.",
+    )
+    choose_by: str = setting(
+        "headline",
+        choices=("headline", "loss"),
+        help="the measure that the best epoch is chosen by: the headline measure or the loss.",
+    )
+    patience: int = setting(
+        0,
+        minimum=0,
+        help="training ends after this many evaluations without an improvement on the validation split; 0 is off.",
+    )
+    minimum_delta: float = setting(0.0, minimum=0, help="an improvement counts only if it is greater than this.")
+    skip_spikes: float = setting(
+        0.0,
+        minimum=0,
+        help="the update of a step is left out if the norm of its gradients is more than this many standard deviations "
+        "above the running mean of those before; 0 is off.",
+    )
+    freeze: str = setting(
+        "", help="patterns (fnmatch) of the names of layers or parameters that are not trained, separated by commas."
+    )
+    init_leave_out: str = setting(
+        "",
+        help="patterns (fnmatch) of the names of tensors that are not taken from init but initialised anew, separated "
+        'by commas; "mismatching" stands for all tensors that init lacks or has in another shape.',
+    )
 
     @classmethod
     def hint(cls, name: str) -> str:
@@ -78,11 +102,6 @@ class TrainingSettings(Settings):
             raise InputError(
                 f"{type(self).__name__}.virtual_ranks must be at most batch_size ({self.batch_size}), got "
                 f"{self.virtual_ranks}: lower it, or raise batch_size"
-            )
-        if 0 < self.skip_spikes < LEAST_SPIKE:
-            raise InputError(
-                f"{type(self).__name__}.skip_spikes must be 0 or at least {LEAST_SPIKE} deviations, got "
-                f"{self.skip_spikes:g}: with fewer, ordinary steps would be left out; 6 is usual"
             )
         if self.stop_after > self.epochs:
             raise InputError(
@@ -118,67 +137,101 @@ class RunOptions(Settings):
     """The options that say how to run a training.
 
     The cache ignores them; outputs say on how many ranks a result was computed.
-
-    Attributes:
-        nproc: ranks to spawn; 0 is one per visible GPU, or two if there is none.
-        timeout_seconds: how long the ranks may go without a step before the run counts as hung.
-        start_timeout_seconds: how long the ranks may take until their first step, for which they load data and network,
-            resume from a checkpoint, and try what could fail later; at least timeout_seconds.
-        write_timeout_seconds: how long the ranks may take to write, or upload, a checkpoint or their results.
-        checkpoint_seconds: time between two checkpoints within an epoch; there is always one at the epoch's end.
-        resume: whether to resume from the checkpoint of an unfinished run of the same training.
-        resume_from: the folder of an unfinished run's checkpoint, in Flyte's storage or on this machine; the run's log
-            and report name it. A run that was aborted, or ran elsewhere, continues from there. Refused for another
-            training.
-        tracking: online and offline are Weights & Biases; auto is online if W&B has a key, else off; tensorboard writes
-            event files; mlflow sends to the server that MLFLOW_TRACKING_URI names.
-        wandb_project: the W&B project; empty is WANDB_PROJECT, else flyte-ddp.
-        wandb_entity: the W&B user or team; empty is WANDB_ENTITY, else the key's own.
-        mlflow_experiment: the MLflow experiment; empty is MLFLOW_EXPERIMENT_NAME, else flyte-ddp.
-        profile: whether torch.profiler records some steps of every rank.
-        log_gradients: whether trackers get each parameter's gradient norm and, after each epoch, its histogram.
-        keep_checkpoint: whether to keep the last checkpoint, as final-checkpoint, so that a later training can continue
-            from it.
-        keep_best: how many of the best evaluations on the validation split leave their weights in the logs, the best as
-            best-1-epoch-N.pt; 0 is none.
-        loader_workers: processes per rank that read ahead the samples of a Dataset that are not in memory; with 0 the
-            rank reads them itself. Blocks need none: a thread of the rank reads them ahead.
-        pin_memory: whether the loader workers' batches are copied to a GPU from page-locked memory; without a GPU it
-            has no effect.
-        cache_bytes: how much of each node's disk Blocks of data may take; 0 is half of what is free.
-        sharding: for models that are too large for one GPU. With full, each rank keeps a part of the weights, gradients
-            and optimizer state, and the layers that Recipe.fsdp_units names are made whole one after the other. With
-            hybrid, the ranks of a node share one copy, and each node has its own.
-        audit_every: after so many steps each time, another rank computes a part of the batch again. If their bits
-            differ, the attempt ends and names the rank that was wrong. Needs virtual_ranks; 0 is off.
-        odd_hosts: what happens before the first step if a host, GPU or link differs from the others, such as a slower
-            one: warn, or refuse, which ends the attempt, so that another one may get other hosts.
-        compile: whether torch.compile compiles, one by one, the layers that Recipe.fsdp_units names, or else the
-            network; for GPUs. Compiled code draws other random numbers, so a resume needs the same choice.
     """
 
-    nproc: int = setting(0, minimum=0, maximum=1024)
-    timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
-    start_timeout_seconds: float = setting(1800.0, minimum=1, maximum=86400)
-    write_timeout_seconds: float = setting(1800.0, minimum=1, maximum=86400)
-    checkpoint_seconds: float = setting(30.0, minimum=0)
-    resume: bool = setting(True)
-    resume_from: str = setting("")
-    tracking: str = setting("auto", choices=TRACKING)
-    wandb_project: str = setting("")
-    wandb_entity: str = setting("")
-    mlflow_experiment: str = setting("")
-    profile: bool = setting(False)
-    log_gradients: bool = setting(False)
-    loader_workers: int = setting(2, minimum=0, maximum=64)
-    pin_memory: bool = setting(True)
-    keep_checkpoint: bool = setting(False)
-    keep_best: int = setting(0, minimum=0)
-    cache_bytes: int = setting(0, minimum=0)
-    sharding: str = setting("off", choices=SHARDING)
-    audit_every: int = setting(0, minimum=0)
-    odd_hosts: str = setting("warn", choices=("warn", "refuse"))
-    compile: bool = setting(False)
+    nproc: int = setting(
+        0, minimum=0, maximum=1024, help="ranks to spawn; 0 is one per visible GPU, or two if there is none."
+    )
+    timeout_seconds: float = setting(
+        300.0, minimum=1, maximum=86400, help="how long the ranks may go without a step before the run counts as hung."
+    )
+    start_timeout_seconds: float = setting(
+        1800.0,
+        minimum=1,
+        maximum=86400,
+        help="how long the ranks may take until their first step, for which they load data and network, resume from a "
+        "checkpoint, and try what could fail later; at least timeout_seconds.",
+    )
+    write_timeout_seconds: float = setting(
+        1800.0,
+        minimum=1,
+        maximum=86400,
+        help="how long the ranks may take to write, or upload, a checkpoint or their results.",
+    )
+    checkpoint_seconds: float = setting(
+        30.0, minimum=0, help="time between two checkpoints within an epoch; there is always one at the epoch's end."
+    )
+    resume: bool = setting(
+        True, help="whether to resume from the checkpoint of an unfinished run of the same training."
+    )
+    resume_from: str = setting(
+        "",
+        help="the folder of an unfinished run's checkpoint, in Flyte's storage or on this machine; the run's log and "
+        "report name it. A run that was aborted, or ran elsewhere, continues from there. Refused for another "
+        "training.",
+    )
+    tracking: str = setting(
+        "auto",
+        choices=TRACKING,
+        help="online and offline are Weights & Biases; auto is online if W&B has a key, else off; tensorboard writes "
+        "event files; mlflow sends to the server that MLFLOW_TRACKING_URI names.",
+    )
+    wandb_project: str = setting("", help="the W&B project; empty is WANDB_PROJECT, else flyte-ddp.")
+    wandb_entity: str = setting("", help="the W&B user or team; empty is WANDB_ENTITY, else the key's own.")
+    mlflow_experiment: str = setting("", help="the MLflow experiment; empty is MLFLOW_EXPERIMENT_NAME, else flyte-ddp.")
+    profile: bool = setting(False, help="whether torch.profiler records some steps of every rank.")
+    log_gradients: bool = setting(
+        False, help="whether trackers get each parameter's gradient norm and, after each epoch, its histogram."
+    )
+    loader_workers: int = setting(
+        2,
+        minimum=0,
+        maximum=64,
+        help="processes per rank that read ahead the samples of a Dataset that are not in memory; with 0 the rank "
+        "reads them itself. Blocks need none: a thread of the rank reads them ahead.",
+    )
+    pin_memory: bool = setting(
+        True,
+        help="whether the loader workers' batches are copied to a GPU from page-locked memory; without a GPU it has no "
+        "effect.",
+    )
+    keep_checkpoint: bool = setting(
+        False,
+        help="whether to keep the last checkpoint, as final-checkpoint, so that a later training can continue from it.",
+    )
+    keep_best: int = setting(
+        0,
+        minimum=0,
+        help="how many of the best evaluations on the validation split leave their weights in the logs, the best as "
+        "best-1-epoch-N.pt; 0 is none.",
+    )
+    cache_bytes: int = setting(
+        0, minimum=0, help="how much of each node's disk Blocks of data may take; 0 is half of what is free."
+    )
+    sharding: str = setting(
+        "off",
+        choices=SHARDING,
+        help="for models that are too large for one GPU. With full, each rank keeps a part of the weights, gradients "
+        "and optimizer state, and the layers that Recipe.fsdp_units names are made whole one after the other. "
+        "With hybrid, the ranks of a node share one copy, and each node has its own.",
+    )
+    audit_every: int = setting(
+        0,
+        minimum=0,
+        help="after so many steps each time, another rank computes a part of the batch again. If their bits differ, "
+        "the attempt ends and names the rank that was wrong. Needs virtual_ranks; 0 is off.",
+    )
+    odd_hosts: str = setting(
+        "warn",
+        choices=("warn", "refuse"),
+        help="what happens before the first step if a host, GPU or link differs from the others, such as a slower one: "
+        "warn, or refuse, which ends the attempt, so that another one may get other hosts.",
+    )
+    compile: bool = setting(
+        False,
+        help="whether torch.compile compiles, one by one, the layers that Recipe.fsdp_units names, or else the "
+        "network; for GPUs. Compiled code draws other random numbers, so a resume needs the same choice.",
+    )
 
     @classmethod
     def hint(cls, name: str) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from flyte_ddp.fields import described
+from flyte_ddp.fields import describe_fields
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.commands import OFFLINE, ROOT, pyflyte, start_pyflyte, words
@@ -116,8 +116,8 @@ def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, argume
 def test_the_help_has_a_line_for_each_setting_and_no_schema():
     said = words(pyflyte(*WORKFLOW, "--help").stdout)
     for kind in (Hyperparameters, RunOptions):
-        for name, text in described(kind).items():
-            assert not text.startswith("[default"), f"{name} has no docstring"
+        for name, text in describe_fields(kind).items():
+            assert not text.startswith("[default"), f"{name} has no help"
             assert words(f"- {name}: {text}") in said
     assert "--hp JSON what determines the result; omitted fields keep their defaults. - backend: process group" in said
     assert '"properties"' not in said

@@ -19,7 +19,7 @@ from mashumaro.codecs.json import JSONDecoder
 from mashumaro.codecs.msgpack import MessagePackDecoder
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import setting
+from flyte_ddp.fields import describe_fields, setting
 from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -76,7 +76,7 @@ def test_the_ui_and_python_callers_meet_the_same_checks(text, words):
             Hyperparameters(**values)
 
 
-def test_a_new_default_leaves_the_rules_of_its_field_and_setting_replaces_them():
+def test_a_new_default_leaves_rules_and_help_of_its_field_and_setting_replaces_the_rules():
     @dataclass(frozen=True)
     class Small(TrainingSettings):
         batch_size: int = 8
@@ -94,6 +94,7 @@ def test_a_new_default_leaves_the_rules_of_its_field_and_setting_replaces_them()
         precision: str = "float32"
 
     assert (Smaller().batch_size, Smaller.from_json("{}").precision) == (0, "float32")
+    assert describe_fields(Smaller)["batch_size"] == "samples of one optimizer step, all ranks together. [default: 0]"
 
 
 def test_defaults_of_another_base_leave_the_rules_too_and_other_metadata_are_no_rules():

@@ -1,7 +1,7 @@
 """The page of the Python API: every public name by the rooms of the library, with its docstring.
 
 Docstrings describe arguments in Google's sections, or in their last lines as "name: what it is. other: what that is.",
-which become such a section here; the defaults of settings are added.
+which become such a section here. Those of settings are the help of their fields, with the defaults.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import flyte_ddp
+from flyte_ddp.fields import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/api"
@@ -79,14 +80,14 @@ def as_text() -> str:
         described = {name: value}
         if inspect.isclass(value):
             described |= {f"{name}.{each}": getattr(value, each) for each in _members(value)}
-        parts += [f"\n## {title}\n\n{inspect.getdoc(one)}\n" for title, one in described.items()]
+        parts += [f"\n## {title}\n\n{inspect.getdoc(one)}\n{_fields(one)}\n" for title, one in described.items()]
     return "".join(parts)
 
 
 def lists_of_arguments(app: Any, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Rewrites a docstring in place: arguments become a section, and what is code in Markdown becomes code here."""
     known = _parameters(value) if kind in ("function", "method", "class") else set()
-    blocks = re.split(r"\n\n(?=\S)", "\n".join(lines).strip("\n"))
+    blocks = re.split(r"\n\n(?=\S)", "\n".join(lines).strip("\n") + _fields(value))
     new = "\n\n".join(_as_section(block, known) for block in blocks)
     new = re.sub(r"^    (\w+(?:, \w+)+)(: .*(?:\n     .*)*)", _one_by_one, new, flags=re.MULTILINE)
     new = re.sub(r"(?<!`)`([^`\n]+)`(?!`)", r"``\1``", new)
@@ -95,6 +96,15 @@ def lists_of_arguments(app: Any, kind: str, name: str, value: Any, options: Any,
         for field in dataclasses.fields(value):
             new = re.sub(rf"^    {field.name}: ", f"    {field.name} ({_kind(field)}): ", new, flags=re.MULTILINE)
     lines[:] = [*new.splitlines(), ""]
+
+
+def _fields(value: Any) -> str:
+    """The section of the fields that a settings class declares itself; empty for other values."""
+    if not (inspect.isclass(value) and issubclass(value, Settings)):
+        return ""
+    own = [field for field in dataclasses.fields(value) if field.name in value.__annotations__]
+    lines = [f"    {field.name}: {field.metadata['help']}" for field in own if field.metadata.get("help")]
+    return "\n\nAttributes:\n" + "\n".join(lines) if lines else ""
 
 
 def _parameters(value: Any) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from flyte_ddp.fields import Settings, described
+from flyte_ddp.fields import Settings, describe_fields
 
 
 def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
@@ -52,7 +52,7 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
         if isinstance(kind, type) and issubclass(kind, Settings):
             whole = (self.help or "").partition(": {")[0]  # the schema begins with ": {"
             # Some commands render this Markdown list; others show a line for each paragraph
-            self.help = "\n\n".join([whole, *(f"- {name}: {text}" for name, text in described(kind).items())])
+            self.help = "\n\n".join([whole, *(f"- {name}: {text}" for name, text in describe_fields(kind).items())])
             self.metavar, self.show_default = "JSON", False
 
     init.original = original  # type: ignore[attr-defined]

@@ -54,81 +54,123 @@ SUPPORTED = tuple(name for name in ACCELERATORS if name not in TOO_OLD)
 
 @dataclass(frozen=True)
 class Registration(Settings):
-    """The requests of the tasks.
+    """The requests of the tasks."""
 
-    Attributes:
-        profile: gpu, or sandbox for a small cluster without GPUs, such as one on a laptop.
-        gpus: GPUs of the training task (of each node, if there are many) with profile gpu; one rank each.
-        training_cpu, training_memory, training_disk: of a training pod, however many GPUs it has: a quantity, or
-            REQUEST:LIMIT. If empty, they depend on profile and gpus, as training_sizes says.
-        preparation_cpu, preparation_memory, preparation_disk: of a pod that prepares data. torchvision, which unpacks
-            the data, imports torch: MNIST takes 0.9 GB of memory.
-        small_cpu, small_memory, small_disk: of a pod that computes nothing. Its imports take 9 s with a quarter of a
-            CPU and 2 s with one, so it requests little and is allowed more.
-        accelerator: the kind of GPU; none leaves it to the cluster.
-        interruptible: whether training may run on preemptible machines; it resumes from its checkpoint.
-        attempt_seconds: time limit of a training attempt.
-        retries: further attempts at a training after failures that may not recur.
-        grace_seconds: how long a training pod has from a SIGTERM to its end, for which it asks the cluster; 0 is 120.
-            A cluster's pod_template decides that itself: the setting then only tells the ranks, and 0 is 30.
-        wandb_secret: GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster
-            lacks never starts, so none is requested unless named.
-        mlflow_secret: GROUP/KEY of the Flyte secret with the address of the MLflow server, if the address has a
-            password.
-        nnodes: number of nodes of workflows/multinode.py and flyte2/multinode.py; or several numbers, any of which will
-            do: 8,4,2, or MIN:MAX. A PyTorchJob starts with as many nodes as come, from the smallest number to the
-            largest. Flyte 2 asks for one number after the other; for a range these are MAX, its half, and so on.
-        nproc_per_node: ranks per node of many nodes; 0 is one per GPU, or two with profile sandbox.
-        join_minutes: how long the first nodes wait for the last: one has the image, another must be created.
-        queue_minutes: under Flyte 2, how long to wait for a number of nodes before a smaller one is asked for.
-        concurrency: how many shards of workflows/inference.py run at a time; 0 leaves it to the cluster.
-        promote_to: where workflows/promote.py, and then also the launch plan nightly, promotes models to: a URL of
-            Flyte's storage, or the path of a folder that all pods can access.
-        notify: whom Flyte notifies of how an execution of a launch plan ended, as slack:ADDRESS or email:ADDRESS, or
-            several addresses separated by commas. An address without a kind has that of the one before.
-        notify_phases: the phases to notify of.
-        webhook: URL to notify of failed trainings; everybody who can see the tasks in Flyte can see it.
-        webhook_secret: GROUP/KEY of the Flyte secret with that URL, if it is secret.
-        console: URL of Flyte's console, for the link in the webhook's message.
-        env: the user's own variables for all pods, by name. Everybody who can see the tasks in Flyte can see them.
-        labels, annotations: of all pods and of the executions of the launch plans, by key; for Kueue, for instance.
-        pod_template: name of a PodTemplate in the cluster for the pods of training: tolerations, node selectors, and
-            whatever else that cluster asks for.
-    """
-
-    profile: str = setting("gpu", choices=("gpu", "sandbox"))
-    gpus: int = setting(2, minimum=1, maximum=MOST_GPUS)
-    training_cpu: str = setting("")
-    training_memory: str = setting("")
-    training_disk: str = setting("")
-    preparation_cpu: str = setting("500m:1")
-    preparation_memory: str = setting("1Gi:2Gi")
-    preparation_disk: str = setting("2Gi")
-    small_cpu: str = setting("100m:1")
-    small_memory: str = setting("400Mi")
-    small_disk: str = setting("100Mi:1Gi")
-    accelerator: str = setting("none", choices=("none", *SUPPORTED))
-    interruptible: bool = setting(False)
-    attempt_seconds: int = setting(86400, minimum=60, maximum=366 * 86400)
-    retries: int = setting(2, minimum=0, maximum=100)
-    grace_seconds: int = setting(0, minimum=0, maximum=MOST_SECONDS)
-    wandb_secret: str = setting("")
-    mlflow_secret: str = setting("")
-    nnodes: str = setting("2")
-    nproc_per_node: int = setting(0, minimum=0, maximum=64)
-    join_minutes: int = setting(15, minimum=1, maximum=1440)
-    queue_minutes: int = setting(30, minimum=1, maximum=10080)
-    concurrency: int = setting(0, minimum=0, maximum=5000)  # shards of one prediction
-    promote_to: str = setting("")
-    notify: str = setting("")
-    notify_phases: str = setting("failed,timed_out,aborted")
-    webhook: str = setting("")
-    webhook_secret: str = setting("")
-    console: str = setting("")
-    env: dict = setting({})  # noqa: RUF009 copied
-    labels: dict = setting({})  # noqa: RUF009
-    annotations: dict = setting({})  # noqa: RUF009
-    pod_template: str = setting("")
+    profile: str = setting(
+        "gpu",
+        choices=("gpu", "sandbox"),
+        help="gpu, or sandbox for a small cluster without GPUs, such as one on a laptop.",
+    )
+    gpus: int = setting(
+        2,
+        minimum=1,
+        maximum=MOST_GPUS,
+        help="GPUs of the training task (of each node, if there are many) with profile gpu; one rank each.",
+    )
+    training_cpu: str = setting(
+        "",
+        help="CPUs of a training pod, however many GPUs it has: a quantity, or REQUEST:LIMIT. If empty, they depend on "
+        "profile and gpus, as training_sizes says.",
+    )
+    training_memory: str = setting("", help="memory of a training pod, chosen as training_cpu is.")
+    training_disk: str = setting("", help="disk of a training pod, chosen as training_cpu is.")
+    preparation_cpu: str = setting("500m:1", help="CPUs of a pod that prepares data.")
+    preparation_memory: str = setting(
+        "1Gi:2Gi",
+        help="memory of a pod that prepares data. torchvision, which unpacks the data, imports torch: MNIST takes 0.9 "
+        "GB.",
+    )
+    preparation_disk: str = setting("2Gi", help="disk of a pod that prepares data.")
+    small_cpu: str = setting(
+        "100m:1",
+        help="CPUs of a pod that computes nothing. Its imports take 9 s with a quarter of a CPU and 2 s with one, so "
+        "it requests little and is allowed more.",
+    )
+    small_memory: str = setting("400Mi", help="memory of a pod that computes nothing.")
+    small_disk: str = setting("100Mi:1Gi", help="disk of a pod that computes nothing.")
+    accelerator: str = setting(
+        "none", choices=("none", *SUPPORTED), help="the kind of GPU; none leaves it to the cluster."
+    )
+    interruptible: bool = setting(
+        False, help="whether training may run on preemptible machines; it resumes from its checkpoint."
+    )
+    attempt_seconds: int = setting(86400, minimum=60, maximum=366 * 86400, help="time limit of a training attempt.")
+    retries: int = setting(
+        2, minimum=0, maximum=100, help="further attempts at a training after failures that may not recur."
+    )
+    grace_seconds: int = setting(
+        0,
+        minimum=0,
+        maximum=MOST_SECONDS,
+        help="how long a training pod has from a SIGTERM to its end, for which it asks the cluster; 0 is 120. A "
+        "cluster's pod_template decides that itself: the setting then only tells the ranks, and 0 is 30.",
+    )
+    wandb_secret: str = setting(
+        "",
+        help="GROUP/KEY of the Flyte secret with the Weights & Biases API key. A pod whose secret the cluster lacks "
+        "never starts, so none is requested unless named.",
+    )
+    mlflow_secret: str = setting(
+        "", help="GROUP/KEY of the Flyte secret with the address of the MLflow server, if the address has a password."
+    )
+    nnodes: str = setting(
+        "2",
+        help="number of nodes of workflows/multinode.py and flyte2/multinode.py; or several numbers, any of which will "
+        "do: 8,4,2, or MIN:MAX. A PyTorchJob starts with as many nodes as come, from the smallest number to the "
+        "largest. Flyte 2 asks for one number after the other; for a range these are MAX, its half, and so on.",
+    )
+    nproc_per_node: int = setting(
+        0, minimum=0, maximum=64, help="ranks per node of many nodes; 0 is one per GPU, or two with profile sandbox."
+    )
+    join_minutes: int = setting(
+        15,
+        minimum=1,
+        maximum=1440,
+        help="how long the first nodes wait for the last: one has the image, another must be created.",
+    )
+    queue_minutes: int = setting(
+        30,
+        minimum=1,
+        maximum=10080,
+        help="under Flyte 2, how long to wait for a number of nodes before a smaller one is asked for.",
+    )
+    concurrency: int = setting(
+        0,
+        minimum=0,
+        maximum=5000,
+        help="how many shards of workflows/inference.py run at a time; 0 leaves it to the cluster.",
+    )
+    promote_to: str = setting(
+        "",
+        help="where workflows/promote.py, and then also the launch plan nightly, promotes models to: a URL of Flyte's "
+        "storage, or the path of a folder that all pods can access.",
+    )
+    notify: str = setting(
+        "",
+        help="whom Flyte notifies of how an execution of a launch plan ended, as slack:ADDRESS or email:ADDRESS, or "
+        "several addresses separated by commas. An address without a kind has that of the one before.",
+    )
+    notify_phases: str = setting("failed,timed_out,aborted", help="the phases to notify of.")
+    webhook: str = setting(
+        "", help="URL to notify of failed trainings; everybody who can see the tasks in Flyte can see it."
+    )
+    webhook_secret: str = setting("", help="GROUP/KEY of the Flyte secret with that URL, if it is secret.")
+    console: str = setting("", help="URL of Flyte's console, for the link in the webhook's message.")
+    env: dict = setting(  # noqa: RUF009 copied
+        {},
+        help="the user's own variables for all pods, by name. Everybody who can see the tasks in Flyte can see them.",
+    )
+    labels: dict = setting(  # noqa: RUF009
+        {}, help="labels of all pods and of the executions of the launch plans, by key; for Kueue, for instance."
+    )
+    annotations: dict = setting(  # noqa: RUF009
+        {}, help="annotations of all pods and of the executions of the launch plans, by key."
+    )
+    pod_template: str = setting(
+        "",
+        help="name of a PodTemplate in the cluster for the pods of training: tolerations, node selectors, and whatever "
+        "else that cluster asks for.",
+    )
 
     def __post_init__(self) -> None:
         if self.accelerator in TOO_OLD:  # this message says why; that of the choices would not

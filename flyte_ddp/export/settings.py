@@ -21,25 +21,34 @@ NEEDED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ExportOptions(Settings):
-    """The options of an export.
+    """The options of an export."""
 
-    Attributes:
-        formats: some of safetensors (the weights), pt2 (torch.export), onnx, and pretrained (the folder that
-            save_pretrained of transformers and peft writes), separated by commas.
-        tolerance: by how much a measure of an exported file may differ from that of the weights: absolute up to 1,
-            relative above.
-        reported_tolerance: by how much a measure of the weights may differ from the reported one: absolute up to 1,
-            relative above.
-        reported: measures that the training reported, by name, {"accuracy": 0.99}; empty if they are unknown, or in the
-            metadata of the weights.
-        timeout_seconds: how long a single step of the export may take before it counts as hung.
-    """
-
-    formats: str = setting("safetensors,pt2,onnx")
-    tolerance: float = setting(1e-4, minimum=0, below=1)
-    reported_tolerance: float = setting(1e-3, minimum=0, below=1)
-    reported: dict = setting({})  # noqa: RUF009 copied
-    timeout_seconds: float = setting(600.0, minimum=1, maximum=86400)
+    formats: str = setting(
+        "safetensors,pt2,onnx",
+        help="some of safetensors (the weights), pt2 (torch.export), onnx, and pretrained (the folder that "
+        "save_pretrained of transformers and peft writes), separated by commas.",
+    )
+    tolerance: float = setting(
+        1e-4,
+        minimum=0,
+        below=1,
+        help="by how much a measure of an exported file may differ from that of the weights: absolute up to 1, "
+        "relative above.",
+    )
+    reported_tolerance: float = setting(
+        1e-3,
+        minimum=0,
+        below=1,
+        help="by how much a measure of the weights may differ from the reported one: absolute up to 1, relative above.",
+    )
+    reported: dict = setting(  # noqa: RUF009 copied
+        {},
+        help='measures that the training reported, by name, {"accuracy": 0.99}; empty if they are unknown, or in the '
+        "metadata of the weights.",
+    )
+    timeout_seconds: float = setting(
+        600.0, minimum=1, maximum=86400, help="how long a single step of the export may take before it counts as hung."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,14 +67,14 @@ class ExportOptions(Settings):
 
 @dataclass(frozen=True)
 class FolderExport(ExportOptions):
-    """The options of an export of a classifier of a folder of images.
+    """The options of an export of a classifier of a folder of images."""
 
-    Attributes:
-        model: name of the network; flyte_ddp/recipes/models.py has them; auto is as in the metadata of the weights,
-            else mnist_cnn.
-    """
-
-    model: str = setting("auto", choices=("auto", *MODELS))
+    model: str = setting(
+        "auto",
+        choices=("auto", *MODELS),
+        help="name of the network; flyte_ddp/recipes/models.py has them; auto is as in the metadata of the weights, "
+        "else mnist_cnn.",
+    )
 
     @property
     def network(self) -> str:
@@ -75,13 +84,13 @@ class FolderExport(ExportOptions):
 
 @dataclass(frozen=True)
 class ClassifierExport(FolderExport):
-    """The options of an export of a classifier of a built-in dataset.
+    """The options of an export of a classifier of a built-in dataset."""
 
-    Attributes:
-        dataset: the dataset that the model was trained on; auto is as in the weights' metadata, else as in training.
-    """
-
-    dataset: str = setting("auto", choices=DATASETS)
+    dataset: str = setting(
+        "auto",
+        choices=DATASETS,
+        help="the dataset that the model was trained on; auto is as in the weights' metadata, else as in training.",
+    )
 
 
 def check_formats(options: ExportOptions) -> None:

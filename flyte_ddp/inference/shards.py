@@ -16,25 +16,31 @@ MOST_SHARDS = 5000  # Flyte's default limit for one map task
 
 @dataclass(frozen=True)
 class InferenceOptions(Settings):
-    """The options of batch prediction.
+    """The options of batch prediction."""
 
-    Attributes:
-        model: name of the network; flyte_ddp/recipes/models.py has them; auto is as in the metadata of the weights,
-            else mnist_cnn.
-        dataset: the dataset that the model was trained on, which determines shape, classes and normalisation; auto is
-            as in the weights' metadata, else as in training.
-        split: the split of the dataset to predict if no folder is given.
-        shards: number of parts, each predicted and retried on its own, with all of its images in memory.
-        batch_size: images per forward pass.
-        timeout_seconds: how long a shard may go without a batch before it counts as hung.
-    """
-
-    model: str = setting("auto", choices=("auto", *MODELS))
-    dataset: str = setting("auto", choices=DATASETS)
-    split: str = setting("test", choices=SPLITS)
-    shards: int = setting(4, minimum=1, maximum=MOST_SHARDS)
-    batch_size: int = setting(1000, minimum=1)
-    timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
+    model: str = setting(
+        "auto",
+        choices=("auto", *MODELS),
+        help="name of the network; flyte_ddp/recipes/models.py has them; auto is as in the metadata of the weights, "
+        "else mnist_cnn.",
+    )
+    dataset: str = setting(
+        "auto",
+        choices=DATASETS,
+        help="the dataset that the model was trained on, which determines shape, classes and normalisation; auto is as "
+        "in the weights' metadata, else as in training.",
+    )
+    split: str = setting("test", choices=SPLITS, help="the split of the dataset to predict if no folder is given.")
+    shards: int = setting(
+        4,
+        minimum=1,
+        maximum=MOST_SHARDS,
+        help="number of parts, each predicted and retried on its own, with all of its images in memory.",
+    )
+    batch_size: int = setting(1000, minimum=1, help="images per forward pass.")
+    timeout_seconds: float = setting(
+        300.0, minimum=1, maximum=86400, help="how long a shard may go without a batch before it counts as hung."
+    )
 
 
 @dataclass(frozen=True)

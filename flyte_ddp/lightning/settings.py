@@ -39,36 +39,34 @@ UNSET = (
 
 @dataclass(frozen=True)
 class LightningSettings(Settings):
-    """Settings that determine the result, and so the cache key; arguments of Lightning's Trainer keep their names.
-
-    Attributes:
-        backend: process group backend; auto is nccl where a GPU is visible, else gloo.
-        seed: of the initial weights and whatever else is drawn.
-        log_interval: steps between two log lines.
-        epochs: the Trainer's max_epochs.
-        precision: bfloat16 and float16 are mixed with float32; float16 needs a GPU.
-        accumulate_grad_batches: batches of each rank whose gradients make one optimizer step.
-        gradient_clip_val: largest norm, or value, of the gradients; 0 is off.
-        gradient_clip_algorithm: norm or value.
-        limit_train_batches, limit_val_batches, limit_test_batches: how many of the batches to use: up to 1 a share,
-            above 1 a number.
-        sync_batchnorm: whether batch norm sees the batches of all ranks.
-    """
+    """Settings that determine the result, and so the cache key; arguments of Lightning's Trainer keep their names."""
 
     stop_after = 0  # of recipes; no field, since it has no type
 
-    backend: str = setting("auto", choices=BACKENDS)
-    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
-    log_interval: int = setting(10, minimum=1)
-    epochs: int = setting(2, minimum=1)
-    precision: str = setting("float32", choices=tuple(PRECISIONS))
-    accumulate_grad_batches: int = setting(1, minimum=1)
-    gradient_clip_val: float = setting(0.0, minimum=0)
-    gradient_clip_algorithm: str = setting("norm", choices=ALGORITHMS)
-    limit_train_batches: float = setting(1.0, above=0)
-    limit_val_batches: float = setting(1.0, minimum=0)
-    limit_test_batches: float = setting(1.0, minimum=0)
-    sync_batchnorm: bool = setting(False)
+    backend: str = setting(
+        "auto", choices=BACKENDS, help="process group backend; auto is nccl where a GPU is visible, else gloo."
+    )
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1, help="of the initial weights and whatever else is drawn.")
+    log_interval: int = setting(10, minimum=1, help="steps between two log lines.")
+    epochs: int = setting(2, minimum=1, help="the Trainer's max_epochs.")
+    precision: str = setting(
+        "float32", choices=tuple(PRECISIONS), help="bfloat16 and float16 are mixed with float32; float16 needs a GPU."
+    )
+    accumulate_grad_batches: int = setting(
+        1, minimum=1, help="batches of each rank whose gradients make one optimizer step."
+    )
+    gradient_clip_val: float = setting(0.0, minimum=0, help="largest norm, or value, of the gradients; 0 is off.")
+    gradient_clip_algorithm: str = setting("norm", choices=ALGORITHMS, help="norm or value.")
+    limit_train_batches: float = setting(
+        1.0, above=0, help="how many of the training batches to use: up to 1 a share, above 1 a number."
+    )
+    limit_val_batches: float = setting(
+        1.0, minimum=0, help="how many of the validation batches to use: up to 1 a share, above 1 a number."
+    )
+    limit_test_batches: float = setting(
+        1.0, minimum=0, help="how many of the test batches to use: up to 1 a share, above 1 a number."
+    )
+    sync_batchnorm: bool = setting(False, help="whether batch norm sees the batches of all ranks.")
 
     @classmethod
     def hint(cls, name: str) -> str:
@@ -95,15 +93,16 @@ class LightningSettings(Settings):
 
 @dataclass(frozen=True)
 class LightningOptions(RunOptions):
-    """Options that say how to run a training. The result depends on nproc and strategy, so the cache tells them apart.
+    """Options that say how to run a training.
 
-    Attributes:
-        strategy: Lightning's; auto is ddp for several ranks, and none for one.
+    The result depends on nproc and strategy, so the cache tells them apart.
     """
 
     refused = tuple(FOR_RECIPES)
 
-    strategy: str = setting("auto", choices=STRATEGIES)
+    strategy: str = setting(
+        "auto", choices=STRATEGIES, help="Lightning's; auto is ddp for several ranks, and none for one."
+    )
 
     @classmethod
     def hint(cls, name: str) -> str:

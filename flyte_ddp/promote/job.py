@@ -12,22 +12,27 @@ BETTER = ("auto", "higher", "lower")
 
 @dataclass(frozen=True)
 class PromotionOptions(Settings):
-    """The options that say when a candidate is promoted.
+    """The options that say when a candidate is promoted."""
 
-    Attributes:
-        measure: name of the measure on the test split that decides; empty is the recipe's headline.
-        better: whether a higher or a lower value is better; auto is as for the recipe's best epoch.
-        margin: the candidate must be better than the promoted model by more than this.
-        timeout_seconds: how long the measuring may go without a batch before it counts as hung.
-        registered_model: name in the model registry of MLflow, on the server that MLFLOW_TRACKING_URI names, under
-            which the alias champion is to point to what is promoted; empty is none.
-    """
-
-    measure: str = setting("")
-    better: str = setting("auto", choices=BETTER)
-    margin: float = setting(0.0, minimum=0)
-    timeout_seconds: float = setting(300.0, minimum=1, maximum=86400)
-    registered_model: str = setting("")
+    measure: str = setting(
+        "", help="name of the measure on the test split that decides; empty is the recipe's headline."
+    )
+    better: str = setting(
+        "auto",
+        choices=BETTER,
+        help="whether a higher or a lower value is better; auto is as for the recipe's best epoch.",
+    )
+    margin: float = setting(
+        0.0, minimum=0, help="the candidate must be better than the promoted model by more than this."
+    )
+    timeout_seconds: float = setting(
+        300.0, minimum=1, maximum=86400, help="how long the measuring may go without a batch before it counts as hung."
+    )
+    registered_model: str = setting(
+        "",
+        help="name in the model registry of MLflow, on the server that MLFLOW_TRACKING_URI names, under which the "
+        "alias champion is to point to what is promoted; empty is none.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

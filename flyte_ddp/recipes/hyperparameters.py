@@ -13,44 +13,53 @@ SCHEDULES = ("onecycle", "constant")
 
 @dataclass(frozen=True)
 class Hyperparameters(TrainingSettings):
-    """The settings that determine the result of the built-in image classifiers.
+    """The settings that determine the result of the built-in image classifiers."""
 
-    Attributes:
-        sgd_momentum: momentum of SGD.
-        learning_rate: of SGD; the peak rate if the schedule is onecycle.
-        model: name of the network; flyte_ddp/recipes/models.py has them.
-        dataset: auto is the workflow's own dataset, or digits in a local run that cannot download it.
-        schedule: onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.
-        warmup_fraction: share of all steps in which the onecycle rate rises.
-        weight_decay: of SGD (an L2 penalty).
-        norm_bias_factor: factor of the learning rate of batch norm's biases, whose weight decay is divided by it.
-        nesterov: whether to use Nesterov momentum.
-        clip_norm: gradient clipping by Euclidean norm over all weights; 0 is off.
-        train_fraction: share of the training images that each epoch uses, different ones in each epoch.
-        shift_pixels: training images are shifted at random by up to this many pixels, padded with zeros.
-        flip: whether training images are mirrored left to right at random.
-        alternate_flips: whether each image is instead mirrored in every other epoch; needs flip.
-        label_smoothing: share of the target that is spread evenly over all classes.
-        ema_decay: decay per step of the exponential moving average of the weights, which is evaluated and returned; at
-            step n it is at most (1 + n) / (10 + n); 0 is off.
-    """
-
-    sgd_momentum: float = setting(0.9, minimum=0, below=1)
-    learning_rate: float = setting(0.2, above=0)
-    model: str = setting("mnist_cnn", choices=MODELS)
-    dataset: str = setting("auto", choices=DATASETS)
-    schedule: str = setting("onecycle", choices=SCHEDULES)
-    warmup_fraction: float = setting(0.25, above=0, below=1)
-    weight_decay: float = setting(5e-5, minimum=0)
-    norm_bias_factor: float = setting(1.0, above=0)
-    nesterov: bool = setting(True)
-    clip_norm: float = setting(0.5, minimum=0)
-    train_fraction: float = setting(1.0, above=0, maximum=1)
-    shift_pixels: int = setting(0, minimum=0, maximum=8)
-    flip: bool = setting(False)
-    alternate_flips: bool = setting(False)
-    label_smoothing: float = setting(0.1, minimum=0, below=1)
-    ema_decay: float = setting(0.0, minimum=0, below=1)
+    sgd_momentum: float = setting(0.9, minimum=0, below=1, help="momentum of SGD.")
+    learning_rate: float = setting(0.2, above=0, help="of SGD; the peak rate if the schedule is onecycle.")
+    model: str = setting("mnist_cnn", choices=MODELS, help="name of the network; flyte_ddp/recipes/models.py has them.")
+    dataset: str = setting(
+        "auto",
+        choices=DATASETS,
+        help="auto is the workflow's own dataset, or digits in a local run that cannot download it.",
+    )
+    schedule: str = setting(
+        "onecycle",
+        choices=SCHEDULES,
+        help="onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.",
+    )
+    warmup_fraction: float = setting(
+        0.25, above=0, below=1, help="share of all steps in which the onecycle rate rises."
+    )
+    weight_decay: float = setting(5e-5, minimum=0, help="of SGD (an L2 penalty).")
+    norm_bias_factor: float = setting(
+        1.0, above=0, help="factor of the learning rate of batch norm's biases, whose weight decay is divided by it."
+    )
+    nesterov: bool = setting(True, help="whether to use Nesterov momentum.")
+    clip_norm: float = setting(0.5, minimum=0, help="gradient clipping by Euclidean norm over all weights; 0 is off.")
+    train_fraction: float = setting(
+        1.0, above=0, maximum=1, help="share of the training images that each epoch uses, different ones in each epoch."
+    )
+    shift_pixels: int = setting(
+        0,
+        minimum=0,
+        maximum=8,
+        help="training images are shifted at random by up to this many pixels, padded with zeros.",
+    )
+    flip: bool = setting(False, help="whether training images are mirrored left to right at random.")
+    alternate_flips: bool = setting(
+        False, help="whether each image is instead mirrored in every other epoch; needs flip."
+    )
+    label_smoothing: float = setting(
+        0.1, minimum=0, below=1, help="share of the target that is spread evenly over all classes."
+    )
+    ema_decay: float = setting(
+        0.0,
+        minimum=0,
+        below=1,
+        help="decay per step of the exponential moving average of the weights, which is evaluated and returned; at "
+        "step n it is at most (1 + n) / (10 + n); 0 is off.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

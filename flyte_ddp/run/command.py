@@ -16,7 +16,7 @@ from flyte_ddp.attempt.registration import check_variables
 from flyte_ddp.code.code_version import find_parts
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import TYPE_NAMES, described, read_json
+from flyte_ddp.fields import TYPE_NAMES, describe_fields, read_json
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import train
 from flyte_ddp.whole_files import absolute
@@ -106,7 +106,7 @@ def make_command(recipe: str, kind: type[TrainingSettings]) -> click.Command:
         click.Option(["--init"], type=click.Path(exists=True), help="Weights or a checkpoint to start with."),
         click.Option(["--output"], type=kind_of, default="trained", show_default=True, help=where),
     ]
-    said = {**described(RunOptions), **described(kind)}
+    said = {**describe_fields(RunOptions), **describe_fields(kind)}
     options = [make_option(field, said[field.name]) for field in {**fields, **how}.values()]
     epilog = (
         f"The settings are those of {kind.__module__}.{kind.__name__}. For others, write --settings-class MODULE:NAME "

@@ -21,29 +21,35 @@ MOST_TRIALS = 200
 
 @dataclass(frozen=True)
 class Sweep(Settings):
-    """The settings to try. All other settings are those of the base.
+    """The settings to try. All other settings are those of the base."""
 
-    Attributes:
-        values: name of a setting -> list of the values to try or, in a random search, a Range to draw from.
-        measure: the measure that trials are compared by: accuracy, or a measure of the recipe.
-        largest: whether larger values of the measure are better.
-        search: grid tries every combination, random draws them.
-        trials: number of draws in a random search; duplicates are tried once.
-        seed: of the random search.
-        reduction_factor: of successive halving (flyte_ddp.sweep.halving): after each rung one trial in this many
-            continues, the others are cut. 1 cuts none; 4 or more trains less than half of all epochs.
-        concurrency: number of trials that run at a time on a cluster, each in its own pod. A local run trains one after
-            another, because the ranks of each use all cores.
-    """
-
-    values: dict = setting({"learning_rate": [0.05, 0.1, 0.2]})  # noqa: RUF009 copied
-    measure: str = setting("accuracy")
-    largest: bool = setting(True)
-    search: str = setting("grid", choices=("grid", "random"))
-    trials: int = setting(8, minimum=1, maximum=MOST_TRIALS)
-    seed: int = setting(1, minimum=0, maximum=2**32 - 1)
-    reduction_factor: int = setting(1, minimum=1, maximum=MOST_TRIALS)
-    concurrency: int = setting(4, minimum=1, maximum=MOST_TRIALS)
+    values: dict = setting(  # noqa: RUF009 copied
+        {"learning_rate": [0.05, 0.1, 0.2]},
+        help="name of a setting -> list of the values to try or, in a random search, a Range to draw from.",
+    )
+    measure: str = setting(
+        "accuracy", help="the measure that trials are compared by: accuracy, or a measure of the recipe."
+    )
+    largest: bool = setting(True, help="whether larger values of the measure are better.")
+    search: str = setting("grid", choices=("grid", "random"), help="grid tries every combination, random draws them.")
+    trials: int = setting(
+        8, minimum=1, maximum=MOST_TRIALS, help="number of draws in a random search; duplicates are tried once."
+    )
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1, help="of the random search.")
+    reduction_factor: int = setting(
+        1,
+        minimum=1,
+        maximum=MOST_TRIALS,
+        help="of successive halving (flyte_ddp.sweep.halving): after each rung one trial in this many continues, the "
+        "others are cut. 1 cuts none; 4 or more trains less than half of all epochs.",
+    )
+    concurrency: int = setting(
+        4,
+        minimum=1,
+        maximum=MOST_TRIALS,
+        help="number of trials that run at a time on a cluster, each in its own pod. A local run trains one after "
+        "another, because the ranks of each use all cores.",
+    )
 
 
 @dataclass(frozen=True)

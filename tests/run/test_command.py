@@ -41,7 +41,7 @@ def test_it_trains_with_the_settings_that_it_is_given(tmp_path):
     assert torch.load(tmp_path / "trained" / "model.pt", weights_only=True)["0.weight"].shape == (16, 64)
 
 
-def test_its_help_has_what_the_docstrings_say_of_each_setting():
+def test_its_help_has_a_text_for_each_setting():
     status, said = run("tabular.recipe:Tabular", "--help")
     assert status == 0
     for words in (

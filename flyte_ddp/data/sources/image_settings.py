@@ -7,22 +7,28 @@ from flyte_ddp.fields import Settings, setting
 
 @dataclass(frozen=True)
 class ImageSettings(Settings):
-    """The images to use, and how each is prepared. They determine the result.
+    """The images to use, and how each is prepared. They determine the result."""
 
-    Attributes:
-        source: "folder" is the given folder, or digits if none is given; "lfw" is Labeled Faces in the Wild, if it is
-            where torchvision keeps it.
-        image_size: pixels; images are resized and cropped around their centre to squares of this size.
-        channels: rgb or grayscale.
-        unreadable_share: the largest allowed share of files that cannot be decoded; these are named and left out.
-        least_images: classes with fewer images are left out.
-    """
-
-    source: str = setting("folder", choices=("folder", "lfw"))
-    image_size: int = setting(32, minimum=16, maximum=1024)
-    channels: str = setting("rgb", choices=("rgb", "grayscale"))
-    unreadable_share: float = setting(0.01, minimum=0, below=1)
-    least_images: int = setting(2, minimum=2)
+    source: str = setting(
+        "folder",
+        choices=("folder", "lfw"),
+        help='"folder" is the given folder, or digits if none is given; "lfw" is Labeled Faces in the Wild, if it is '
+        "where torchvision keeps it.",
+    )
+    image_size: int = setting(
+        32,
+        minimum=16,
+        maximum=1024,
+        help="pixels; images are resized and cropped around their centre to squares of this size.",
+    )
+    channels: str = setting("rgb", choices=("rgb", "grayscale"), help="rgb or grayscale.")
+    unreadable_share: float = setting(
+        0.01,
+        minimum=0,
+        below=1,
+        help="the largest allowed share of files that cannot be decoded; these are named and left out.",
+    )
+    least_images: int = setting(2, minimum=2, help="classes with fewer images are left out.")
 
     @property
     def shape(self) -> tuple[int, int, int]:
