@@ -229,16 +229,16 @@ def test_a_name_in_the_place_of_several_is_refused():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("recipe.flowers:X", r"no module recipe \(did you mean recipes\?\) in .*{root}.*: start in the folder "),
-        ("recipes.flower:X", r"no module flower \(did you mean flowers\?\) in {root}/recipes: start "),
-        ("plain.foldr.deep:X", r"no module foldr \(did you mean folder\?\) in {root}/plain: "),
+        ("recipe.flowers:X", r"no module recipe in .*{root}.*: start in the folder "),
+        ("recipes.flower:X", r"no module flower in {root}/recipes: start "),
+        ("plain.foldr.deep:X", r"no module foldr in {root}/plain: "),
         ("named.inner:X", "named is a module, {root}/named.py, and has no module inner in it"),
         ("plain.folder:X", "plain.folder is {root}/plain/folder, which has no Python source"),
-        ("recipes.flowers:Flower", r"{root}/recipes/flowers.py defines no Flower \(did you mean Flowers\?\) at"),
+        ("recipes.flowers:Flower", r"{root}/recipes/flowers.py defines no Flower at its top level"),
         ("recipes.flowers:self", "{root}/recipes/flowers.py defines no self at its top level"),
     ],
 )  # fmt: skip
-def test_a_name_that_is_not_there_is_refused_with_the_place_and_the_nearest(repository, monkeypatch, name, message):
+def test_a_name_that_is_not_there_is_refused_with_the_place(repository, monkeypatch, name, message):
     monkeypatch.syspath_prepend(sysconfig.get_path("scripts"))  # as in pyflyte and flyte-ddp
     with pytest.raises(InputError, match=message.format(root=repository)) as refused:
         find_code(name)

@@ -29,7 +29,6 @@ from flyte_ddp.code.code_version import (
     source_file,
 )
 from flyte_ddp.errors import InputError
-from flyte_ddp.text import did_you_mean
 
 EXAMPLE = '"package.module:Name"'
 ENGINE = ("flyte_ddp.engine.worker", "flyte_ddp.engine.predict")  # the modules that train, and predict with, a recipe
@@ -176,11 +175,9 @@ def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
     folders = [one for one in folders if specs or not (is_installed(one) or os.path.realpath(one) == scripts)]
     if parent and not folders:
         return InputError(f"{name}: {parent} is a module, {specs[-1].origin}, and has no module {missing} in it")
-    entries = [*chain.from_iterable(map(os.scandir, folders))]
-    names = {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
     return InputError(
-        f"{name}: no module {missing}{did_you_mean(missing, names)} in {', '.join(folders)}: start in the "
-        "folder from which the module can be imported, or put that folder on PYTHONPATH"
+        f"{name}: no module {missing} in {', '.join(folders)}: start in the folder from which the module can be "
+        "imported, or put that folder on PYTHONPATH"
     )
 
 
@@ -194,4 +191,4 @@ def _check_defined(name: str, file: str) -> None:
     stars = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
     # The rank finds out about names that come from a star import or from __getattr__
     if attribute not in names and "__getattr__" not in names and not any(stars):
-        raise InputError(f"{name}: {file} defines no {attribute}{did_you_mean(attribute, names)} at its top level")
+        raise InputError(f"{name}: {file} defines no {attribute} at its top level")

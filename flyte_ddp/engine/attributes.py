@@ -1,12 +1,7 @@
 """The rules for a recipe's attributes."""
 
 import dataclasses
-import difflib
 import fnmatch
-import inspect
-import re
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,40 +33,17 @@ def check_attributes(recipe: Recipe) -> None:
     """Check each attribute of a recipe against its rule.
 
     Raises:
-        InputError: An attribute breaks its rule, or is misspelt.
+        InputError: An attribute breaks its rule.
     """
     owner = type(recipe).__name__
-    for kind in type(recipe).__mro__:
-        _check_spelling(kind)
     for field in dataclasses.fields(Attributes):
         value: Any = getattr(recipe, field.name)
-        # in its own type, since 8.0 counts as a whole number
+        # The attribute gets its declared type, because 8.0 counts as a whole number
         vars(recipe)[field.name] = checked(owner, field, value.item() if isinstance(value, np.generic) else value)
     for name in ("percent", "lower_is_better", "higher_is_better", "activation_checkpointing", "fsdp_units"):
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
             raise InputError(f'{owner}.{name} must be a tuple of names, such as ("accuracy",), got {names!r}')
-
-
-def _check_spelling(kind: type) -> None:
-    """Check that no name of a class is a misspelt name of Recipe's.
-
-    Otherwise Recipe's default would be taken in silence.
-
-    Raises:
-        InputError: A name is nearly one of Recipe's, and nothing in its module uses it.
-    """
-    known = {name for name in vars(Recipe) if not name.startswith("_")} - {*vars(kind)}
-    source = ""
-    for name in (name for name in vars(kind) if not hasattr(Recipe, name)):
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if nearest:
-            with suppress(OSError, TypeError):  # of a class that was made at run time
-                source = source or inspect.getsource(sys.modules[kind.__module__])
-            if len(re.findall(rf"\b{name}\b", source)) == 1:
-                raise InputError(
-                    f"{kind.__name__}.{name} is used nowhere in its file (did you mean {nearest[0]}?): rename it"
-                )
 
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:

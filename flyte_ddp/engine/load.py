@@ -26,7 +26,6 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.output import own_lock_of_tqdm
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.text import did_you_mean
 
 
 def load_named(job: Job) -> Any:
@@ -42,7 +41,7 @@ def load_named(job: Job) -> Any:
         place, _, name = job.recipe.partition(":")
         module = import_module(place)
         if not hasattr(module, name):  # where stars import, its source does not tell
-            raise InputError(f"{job.recipe}: {place} has no {name}{did_you_mean(name, vars(module))} at its top level")
+            raise InputError(f"{job.recipe}: {place} has no {name} at its top level")
         named = getattr(module, name)
     own_lock_of_tqdm()
     return named

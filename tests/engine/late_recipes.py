@@ -301,25 +301,6 @@ class NoArguments(Sound):
         super().__init__(Settings())
 
 
-class Misspelt(Sound):
-    def agument(self, batch, random):
-        return batch
-
-
-class MisspeltValue(Sound):
-    clipnorm = 1.0
-
-
-class OwnHelper(Sound):
-    """Its measure calls what is named like an attribute, so it is no mistake."""
-
-    def sample(self, outputs):
-        return outputs
-
-    def measure(self, outputs, batch):
-        return super().measure(self.sample(outputs), batch)
-
-
 class InPlace(Sound):
     """What it changes is a copy, as in training."""
 

@@ -27,8 +27,8 @@ def project(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "data", "words"),
     [
-        ("numerals.model:LitNumeral", "numerals.model:Numerals", "did you mean LitNumerals?"),
-        ("numerals.modl:LitNumerals", "numerals.model:Numerals", "did you mean model?"),
+        ("numerals.model:LitNumeral", "numerals.model:Numerals", "defines no LitNumeral"),
+        ("numerals.modl:LitNumerals", "numerals.model:Numerals", "no module modl in"),
         ("numerals.model:LitNumerals", "numerals.model:Digits", "defines no Digits"),
         ("numerals/model.py:LitNumerals", "", "name the module with dots, without .py"),
     ],
@@ -40,7 +40,7 @@ def test_a_wrong_name_is_refused_when_the_workflow_file_is_read(project, module,
 
 
 def test_a_wrong_name_of_callbacks_is_refused_when_the_workflow_file_is_read(project):
-    with pytest.raises(InputError, match=r"defines no of_trainers \(did you mean of_trainer\?\)"):
+    with pytest.raises(InputError, match="defines no of_trainers"):
         LightningTraining("numerals.model:LitNumerals", callbacks="numerals.variants:of_trainers")
 
 

@@ -92,7 +92,7 @@ def test_the_command_has_a_version():
     ("arguments", "words"),
     [
         (["nothing"], r"give a name such as \"package.module:Name\", got 'nothing'"),
-        (["tabular.recipe:Tabluar"], r"defines no Tabluar \(did you mean Tabular\?\)"),
+        (["tabular.recipe:Tabluar"], "defines no Tabluar at its top level"),
         (["tabular.recipe:Tabular", "--epochs", "many"], "--epochs must be a whole number, got many"),
         (["tabular.recipe:Tabular", "--epochs", "0"], "Settings.epochs must be at least 1, got 0"),
         (["tabular.recipe:Tabular", "--resume", "perhaps"], "--resume must be true or false, got perhaps"),
