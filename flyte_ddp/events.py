@@ -1,18 +1,25 @@
 """Events that ranks, nearly always rank 0, send to the parent: small, plain values. Large data stays in files."""
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Event:
-    """The base of all events."""
+    """The base of all events.
+
+    Attributes:
+        method: the name of the method by which observers take the event.
+    """
+
+    method: ClassVar[str]
 
 
 @dataclass(frozen=True)
 class StartUp(Event):
     """An occupation of ranks that are not ready yet, such as "reading the data"."""
+
+    method = "on_start_up"
 
     doing: str
 
@@ -35,6 +42,8 @@ class RunStarted(Event):
         earlier: position and digest of each evaluation before a resume, as in EpochFinished.
         may_end_early: whether early stopping may end training before its last epoch.
     """
+
+    method = "on_run_started"
 
     dataset: str
     samples: str
@@ -76,6 +85,8 @@ class StepLogged(Event):
             report/observers.py estimates. None in the attempt's first seconds, and before the event has left the ranks.
     """
 
+    method = "on_step_logged"
+
     epoch: int
     step: int
     samples: int
@@ -103,6 +114,8 @@ class EpochFinished(Event):
         fraction: how much of the epoch had been trained.
         digest: the digest of the evaluated weights, 16 hex digits: equal bits have equal digests.
     """
+
+    method = "on_epoch_finished"
 
     epoch: int
     samples: int
@@ -147,6 +160,8 @@ class EpochChosen(Event):
         fraction: how much of the best epoch had been trained.
     """
 
+    method = "on_epoch_chosen"
+
     epoch: int
     epochs: float
     measures: dict[str, float]
@@ -165,6 +180,8 @@ class EpochChosen(Event):
 class NotLearning(Event):
     """A warning that training does not learn as it should. Training continues; the reason ends with remedies."""
 
+    method = "on_not_learning"
+
     epoch: int
     step: int
     reason: str
@@ -181,6 +198,8 @@ class RanksTimed(Event):
         waited_for: time beyond that of a fast rank, in which the others waited for this rank.
     """
 
+    method = "on_ranks_timed"
+
     data: list[float]
     computing: list[float]
     waiting: list[float]
@@ -194,6 +213,8 @@ class SlowRank(Event):
     Attributes:
         cause: "data" or "compute".
     """
+
+    method = "on_slow_rank"
 
     epoch: int
     step: int
@@ -210,6 +231,8 @@ Warned = NotLearning | SlowRank  # the events that become a run's warnings
 class GradientsSeen(Event):
     """Histograms of each parameter's gradient in an epoch's last step: counts of n bins, and their n + 1 edges."""
 
+    method = "on_gradients_seen"
+
     epoch: int
     histograms: dict[str, tuple[list[float], list[float]]]
 
@@ -223,6 +246,8 @@ class CheckpointWritten(Event):
         write_seconds: how long the write itself took, in the background.
     """
 
+    method = "on_checkpoint_written"
+
     epoch: int
     step: int
     path: str
@@ -234,12 +259,16 @@ class CheckpointWritten(Event):
 class CheckpointFailed(Event):
     """A checkpoint that could not be written. Training continues without it."""
 
+    method = "on_checkpoint_failed"
+
     reason: str
 
 
 @dataclass(frozen=True)
 class CheckpointRefused(Event):
     """The reason why training started afresh although there was a checkpoint."""
+
+    method = "on_checkpoint_refused"
 
     reason: str
 
@@ -253,6 +282,8 @@ class RanksRestarted(Event):
         left: how often the ranks may still be restarted.
     """
 
+    method = "on_ranks_restarted"
+
     reason: str
     left: int
 
@@ -261,14 +292,15 @@ class RanksRestarted(Event):
 class Printed(Event):
     """A line that a rank's code, or a library, has printed."""
 
+    method = "on_printed"
+
     rank: int
     text: str
 
 
 def tell(observer: object, event: Any) -> None:
-    """Call the observer's method for this kind of event, if it has one: on_epoch_finished for EpochFinished."""
-    name = re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", type(event).__name__)
-    method = getattr(observer, f"on{name}", None)
+    """Call the observer's method for this kind of event, such as on_epoch_finished, if the observer has one."""
+    method = getattr(observer, event.method, None)
     if method:
         method(event)
 

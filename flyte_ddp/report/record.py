@@ -36,6 +36,8 @@ class RunFinished:
         seconds: the seconds of all attempts, by the causes in goodput.py.
     """
 
+    method = "on_run_finished"
+
     results: list[TrainingResult]
     predictions_path: Path | None
     total_seconds: float
@@ -51,6 +53,8 @@ class RunFinished:
 @dataclass(frozen=True)
 class RunFailed:
     """The parent's own event that training has ended with this message."""
+
+    method = "on_run_failed"
 
     reason: str
 

@@ -1,12 +1,12 @@
 """The start of a training from earlier weights, its continuation from a checkpoint, and the freezing of layers."""
 
 import fnmatch
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from flyte_ddp.engine.checkpoints.checkpoint import compare_identities, read_checkpoint, restore
@@ -15,11 +15,9 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
-from flyte_ddp.manifest import DIGEST_BYTES
 from flyte_ddp.model_files.weights import describe_misfits, misfits, read_weights, with_base, with_tied
 from flyte_ddp.text import listed
 
-ZIP_END, ZIP_END_BYTES = b"PK\x05\x06", 22  # the beginning and the size of the last record of a file from torch.save
 MISMATCHING = "mismatching"
 # These may change within an epoch. The rest determines which samples remain, or what the sums so far mean
 FREE_WITHIN_EPOCH = {
@@ -33,18 +31,18 @@ JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_frac
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the file is a checkpoint, which ends with a checksum, rather than just weights.
+    """Return whether the file is a checkpoint, which has its format in it, rather than just weights.
 
     Raises:
         InputError: the file cannot be read.
     """
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - ZIP_END_BYTES - DIGEST_BYTES))
-            return file.read(len(ZIP_END)) == ZIP_END
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise InputError(f"init cannot be read: {path}: {error.strerror}") from None
+    except Exception:  # of many types: no checkpoint, so whoever reads the weights says what is wrong with them
+        return False
+    return isinstance(content, dict) and isinstance(content.get("format"), int)
 
 
 def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
