@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.engine import rank_0s
+from flyte_ddp.engine import collectives
 from flyte_ddp.errors import InputError
 
 
@@ -54,7 +54,7 @@ class Buffers:
                 )
             if shape != first_shape:
                 now[name] = first if first.shape == first_shape else first.new_zeros(first_shape)
-        rank_0s.take((*now.values(), *moving))
+        collectives.broadcast_in_place((*now.values(), *moving))
 
 
 class BufferCopy:

@@ -19,8 +19,8 @@ from flyte_ddp.engine.batches.block_split import BlockSplit, Reading
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import Resident, Split, hold_out
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.output import own_lock_of_tqdm

@@ -1,6 +1,5 @@
 """The checks of what a recipe's methods return, and the figures reported from its measures."""
 
-import inspect
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,26 +11,11 @@ from torch.optim import Optimizer
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Random, Recipe
-
-
-def code_location(recipe: Any, method: str) -> str:
-    """Return 'Name.method (file, line n)' of the user's code.
-
-    Args:
-        recipe: a recipe, or its class.
-        method: the name of the method.
-    """
-    kind = recipe if isinstance(recipe, type) else type(recipe)
-    function = inspect.unwrap(getattr(kind, method))
-    if method == "forward" and function is Recipe.forward:  # which calls the network, and that is the user's
-        return f"the network of {code_location(recipe, 'model')}"
-    code = getattr(function, "__code__", None)
-    where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
-    return f"{kind.__name__}.{method}{where}"
 
 
 def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:

@@ -10,9 +10,9 @@ from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.batches import rank_slice
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split
-from flyte_ddp.engine.measures import code_location
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link

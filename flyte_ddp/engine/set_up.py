@@ -9,8 +9,8 @@ from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.warm_start import continue_from, is_checkpoint
-from flyte_ddp.engine.checks.data_probe import on_any_rank
 from flyte_ddp.engine.checks.probe import Probed, probe
+from flyte_ddp.engine.collectives import all_reduce_flags
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split, split_off_validation
 from flyte_ddp.engine.measures import augment, finite_number
@@ -93,7 +93,7 @@ def set_up(
     check_settings(settings, job.options, world_size)
     if not precision:  # ranks may have different hardware, and bfloat16 needs the support of all
         is_float32 = choose_precision(settings.precision, device) == "float32"
-        precision = "float32" if any(on_any_rank([is_float32], device)) else "bfloat16"
+        precision = "float32" if any(all_reduce_flags([is_float32], device)) else "bfloat16"
     if job.options.compile:
         check_device(device)
     recipe = load_recipe(job, device)

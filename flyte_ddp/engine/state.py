@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from flyte_ddp.engine import rank_0s, torch_compat
+from flyte_ddp.engine import collectives, torch_compat
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
@@ -105,7 +105,7 @@ class TrainingState:
         self.parallel = _make_parallel(step, virtual_ranks, has_unused)
         if average and virtual_ranks and self.world_size > 1:
             # A copy from before the network had rank 0's weights
-            rank_0s.take((*average.model.parameters(), *average.model.buffers()))
+            collectives.broadcast_in_place((*average.model.parameters(), *average.model.buffers()))
         optimizer = own_optimizer(recipe, model)
         given = {id(weight) for weight in chain.from_iterable(group["params"] for group in optimizer.param_groups)}
         # Trainable weights that are not trained all the same, by name

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import distributed
 
-from flyte_ddp.engine.checks.data_probe import on_any_rank
+from flyte_ddp.engine.collectives import all_reduce_flags
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
@@ -280,7 +280,7 @@ class RankObserver(Checkpoint):
         if self.within:
             self._epoch_state.restore(self.within, is_trained=self.position[1] >= trainer.num_training_batches)
         self.within = {}
-        if any(on_any_rank([has_changed], trainer.strategy.root_device)):
+        if any(all_reduce_flags([has_changed], trainer.strategy.root_device)):
             self._files.restore_tensors(trainer)
         self.progress.clock.lap(StepPart.OTHER)
 
@@ -366,7 +366,7 @@ class RankObserver(Checkpoint):
         progress.begin_next(1.0)
         self._evaluation_seconds, self._validation.values, self._asked = 0.0, {}, NOTHING
         progress.save(self)
-        if any(on_any_rank([self._link.stop_requested], self.device)):
+        if any(all_reduce_flags([self._link.stop_requested], self.device)):
             raise StopRequested(epoch + 1, 0)
 
 

@@ -14,7 +14,7 @@ from torch import distributed
 
 from flyte_ddp.engine.batches.block_cache import locked
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem, open_shards
-from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
+from flyte_ddp.engine.collectives import broadcast_value, gather_values
 from flyte_ddp.engine.job import RankStorage
 from flyte_ddp.engine.sharding.sharded_state import Layout
 from flyte_ddp.engine.torch_compat import pytree
@@ -41,7 +41,7 @@ def fetch_shards(
     Raises:
         CheckpointError: a rank's file is damaged or missing. It is raised on all ranks.
     """
-    name = of_first_rank(f"checkpoint-{uuid.uuid4().hex}")
+    name = broadcast_value(f"checkpoint-{uuid.uuid4().hex}")
     folder = Path(tempfile.gettempdir(), name)  # this job's ranks on this host share the folder
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     content = open_shards(folder, manifest)
@@ -52,7 +52,7 @@ def fetch_shards(
     first = len(needed) * environment.local_rank // environment.world.local_size
     shared_out = needed[first:] + needed[:first]  # each rank of a host begins with another file
     outcomes = (_fetch(file, content["shards"][file], manifest["url"], storage) for file in shared_out)
-    problems = of_each_rank(next(filter(None, outcomes), ""))
+    problems = gather_values(next(filter(None, outcomes), ""))
     try:
         for problem in filter(None, problems):
             raise CheckpointError(problem)

@@ -12,9 +12,8 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse, restore
 from flyte_ddp.engine.checkpoints.fetched_shards import fetch_shards
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem
-from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
+from flyte_ddp.engine.collectives import broadcast_tensor, broadcast_value, gather_values
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.sharding.mesh import copies, counterparts
 from flyte_ddp.engine.sharding.sharded_state import cut
 from flyte_ddp.engine.sharding.sharding import is_sharded, local
@@ -67,7 +66,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
             found = (checksum(path), outline, manifest, job.options)
         except CheckpointError as error:
             refuse(error, job.options, link.emit, output=path.parent if job.is_output else None)
-    found = of_first_rank(found)
+    found = broadcast_value(found)
     if found is None:
         return None
     expected, outline, manifest, options = found  # only rank 0 knows whether the checkpoint is resume_from's
@@ -131,11 +130,11 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
     Raises:
         CheckpointError: A shard is damaged or missing. All ranks raise it.
     """
-    seen = of_each_rank(content is not None)
+    seen = gather_values(content is not None)
     position = sum(seen[: distributed.get_rank()])
     assigned = sorted(content.get("shards", {}).items())[position :: sum(seen)] if content else []
     own_problems = filter(None, (find_problem(*shard) for shard in assigned))
-    for problem in filter(None, of_each_rank(next(own_problems, ""))):
+    for problem in filter(None, gather_values(next(own_problems, ""))):
         raise CheckpointError(problem)
     return seen
 
@@ -177,10 +176,10 @@ def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = 
         if not isinstance(value, (Tensor, StoredTensor)):
             return value
         if receivers is distributed.group.WORLD:  # the first rank has other rows than most
-            value = broadcast(_read(value), state.device, receivers)
+            value = broadcast_tensor(_read(value), state.device, receivers)
         came = _read(state.layout.local(path, value))
         if receivers not in (None, distributed.group.WORLD):
-            came = broadcast(came, state.device, receivers)
+            came = broadcast_tensor(came, state.device, receivers)
         tensor = fitting.get(path)
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (came.shape, came.dtype):
             tensor = new(path, came)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse
-from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
+from flyte_ddp.engine.collectives import broadcast_tensor, broadcast_value, gather_values
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.rank_0s import broadcast
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.events import Event
@@ -42,11 +41,15 @@ def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.de
             found = (checksum(path), pytree.tree_map_only(Tensor, lambda one: one.to("meta"), state))
         except CheckpointError as error:
             refuse(error, job.options, emit, output=path.parent if job.is_output else None)
-    found = of_first_rank(found)
+    found = broadcast_value(found)
     if found is None:
         return None
     expected, outline = found
     content = read_same(path, expected)
-    is_seen_by_all = all(of_each_rank(content is not None))
+    is_seen_by_all = all(gather_values(content is not None))
     state = content["state"] if content else outline
-    return state if is_seen_by_all else pytree.tree_map_only(Tensor, lambda one: broadcast(one, device).cpu(), state)
+    return (
+        state
+        if is_seen_by_all
+        else pytree.tree_map_only(Tensor, lambda one: broadcast_tensor(one, device).cpu(), state)
+    )

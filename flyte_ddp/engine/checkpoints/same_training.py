@@ -6,7 +6,7 @@ Other launchers start each host's ranks separately.
 import torch
 
 from flyte_ddp.engine.checkpoints.checkpoint import compare_identities
-from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
+from flyte_ddp.engine.collectives import broadcast_value, gather_values
 from flyte_ddp.engine.job import Job
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
@@ -29,11 +29,11 @@ def check_same_training(environment: Environment, job: Job) -> None:
         InputError: a rank differs. It is raised on all ranks.
     """
     own = {**job.identity, **{name: getattr(job.options, name) for name in OPTIONS}, "torch": str(torch.__version__)}
-    first = of_first_rank(own)
+    first = broadcast_value(own)
     if first["torch"] != own["torch"]:
         first.update(code=own["code"], torch=own["torch"])
     found = next(compare_identities(first, own), None)
-    for rank, (host, difference) in enumerate(of_each_rank((environment.host, found))):
+    for rank, (host, difference) in enumerate(gather_values((environment.host, found))):
         if difference:
             (*_, name), usual, other = difference
             raise InputError(

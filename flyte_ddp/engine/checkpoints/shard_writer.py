@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import describe_state
-from flyte_ddp.engine.checks.data_probe import of_each_rank, of_first_rank
+from flyte_ddp.engine.collectives import broadcast_value, gather_values
 from flyte_ddp.engine.job import RankStorage
 from flyte_ddp.engine.sharding.sharded_state import Shard, cut, cut_rows
 from flyte_ddp.errors import InputError
@@ -63,7 +63,7 @@ class SharedFolder:
         Raises:
             InputError: a rank does not see rank 0's folder. All ranks raise the error.
         """
-        self._path, self._start = of_first_rank((path, uuid.uuid4().hex[:8]))
+        self._path, self._start = broadcast_value((path, uuid.uuid4().hex[:8]))
         self._older: list[Path] = []
         if cut().parts > environment.world.local_size:
             self._check(environment)
@@ -74,7 +74,7 @@ class SharedFolder:
             with suppress(OSError):
                 mark.touch()
         distributed.barrier()
-        seen = of_each_rank(not cut().writes or mark.exists())
+        seen = gather_values(not cut().writes or mark.exists())
         if environment.rank == 0:
             mark.unlink(missing_ok=True)
         if not all(seen):
@@ -116,7 +116,7 @@ class StorageDestination:
 
     def begin(self, position: str) -> Path:
         names = (f"{self._start}-{number}" for number in itertools.count())
-        name = of_first_rank(next(name for name in names if name not in self._taken))
+        name = broadcast_value(next(name for name in names if name not in self._taken))
         shards = shards_beside(self._path)
         shutil.rmtree(shards, ignore_errors=True)  # a checkpoint that could not be written may have left files
         return Path(shards, name)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, finish_draft, write_checkpoint, write_draft
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, StorageDestination
-from flyte_ddp.engine.checks.data_probe import of_first_rank
+from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.progress import Checkpoints, Resumable
 from flyte_ddp.engine.sharding.sharding import is_sharded
@@ -187,7 +187,7 @@ class StoredCheckpointWriter(CheckpointWriter):
 
     def save(self, state: Resumable, is_last: bool = False) -> None:
         # Rank 0 decides, because its thread ends last: it waits for the others
-        if of_first_rank(is_last or not self._is_busy()):
+        if broadcast_value(is_last or not self._is_busy()):
             super().save(state, is_last)
 
     def _is_busy(self) -> bool:

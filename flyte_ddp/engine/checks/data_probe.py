@@ -5,7 +5,7 @@ import random
 import select
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from itertools import count
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from flyte_ddp.engine.batches.lengths import get_lengths
@@ -21,8 +21,9 @@ from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.held_generators import SEED, generator_states
 from flyte_ddp.engine.checks.trials import is_same
+from flyte_ddp.engine.code_location import code_location
+from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value
 from flyte_ddp.engine.digest import compute_sum
-from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
@@ -74,11 +75,11 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
         faults[name] = {fault}
         (tree,) = split.fetch([chosen])
         digests[name] = len(split), [compute_sum(leaf).item() for leaf in pytree.tree_leaves(tree)]
-    first_digests, first_remedies = of_first_rank((digests, remedies))
+    first_digests, first_remedies = broadcast_value((digests, remedies))
     for name in splits:
         if digests[name] != first_digests[name]:
             faults[name].add(Fault.UNEQUAL)
-    found = {fault: on_any_rank([fault in faults[name] for name in splits], device) for fault in Fault}
+    found = {fault: all_reduce_flags([fault in faults[name] for name in splits], device) for fault in Fault}
     reasons: dict[str, list[str]] = {}  # the splits that each reason is true of
     for number, (name, split) in enumerate(splits.items()):
         fault = next((fault for fault in Fault if found[fault][number]), None)
@@ -117,27 +118,6 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
                 "a sample as it is, whatever others it reads: mix samples in augment(), and to pad them, let the "
                 "recipe's lengths(split) return their lengths"
             )
-
-
-def of_first_rank(value: Any) -> Any:
-    """Broadcast rank 0's value, and return it. All ranks must call it."""
-    values = [value]
-    distributed.broadcast_object_list(values)
-    return values[0]
-
-
-def of_each_rank(value: Any) -> list[Any]:
-    """Gather a value from each rank, and return the values by rank; a collective."""
-    values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
-    return values
-
-
-def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
-    """Return, for each flag, whether it is set on any rank. All ranks must call it."""
-    counts = torch.tensor(flags, dtype=torch.float32, device=device)
-    distributed.all_reduce(counts)
-    return [count > 0 for count in counts.tolist()]
 
 
 def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:

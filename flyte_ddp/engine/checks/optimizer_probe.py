@@ -11,8 +11,9 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from flyte_ddp.engine.checks.trials import fault_named, is_same
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.digest import compute_sum
-from flyte_ddp.engine.measures import code_location, finite_number
+from flyte_ddp.engine.measures import finite_number
 from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.engine.sharding.sharding import is_sharded, on_shards
 from flyte_ddp.engine.torch_compat import pytree

@@ -23,9 +23,10 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.splits import Split, spread
-from flyte_ddp.engine.checks.data_probe import of_first_rank, on_any_rank, refuse_coupled_reading, unequal_data
+from flyte_ddp.engine.checks.data_probe import refuse_coupled_reading, unequal_data
 from flyte_ddp.engine.checks.optimizer_probe import try_optimizer
 from flyte_ddp.engine.checks.trials import Network, Trial, Trials, choose_tolerance, fault_named, is_close, is_same
+from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value
 from flyte_ddp.engine.measures import (
     check_rows,
     code_location,
@@ -534,9 +535,9 @@ def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
         totals: the sums and weights that this rank has measured. A relative difference of 0.001 is allowed.
     """
     own = torch.tensor([totals], dtype=torch.float64)
-    first = of_first_rank(own)
+    first = broadcast_value(own)
     unlike = own.shape != first.shape or not torch.allclose(own, first, rtol=1e-3, equal_nan=True)
-    if any(on_any_rank([unlike], recipe.device)):
+    if any(all_reduce_flags([unlike], recipe.device)):
         raise InputError(
             f"{code_location(recipe, 'measure')}: each rank measures something else for the same samples: let nothing, "
             "from the initial weights to the measures, depend on the process that computes it"

@@ -17,7 +17,8 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.batches.splits import Split
-from flyte_ddp.engine.measures import augment, code_location, compute_pairs, trained_measure
+from flyte_ddp.engine.code_location import code_location
+from flyte_ddp.engine.measures import augment, compute_pairs, trained_measure
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.torch_compat import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, start_from
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.measures import code_location
 from flyte_ddp.engine.sharding.sharding import give_room
 from flyte_ddp.engine.tracing_compat import records_graphs
 from flyte_ddp.errors import InputError

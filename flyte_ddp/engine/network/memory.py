@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
-from flyte_ddp.engine.checks.data_probe import on_any_rank
+from flyte_ddp.engine.collectives import all_reduce_flags
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import any_batch_size
 from flyte_ddp.errors import InputError
@@ -66,7 +66,7 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
     batch = next(train.epoch(0))
     shares = train.virtual_ranks or train.world_size
     most = state.micro_batch if state.micro_batch > 0 else -(-train.batch_size // shares)
-    while any(on_any_rank([not _fits(state, batch.parts(most)[0])], state.device)):
+    while any(all_reduce_flags([not _fits(state, batch.parts(most)[0])], state.device)):
         if most == 1:
             raise InputError(
                 "a step with a single sample does not fit into memory: choose a smaller network, or name layers in the "

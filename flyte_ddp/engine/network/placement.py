@@ -3,7 +3,7 @@
 from torch import nn
 
 from flyte_ddp.engine.average import Average
-from flyte_ddp.engine.checks.data_probe import of_first_rank
+from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.engine.sharding.mesh import make_mesh
 from flyte_ddp.engine.sharding.shardable import check_recipe, check_weights
 from flyte_ddp.engine.sharding.sharding import shard
@@ -42,7 +42,7 @@ def to_device(
         return Average(model, recipe.ema_decay) if recipe.ema_decay else None
     check_recipe(recipe, options, environment)
     check_weights(recipe, model)
-    base.digest = of_first_rank(base.digest if environment.rank == 0 else "")  # the others have no values
+    base.digest = broadcast_value(base.digest if environment.rank == 0 else "")  # the others have no values
     average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
     mesh = make_mesh(options, environment)
     shard(recipe, [model, average.model] if average else [model], mesh, precision)

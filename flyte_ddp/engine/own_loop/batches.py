@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from flyte_ddp.engine import rank_0s
+from flyte_ddp.engine import collectives
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.garbage import collected_between
@@ -121,7 +121,7 @@ class Evaluation:
         outer = state.part
         if buffers := [*chain.from_iterable(model.buffers() for model in state.wrapped)]:
             state.agree(Call.EVALUATION)
-            rank_0s.take(buffers)  # as before each step
+            collectives.broadcast_in_place(buffers)  # as before each step
         versions = state.buffer_versions() if parts else {}
         state.is_cut = True
         # A step that has begun is ended first

@@ -7,7 +7,7 @@ from torch import nn
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.attributes import matching_layers
-from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.sharding.sharding import OFF
 from flyte_ddp.errors import InputError, not_installed
 from flyte_ddp.launch.environment import Environment

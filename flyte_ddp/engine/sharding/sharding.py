@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.sharding.mesh import copies
 from flyte_ddp.engine.step import SingleStep, Step, Totals, list_gradients
 from flyte_ddp.errors import InputError

@@ -15,7 +15,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine import rank_0s, torch_compat
+from flyte_ddp.engine import collectives, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.step import SingleStep, Step, Totals, constants, list_gradients
@@ -69,7 +69,7 @@ class ExactStep(SingleStep):
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
         if distributed.get_world_size() > 1:
             # Another host's processor may have computed other bits of weights and buffers
-            rank_0s.take((*step.model.parameters(), *step.model.buffers()))
+            collectives.broadcast_in_place((*step.model.parameters(), *step.model.buffers()))
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         """Compute one of the rank's parts, and add its measures to those of the step.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, parts_of_rank, rank_slice
-from flyte_ddp.engine.measures import code_location
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.seeds import generator_states, put_back_generators, seed_part
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError

@@ -1,6 +1,9 @@
-"""Rank 0's tensors, on all ranks. Each function is a collective. Tensors go as bytes, as not all types can be sent."""
+"""The exchanges of a few values among ranks. All ranks must call each function.
 
-from collections.abc import Iterable
+Tensors are sent as bytes, because some backends cannot send all types.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor, distributed
 from flyte_ddp.engine.torch_compat import broadcast_together
 
 
-def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
+def broadcast_tensor(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
     """Broadcast the tensor of the group's first rank to `device` on all its ranks; a collective of the group.
 
     Args:
@@ -24,7 +27,7 @@ def broadcast(value: Tensor, device: torch.device, receivers: Any = None) -> Ten
 
 
 @torch.no_grad()
-def take(tensors: Iterable[Tensor]) -> None:
+def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
     """Overwrite the tensors with rank 0's values; a collective.
 
     Tensors need not be contiguous. Many of them travel in one message.
@@ -39,3 +42,24 @@ def take(tensors: Iterable[Tensor]) -> None:
     for tensor, dense in sent:
         if dense.data_ptr() != tensor.data_ptr():
             tensor.copy_(dense)
+
+
+def broadcast_value(value: Any) -> Any:
+    """Broadcast rank 0's value, and return it."""
+    values = [value]
+    distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def gather_values(value: Any) -> list[Any]:
+    """Gather a value from each rank, and return the values by rank."""
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def all_reduce_flags(flags: Sequence[bool], device: torch.device) -> list[bool]:
+    """Return, for each flag, whether it is set on any rank."""
+    counts = torch.tensor(flags, dtype=torch.float32, device=device)
+    distributed.all_reduce(counts)
+    return [count > 0 for count in counts.tolist()]
