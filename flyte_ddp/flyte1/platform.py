@@ -125,7 +125,8 @@ def publisher(title: str) -> Callable[[str], None]:
 class TaskError(FlyteUserException):
     """A task's failure, whose message Flyte's console shows first.
 
-    For other exceptions the message follows the stack, here that of the parent, where nothing is wrong.
+    For an exception with a traceback, flytekit writes the message after the stack, here that of the parent, where
+    nothing is wrong. `raise … from None` drops the cause alone, so this exception keeps no traceback.
     """
 
     def __init__(self, failure: Failure, message: str):

@@ -56,12 +56,13 @@ def ship(files: Iterable[str]) -> None:
     """Make `pyflyte run --remote` send these files (absolute paths) without importing them.
 
     The ranks' modules import torch. pyflyte sends the __file__ of everything in sys.modules that is below the project's
-    root.
+    root, so each file gets an entry there. Without them, a pod of a user who forgets `--copy all` would run the code of
+    its image.
     """
-    imported = set(loaded_files().values())  # imported files would be sent twice
+    imported = set(loaded_files().values())  # pyflyte sends imported files anyway, and would send them twice
     for file in files:
         name = f"{file} (file)"
-        sys.modules.pop(name, None)  # the file may have been imported since
+        sys.modules.pop(name, None)  # of an earlier call: the file may have been imported since
         if file not in imported:
             sys.modules[name] = _File(name)
             sys.modules[name].__file__ = file

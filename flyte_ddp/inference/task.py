@@ -36,7 +36,6 @@ from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.whole_files import content_digest, remove_leftovers, temporary_beside, writing_to
 
-# Names of functions, because importing them would import torch
 PREDICTOR = "flyte_ddp.inference.rank:predict_images"
 INSPECTOR = "flyte_ddp.inference.rank:check_model"
 INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__), ("torch", "pillow"))

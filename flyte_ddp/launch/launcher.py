@@ -82,7 +82,8 @@ def launch(
     their own. Meanwhile it handles the signals that ask to stop, if the calling thread is the main one.
 
     Args:
-        target: "module:function". The ranks import it; the parent doesn't.
+        target: the function's name, "module:function". The ranks import the module; the parent doesn't, because that
+            would import torch.
         world: the number of ranks and their devices.
         argument: the object that each rank gets; it is pickled.
         timeouts: limits after which a silent rank counts as hung. A number of seconds is the limit for all phases.

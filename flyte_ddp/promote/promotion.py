@@ -22,7 +22,7 @@ from flyte_ddp.report.words import capitalised, format_measure, in_words
 from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.whole_files import content_digest
 
-MEASURE = "flyte_ddp.promote.rank:measure_models"  # the function's name, because importing it would import torch
+MEASURE = "flyte_ddp.promote.rank:measure_models"
 
 
 @dataclass(frozen=True)

@@ -205,22 +205,19 @@ COMPILER = """if True:
     import sys, torch
     from torch import distributed, nn
     from torch.nn.parallel import DistributedDataParallel
-    from flyte_ddp.engine import compiler_compat, torch_compat
-    compiler_compat.leave_dynamo_out()
+    from flyte_ddp.engine.compiler_compat import leave_dynamo_out
+    leave_dynamo_out()
     distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with compiler_compat.inductor_left_out(), torch.profiler.profile() as profiler:
-        for _ in range(2):
-            model(torch.ones(2)).sum().backward()
-            optimizer.step()
-            profiler.step()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
     distributed.destroy_process_group()
     print([name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
 """
 
 
-def test_neither_ddp_nor_optimizers_nor_the_profiler_bring_the_compiler(tmp_path):
+def test_neither_ddp_nor_optimizers_bring_the_compiler(tmp_path):
     command = [sys.executable, "-c", COMPILER, str(tmp_path / "store")]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300

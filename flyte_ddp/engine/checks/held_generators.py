@@ -1,4 +1,8 @@
-"""The random number generators that a Dataset, or a transform in it, holds for itself."""
+"""The random number generators that a Dataset, or a transform in it, holds for itself.
+
+Reading a few samples twice does not show a generator whose draws happen to leave these samples as they are, and a
+message can name the call that seeds a generator only if the generator is found.
+"""
 
 import pickle
 import random

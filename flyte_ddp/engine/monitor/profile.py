@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from flyte_ddp.engine.compiler_compat import inductor_left_out
 from flyte_ddp.whole_files import write_whole
 
 # Steps to skip, to warm up the profiler with, and to record: the first ones are not typical
@@ -46,10 +45,7 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU, kinds.CUDA] if torch.cuda.is_available() else [kinds.CPU]
-    with (
-        inductor_left_out(),
-        torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler,
-    ):
+    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
         handle = optimizer.register_step_post_hook(lambda *_: profiler.step())
         try:
             yield

@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, start_from
 from flyte_ddp.engine.code_location import code_location
+from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.sharding.sharding import give_room
 from flyte_ddp.engine.tracing_compat import records_graphs
@@ -48,9 +49,7 @@ def first_model(recipe: Recipe, job: Job) -> First:
             built = _without_values(recipe, job), set[str](), list[str]()
         except Exception as error:  # of many types: model() may do with its tensors what it likes
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    reference: list[Any] = [(outline(built[0]), built[1]) if built and rank == 0 else None]
-    distributed.broadcast_object_list(reference)
-    expected, base = reference[0]
+    expected, base = broadcast_value((outline(built[0]), built[1]) if built and rank == 0 else None)
     if built and outline(built[0]) != expected:
         built, problem = None, "it has other tensors where they have no values"
     problems: list[Any] = [None] * size
@@ -109,6 +108,8 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     if job.settings.freeze:
         freeze(model, job.settings.freeze)
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    # Layers and recipes may keep a tensor anywhere, and only the garbage collector knows all of them. The first use of
+    # such a tensor would fail on this rank alone, although the network trains without sharding.
     gc.collect()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and candidate.is_meta and id(candidate) not in tensors:
