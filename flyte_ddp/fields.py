@@ -27,7 +27,7 @@ except ModuleNotFoundError:  # Flyte needs dataclasses_json, training does not
 S = TypeVar("S", bound="Settings")
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object"}
-BY_NAME = {kind.__name__: kind for kind in TYPE_NAMES}
+TYPES = {kind.__name__: kind for kind in TYPE_NAMES}
 
 
 def setting(
@@ -40,7 +40,7 @@ def setting(
     choices: Sequence[str] = (),
     help: str = "",
 ) -> Any:
-    """Declare a field of a settings class, with its default, its rules and its help.
+    """Declare a field of a settings class, as dataclasses.field() does, with its default, its rules and its help.
 
     Args:
         default: the value of a field that is left out.
@@ -56,8 +56,8 @@ def setting(
     rules = {**limits, "choices": tuple(choices), "help": help}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
-    # Flyte's JSON schema generates and compiles a class for each plain default, which takes a quarter of a second in
-    # total; a factory avoids that
+    # Flyte's JSON schema generates and compiles a class for each plain default. That takes a quarter of a second in
+    # total, and a factory avoids it.
     return dataclasses.field(default_factory=lambda: default, metadata=rules)
 
 
@@ -96,22 +96,25 @@ def refuse_repeated(names: Sequence[str]) -> None:
 
 
 class Settings(DataClassJsonMixin):
-    """The base of all settings.
+    """The base of all settings: frozen dataclasses that check each value when they are made, and read strict JSON.
 
-    Reads strict JSON, whose missing fields take defaults; a broken rule raises InputError.
+    A broken rule raises InputError.
+
+    Attributes:
+        refused: names of inherited fields that have no effect in this class. No message lists or suggests them.
     """
 
-    refused: ClassVar[Collection[str]] = ()  # fields that have no effect here, and are not listed as known
+    refused: ClassVar[Collection[str]] = ()
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """Return a suggestion for a name that is no field; empty if no field's name is near."""
+        """Return what to add to the message about a name that is no field: " (did you mean epochs?)", or ""."""
         return did_you_mean(name, {field.name for field in dataclasses.fields(cls)} - {*cls.refused})  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
-        _check_declared(type(self))
+        _check_declaration(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            object.__setattr__(self, field.name, _checked(type(self), field, getattr(self, field.name)))
+            object.__setattr__(self, field.name, _check_own(type(self), field, getattr(self, field.name)))
 
     @classmethod
     def from_json(cls: type[S], s: Any, **_: Any) -> S:
@@ -133,33 +136,36 @@ class Settings(DataClassJsonMixin):
 
     @classmethod
     def __pre_deserialize__(cls, values: dict[Any, Any]) -> dict[Any, Any]:
-        """Check the values before Flyte converts them.
+        """Check the values before Flyte converts them, and return them as they are.
 
-        Flyte's decoder (mashumaro) calls this method by its name for inputs from the UI. It would otherwise convert
-        them silently: 2.7 to 2, "false" to True, and unknown fields to nothing.
+        Flyte's decoder (mashumaro) calls this method by its name for inputs from the UI. Otherwise the decoder would
+        convert them silently: 2.7 to 2, "false" to True, and unknown fields to nothing.
+
+        Raises:
+            InputError: A value breaks a rule, or its name is no field.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name, value in values.items():
             if name not in fields:
                 known = ", ".join(one for one in fields if one not in cls.refused)
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{cls.hint(str(name))}; known: {known}")
-            _checked(cls, fields[name], value)
+            _check_own(cls, fields[name], value)
         return values
 
 
 def is_field(kind: type[Settings], name: str) -> bool:
-    """Return whether the class has a field of this name that is not refused."""
+    """Return whether the settings class has a field of this name that is not refused."""
     return name in {field.name for field in dataclasses.fields(kind)} - {*kind.refused}  # type: ignore[arg-type]
 
 
 @functools.cache
 def _find_rules(kind: type, name: str) -> Mapping[str, Any]:
-    """Return a field's rules, from the nearest class that declares the field by setting().
+    """Return a field's rules by name, such as "minimum", from the nearest class that declares the field by setting().
 
     A new default alone, as in `epochs: int = 30`, leaves the rules as they are.
     """
     declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in kind.__mro__)
-    return next((field.metadata for field in declared if field and "minimum" in field.metadata), {})
+    return next((field.metadata for field in declared if field and "minimum" in field.metadata), setting(None).metadata)
 
 
 def describe_fields(kind: type[Settings]) -> dict[str, str]:
@@ -175,8 +181,8 @@ def describe_fields(kind: type[Settings]) -> dict[str, str]:
     return {name: f"{texts[name]} {default}".strip() for name, default in defaults.items()}
 
 
-def _check_declared(kind: type[Settings]) -> None:
-    """Check that a settings class declares its fields in a way that dataclasses notices.
+def _check_declaration(kind: type[Settings]) -> None:
+    """Check that a settings class, and its bases, declare their fields in a way that dataclasses notices.
 
     Raises:
         InputError: A class with fields lacks the dataclass decorator, or a new default has no type.
@@ -194,28 +200,28 @@ def _check_declared(kind: type[Settings]) -> None:
             raise InputError(f"{one.__name__}.{name} must have a type, as in {example}: it has no effect without")
 
 
-def _checked(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any) -> Any:
-    return checked(kind.__name__, field, value, _find_rules(kind, field.name))
+def _check_own(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Check a value by the rules that a settings class or its bases declare. Returns and raises as check_value does."""
+    return check_value(kind.__name__, field, value, _find_rules(kind, field.name))
 
 
-def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any] | None = None) -> Any:
-    """Return the value in the field's own type: 1 becomes 1.0 for a float.
+def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any]) -> Any:
+    """Check a value by its field's type and rules, and return it in that type: 1 becomes 1.0 for a float.
 
     Args:
         owner: the name of the settings class, for messages.
         field: the field that the value is for.
         value: the value to check.
-        rules: the rules that setting() declares; by default the field's own.
+        rules: the rules that setting() has declared for the field.
 
     Raises:
         InputError: the value breaks a rule.
     """
     name = f"{owner}.{field.name}"
-    rules = {**setting(None).metadata, **(field.metadata if rules is None else rules)}
     # With `from __future__ import annotations`, a field's type is the name of the type
-    expected: Any = BY_NAME.get(field.type, field.type) if isinstance(field.type, str) else field.type
+    expected: Any = TYPES.get(field.type, field.type) if isinstance(field.type, str) else field.type
     if expected not in TYPE_NAMES:
-        raise InputError(f"{name} must be declared as one of {', '.join(BY_NAME)}, got {_shown(field.type)}")
+        raise InputError(f"{name} must be declared as one of {', '.join(TYPES)}, got {_shown(field.type)}")
     if expected is float and type(value) is int:
         with suppress(OverflowError):
             value = float(value)
@@ -232,12 +238,17 @@ def checked(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapp
     if expected in (int, float):
         within = rules["minimum"] <= value <= rules["maximum"] and rules["above"] < value < rules["below"]
         if not within:
-            raise InputError(f"{name} must be {_range(rules)}, got {_shown(value)}")
+            raise InputError(f"{name} must be {_describe_range(rules)}, got {_shown(value)}")
     return value
 
 
 def _as_yaml(expected: Any, value: Any) -> str:
-    """Return the remedy for a number such as 1e-3, which YAML reads as text; empty for all other values."""
+    """Return what to write instead of a number such as 1e-3, which YAML reads as text; empty for other values.
+
+    Args:
+        expected: the type of the field.
+        value: the value that was given.
+    """
     found = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.strip().lower()) if type(value) is str else None
     if not found or expected not in (int, float):
         return ""
@@ -246,9 +257,13 @@ def _as_yaml(expected: Any, value: Any) -> str:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raise InputError for a value that JSON would change.
+    """Raise InputError for a value that would not be the same after it was stored as JSON.
 
     Inputs of tasks and metadata of weights are stored as JSON.
+
+    Args:
+        name: what the message calls the value, such as Sweep.values.
+        value: the value, with all that is in it.
     """
     if type(value) is dict:
         for key, inner in value.items():
@@ -266,10 +281,11 @@ def _check_json(name: str, value: Any) -> None:
         )
 
 
-def _range(rules: Mapping[str, Any]) -> str:
+def _describe_range(rules: Mapping[str, Any]) -> str:
+    """Return the limits of a number in words: "at least 0 and below 1"."""
     words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
     values = {name: rules[name] for name in words if math.isfinite(rules[name])}
-    # A limit that is a whole number must not be rounded, as in 4.29497e+09
+    # :g would round a limit that is a whole number, as in 4.29497e+09
     texts = {name: str(value) if type(value) is int else f"{value:g}" for name, value in values.items()}
     return " and ".join(f"{words[name]} {text}" for name, text in texts.items())
 

@@ -1,4 +1,4 @@
-"""The rules for a recipe's attributes."""
+"""The rules for a recipe's attributes, and the layers that some of them name."""
 
 import dataclasses
 import fnmatch
@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import checked, setting
+from flyte_ddp.fields import check_value, setting
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
@@ -30,7 +30,7 @@ class Attributes:
 
 
 def check_attributes(recipe: Recipe) -> None:
-    """Check each attribute of a recipe against its rule.
+    """Check each attribute of a recipe against its rule, and convert it to its declared type in place.
 
     Raises:
         InputError: An attribute breaks its rule.
@@ -38,8 +38,11 @@ def check_attributes(recipe: Recipe) -> None:
     owner = type(recipe).__name__
     for field in dataclasses.fields(Attributes):
         value: Any = getattr(recipe, field.name)
-        # The attribute gets its declared type, because 8.0 counts as a whole number
-        vars(recipe)[field.name] = checked(owner, field, value.item() if isinstance(value, np.generic) else value)
+        if isinstance(value, np.generic):
+            value = value.item()
+        # The recipe gets the value in its declared type, because 8.0 counts as a whole number; setattr() would refuse a
+        # property
+        vars(recipe)[field.name] = check_value(owner, field, value, field.metadata)
     for name in ("percent", "lower_is_better", "higher_is_better", "activation_checkpointing", "fsdp_units"):
         names = getattr(recipe, name)
         if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
@@ -47,9 +50,14 @@ def check_attributes(recipe: Recipe) -> None:
 
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:
-    """Return by name the layers that match the patterns (fnmatch) of an attribute.
+    """Return by name the layers that match the patterns (fnmatch) of one of the recipe's attributes.
 
     A layer inside of another match is left out.
+
+    Args:
+        recipe: the recipe.
+        attribute: "activation_checkpointing" or "fsdp_units".
+        model: the network.
 
     Raises:
         InputError: A pattern matches nothing, or a match is a list of layers.
