@@ -1,4 +1,7 @@
-"""Events that ranks, nearly always rank 0, send to the parent: small, plain values. Large data stays in files."""
+"""Events that ranks, nearly always rank 0, send to the parent: small, plain values. Large data stays in files.
+
+Epochs count from 0. A step's number is how many steps of its epoch are done.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -139,6 +142,7 @@ class EpochFinished(Event):
 
     @property
     def evaluated(self) -> dict[str, float]:
+        """Return the measures of the split that was evaluated."""
         return self.validation or self.test
 
 
@@ -178,7 +182,11 @@ class EpochChosen(Event):
 
 @dataclass(frozen=True)
 class NotLearning(Event):
-    """A warning that training does not learn as it should. Training continues; the reason ends with remedies."""
+    """A warning that training does not learn as it should. Training continues.
+
+    Attributes:
+        reason: a sentence that ends with remedies.
+    """
 
     method = "on_not_learning"
 
@@ -189,13 +197,13 @@ class NotLearning(Event):
 
 @dataclass(frozen=True)
 class RanksTimed(Event):
-    """Seconds of each rank since this attempt began; the lists are in the order of the ranks.
+    """What each rank has spent its time on since this attempt began, in seconds, in the order of the ranks.
 
     Attributes:
         data: waiting for the rank's data, which are read and augmented meanwhile.
         computing: computing.
         waiting: waiting for the other ranks, and exchanging gradients with them.
-        waited_for: time beyond that of a fast rank, in which the others waited for this rank.
+        waited_for: how much longer this rank took than a fast one, while the others waited for it.
     """
 
     method = "on_ranks_timed"
@@ -208,9 +216,10 @@ class RanksTimed(Event):
 
 @dataclass(frozen=True)
 class SlowRank(Event):
-    """A warning that the other ranks keep waiting for one rank. The reason ends with what to look at.
+    """A warning that the other ranks keep waiting for one rank.
 
     Attributes:
+        reason: a sentence that ends with what to look at.
         cause: "data" or "compute".
     """
 
@@ -224,7 +233,7 @@ class SlowRank(Event):
     cause: str
 
 
-Warned = NotLearning | SlowRank  # the events that become a run's warnings
+Warned = NotLearning | SlowRank  # the events that a run's result lists as warnings
 
 
 @dataclass(frozen=True)
@@ -308,15 +317,15 @@ def tell(observer: object, event: Any) -> None:
 def forward_to_all(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a function that passes each event to all listeners."""
 
-    def tell_all(event: Any) -> None:
+    def forward(event: Any) -> None:
         for listener in listeners:
             listener(event)
 
-    return tell_all
+    return forward
 
 
 class Observer:
-    """A listener with a method for each kind of event that concerns it, such as on_epoch_finished."""
+    """The base of what listens to events: calling it calls its method for that event, if it has one."""
 
     def __call__(self, event: Any) -> None:
         tell(self, event)

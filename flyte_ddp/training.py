@@ -25,7 +25,6 @@ from flyte_ddp.engine.job import (
     PREDICTIONS,
     Job,
     KeptModel,
-    Subject,
     TrainingResult,
     job_in,
     make_subject,
@@ -114,7 +113,7 @@ def train(
         PreemptedError: the process has received a SIGTERM.
     """
     show_output()
-    code = _checked(recipe, settings, options, data_files)
+    code = _check_arguments(recipe, settings, options, data_files)
     if not report and options.tracking not in ("auto", "off"):
         raise InputError(
             f"RunOptions.tracking must be auto or off without a report, got {options.tracking}: give train report=True"
@@ -124,7 +123,11 @@ def train(
             f"output must be a folder of this machine, got {output}: copy it to the storage later, or train in a task"
         )
     watching = find_observers(observers)
-    subject = _subject(code, settings, data, init)
+    source = existing(data)
+    first = absolute(init, "init") if init else None
+    if first and not first.exists():
+        raise InputError(f"init must be a file or folder that is there, got {first}")
+    subject = make_subject(code, settings, source, first)
     folder = absolute(output, OUTPUT)
     with writing_to(folder, OUTPUT):
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +141,8 @@ def train(
         return run_in(folder, job, watching, on_event, report)
 
 
-def _checked(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
-    """Return the recipe's code. Raises InputError if recipe, settings or options are something else."""
+def _check_arguments(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
+    """Find the code of the recipe. Raises InputError if recipe, settings or options are of another type."""
     if not isinstance(settings, TrainingSettings):
         raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
     if not isinstance(options, RunOptions):
@@ -149,17 +152,9 @@ def _checked(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]
     return find_code(recipe if isinstance(recipe, str) else find_import_name(recipe), data_files)
 
 
-def _subject(code: UserCode, settings: TrainingSettings, data: str | Path | None, init: str | Path | None) -> Subject:
-    source = existing(data)
-    first = absolute(init, "init") if init else None
-    if first and not first.exists():
-        raise InputError(f"init must be a file or folder that is there, got {first}")
-    return make_subject(code, settings, source, first)
-
-
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes from training into the folder while the block runs.
+    """Keep other processes from training into the folder while the block runs, by a lock.
 
     Raises:
         InputError: another process trains into the folder, or the folder cannot be written to.
@@ -183,7 +178,20 @@ def run_in(
     on_event: Callable[[Event], None] | None = None,
     report: bool = False,
 ) -> Result:
-    """Train into the folder, and tell the user and the observers."""
+    """Run a job whose files are all in one folder, and tell the user and the observers.
+
+    Args:
+        folder: the folder. If it has the checkpoint of an earlier attempt, the job continues that.
+        job: the job, as job_in() makes it for this folder.
+        watching: the user's observers.
+        on_event: gets every event.
+        report: whether to write report.html, and to use a tracker.
+
+    Raises:
+        InputError: the caller can fix it.
+        RankError: a rank has failed.
+        PreemptedError: the process has received a SIGTERM.
+    """
     started = time.time()
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
     goodput = Goodput(started, earlier=earlier)
@@ -213,7 +221,7 @@ def run_in(
 
 
 def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
-    """Return what observers know of a run before it starts."""
+    """Return what observers know of a run before it starts, whose files are all in this folder."""
     return RunInfo(
         name=folder.name,
         recipe=job.recipe,
@@ -229,7 +237,11 @@ def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
 
 
 def existing(data: str | Path | None) -> Path | StoredData | None:
-    """Return the path or URL of the data, or None. Raises InputError if there are no data at the place."""
+    """Return the data as an absolute path, or for a URL as what is stored there; None without data.
+
+    Raises:
+        InputError: There are no data at this place.
+    """
     if isinstance(data, str) and "://" in data:
         from flyte_ddp.data.remote_files import stored_data  # remote_files imports fsspec, which local data don't need
 
@@ -241,7 +253,20 @@ def existing(data: str | Path | None) -> Path | StoredData | None:
 
 
 def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-    """Train with ranks that this process starts, or as one of the ranks that a launcher has started."""
+    """Train with ranks that this process starts, or as one rank if a launcher has set WORLD_SIZE.
+
+    Args:
+        job: the job. Without options.resume, its earlier checkpoint is removed.
+        on_event: gets every event, of rank 0 where this process is one of the ranks.
+
+    Returns:
+        The result of each rank that this process knows: of all that it has started, or of itself.
+
+    Raises:
+        InputError: nproc or the settings' class cannot be used.
+        RankError: a rank has failed.
+        PreemptedError: the process has received a SIGTERM; the message says where a resume begins.
+    """
     checkpoint = Path(job.checkpoint_path)
     options = job.options
     if is_first_rank() and not options.resume:

@@ -32,11 +32,13 @@ download_errors = (FlyteDownloadDataException,)
 
 
 def is_local() -> bool:
+    """Return whether this is a run on the user's own machine, in a task or outside of any."""
     state = FlyteContextManager.current_context().execution_state
     return state is None or state.is_local_execution()
 
 
 def working_folder() -> Path:
+    """Return the task's temporary folder on this machine."""
     return Path(current_context().working_directory)
 
 
@@ -45,6 +47,7 @@ def earlier_attempts() -> int:
 
 
 def execution() -> tuple[str, str]:
+    """Return the execution as project/domain/name, and the link to its page; each is empty if unknown."""
     if is_local():
         return "", ""
     identifier = current_context().execution_id
@@ -58,6 +61,7 @@ def execution() -> tuple[str, str]:
 
 
 def storage() -> FileAccessProvider:
+    """Return flytekit's access to the storage of the current task."""
     return FlyteContextManager.current_context().file_access
 
 
@@ -66,7 +70,7 @@ def logs_url() -> str:
 
 
 def previous_logs_url() -> str:
-    """Return the URL of the logs, which are beside the previous attempt's checkpoint."""
+    """Return the URL of the previous attempt's logs, which are beside its checkpoint; empty for the first attempt."""
     earlier = previous_checkpoint_url()
     return f"{earlier.rpartition('/')[0]}/logs" if earlier else ""
 
@@ -76,10 +80,12 @@ def checkpoint_url() -> str:
 
 
 def previous_checkpoint_url() -> str:
+    """Return the URL of the folder with the previous attempt's checkpoint; empty for the first attempt."""
     return (checkpoint_source(_checkpoint()) or "").rstrip("/")
 
 
 def _checkpoint() -> SyncCheckpoint:
+    """Return flytekit's checkpoint of the current task. Raises InputError outside of tasks."""
     try:
         checkpoint: SyncCheckpoint = current_context().checkpoint
     except NotImplementedError:  # flytekit raises it outside of tasks, and on a platform that is too old
@@ -90,6 +96,7 @@ def _checkpoint() -> SyncCheckpoint:
 
 
 def get(url: str, path: Path) -> None:
+    """Download a file of the storage. Raises FileNotFoundError if the storage has no such file."""
     try:
         storage().get_data(url, str(path))
     except FlyteDataNotFoundException:
@@ -101,6 +108,7 @@ def put(path: Path, url: str) -> None:
 
 
 def storage_options(protocol: str) -> dict[str, Any]:
+    """Return the options for fsspec's client of a protocol such as "s3", from flytekit's configuration."""
     return get_fsspec_storage_options(protocol, storage().data_config)
 
 
@@ -108,7 +116,10 @@ def storage_options(protocol: str) -> dict[str, Any]:
 
 
 def publisher(title: str) -> Callable[[str], None]:
-    """Return a function that shows HTML in the task's Deck."""
+    """Return a function that shows HTML in a Deck of this title at once.
+
+    In a local run, and for a task without Decks, it does nothing.
+    """
     if is_local() or not current_context().enable_deck:
         return lambda html: None  # a local run's page is a file that one can open
     deck = Deck(title, "")
@@ -139,8 +150,9 @@ class TaskError(FlyteUserException):
 
 @borrow_error_code(FlyteRecoverableException)
 class TaskInterruptedError(TaskError, FlyteRecoverableException):
-    """A task's failure that Flyte retries."""
+    """A failure after which Flyte starts another attempt."""
 
 
 def error(failure: Failure, message: str) -> TaskError:
+    """Return the exception for a task to end with: Flyte starts another attempt if failure.recoverable."""
     return (TaskInterruptedError if failure.recoverable else TaskError)(failure, message)

@@ -33,11 +33,12 @@ def set_up_pyflyte() -> None:
     explain_unknown_options(get_python_type)
     describe_settings(get_python_type)
     explain_missing_paths()
-    explain_cached_trainings()
+    on_cache_hit(say_cached)
     ship_whole_package()
 
 
 def refuse_shim() -> None:
+    """Raise ReportedError if the module flytekit is flyte_migrate, Flyte 2's shim with flytekit's names."""
     if "flyte_migrate" in sys.modules:
         raise ReportedError(
             "this package cannot be run by Flyte 2's flyte_migrate: it drops the cache policies that we rely on, so "
@@ -69,7 +70,7 @@ def ship(files: Iterable[str]) -> None:
 
 
 class _File(ModuleType):
-    """A type of module that loaded_files does not count as imported."""
+    """A module that was not imported: loaded_files counts only what has Python's own type of modules."""
 
 
 # --- cached trainings ---
@@ -77,13 +78,12 @@ class _File(ModuleType):
 TRAIN_AGAIN = "To train again, put --overwrite-cache before the file: pyflyte run --overwrite-cache FILE WORKFLOW …"
 
 
-def explain_cached_trainings() -> None:
-    """Print a message whenever a local run takes a training from the cache. A second call does no harm."""
-    on_cache_hit(say_cached)
-
-
 def say_cached(outputs: Mapping[str, Literal]) -> None:
-    """Print the message for a training's outputs, and nothing for others."""
+    """Print that a training was taken from the cache, and what it had measured.
+
+    Args:
+        outputs: a task's outputs by name. For tasks that do not train, nothing is printed.
+    """
     if not outputs.keys() >= {"model_state", "summary", "report"}:
         return
     model, report = (outputs[name].scalar.blob.uri for name in ("model_state", "report"))
@@ -100,6 +100,6 @@ def say_cached(outputs: Mapping[str, Literal]) -> None:
 
 
 def _measured(summary: Mapping[str, Any]) -> str:
-    """Return the measures of the test samples. An image classifier's are fields of their own."""
+    """Format a summary's measures of the test samples on one line. An image classifier's summary has no `measures`."""
     own = {name.removeprefix("test_"): summary[name] for name in ("accuracy", "test_loss") if name in summary}
     return ", ".join(f"{name} {value:.4g}" for name, value in (summary.get("measures") or own).items())
