@@ -14,7 +14,7 @@ from flytekit.core.cache import VersionParameters
 
 from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.requested import training_environment
-from flyte_ddp.code.code_version import _imports, _imports_of_library, imported
+from flyte_ddp.code.code_version import _imports, _imports_of_library, find_sources
 from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.errors import ReportedError
 from flyte_ddp.flyte1.caching import CodeVersion
@@ -99,7 +99,7 @@ def test_every_version_follows_just_the_code_that_decides(tmp_path):
 )
 def test_what_a_recipe_imports_from_the_library_itself_stands_for_its_module(tmp_path, statement):
     (tmp_path / "own_recipe.py").write_text(statement)
-    found = imported(["own_recipe"], str(tmp_path))
+    found = find_sources(["own_recipe"], str(tmp_path))
     assert "flyte_ddp.recipes.classifier" in found
     assert "flyte_ddp" not in found, "a name more in it changes no result"
 
@@ -132,7 +132,7 @@ def test_every_module_that_is_started_by_name_is_in_a_version_or_not_cached():
 
 
 def test_what_decides_imports_nothing_by_a_computed_name_that_is_not_stated():
-    modules = imported([*ENGINE, *(f"flyte_ddp.{name}" for name in CACHED), "flyte_ddp.keras.rank"])
+    modules = find_sources([*ENGINE, *(f"flyte_ddp.{name}" for name in CACHED), "flyte_ddp.keras.rank"])
     library = ROOT / "flyte_ddp"
     files = [Path(source.file) for source in modules.values()]
     assert {str(file.relative_to(library)) for file in files if _strings_and_imports(file)[1]} == COMPUTED

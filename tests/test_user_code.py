@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.code.code_version import imported
+from flyte_ddp.code.code_version import find_sources
 from flyte_ddp.code.user_code import find_code, find_observers
 from flyte_ddp.errors import InputError
 
@@ -150,7 +150,7 @@ def test_the_version_is_the_same_on_every_python(tmp_path, monkeypatch):
     text = 'class X(a, *b, c=1): y: int\ndef f(a, /, *b): return f"{a:{b}}", None, 1e999, "é🫨"'
     write(tmp_path, {"module.py": text})
     monkeypatch.syspath_prepend(tmp_path)
-    assert imported(["module"], str(tmp_path))["module"].hash.startswith("2d19b4b5100091b1")
+    assert find_sources(["module"], str(tmp_path))["module"].hash.startswith("2d19b4b5100091b1")
 
 
 @pytest.mark.parametrize(

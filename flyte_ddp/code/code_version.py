@@ -51,8 +51,12 @@ class Source:
 
 
 def code_version(*modules: str) -> str:
-    """Return the version of these modules, and of all first-party modules that they import."""
-    sources = imported(modules)
+    """Return the version of these modules and of all first-party modules that they import: 16 hex digits.
+
+    Raises:
+        ReportedError: A module is missing, as in a pod that was sent no code.
+    """
+    sources = find_sources(modules)
     for name in modules:
         if name not in sources:
             raise ReportedError(f"{name} is missing here: {OTHER_CODE}")
@@ -72,16 +76,23 @@ def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
 
 
 def hash_parts(parts: Mapping[str, str]) -> str:
-    """Return 16 hex digits, hashed from parts by name."""
+    """Return 16 hex digits, hashed from the hashes or versions of parts by name, in whatever order these come."""
     lines = sorted(f"{name}\0{part}\n" for name, part in parts.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
+def find_sources(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
     """Return the sources of these modules and of all first-party modules that they import, by name.
 
     First party is this library except AROUND_RANKS, and everything below root that is not installed. If root itself is
-    installed, only the modules' own packages are first party. Raises InputError for a syntax error.
+    installed, only the modules' own packages are first party.
+
+    Args:
+        modules: full names. One that is not found is left out.
+        root: the folder that comes first on the ranks' sys.path; by default the one that has this library.
+
+    Raises:
+        InputError: A file has a syntax error.
     """
     own = {name.partition(".")[0] for name in modules}
     sources: dict[str, Source] = {}
@@ -104,7 +115,7 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
             counts = one in modules or not (one == LIBRARY or one.startswith(AROUND_RANKS))
             if counts and file and one not in sources and is_first_party(one, file, root, own):
                 package = one if spec.submodule_search_locations is not None else ".".join(parts[: count - 1])
-                sources[one] = _read(file, package, Path(file).read_bytes())
+                sources[one] = _read_source(file, package, Path(file).read_bytes())
                 new = set(sources[one].imports) - seen
                 seen |= new
                 todo += new
@@ -115,7 +126,17 @@ def imported(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
 
 
 def find_parts(module: str, path: Sequence[str]) -> list[ModuleSpec]:
-    """Return the specs of a dotted name's parts, as far as found. importlib.util.find_spec would import the parents."""
+    """Find the package, its subpackage and so on down to a module, without importing any of them.
+
+    importlib.util.find_spec would import the parents.
+
+    Args:
+        module: the full name, such as a.b.c.
+        path: the folders to search. This library's modules are searched for where the library itself is.
+
+    Returns:
+        The specs of a, a.b and a.b.c, up to the first one that is not found.
+    """
     specs: list[ModuleSpec] = []
     path = [HERE] if module.partition(".")[0] == LIBRARY else path
     for part in module.split("."):
@@ -133,9 +154,13 @@ def source_file(spec: ModuleSpec) -> str | None:
 
 
 def is_first_party(module: str, file: str, root: str, own: Collection[str] = ()) -> bool:
-    """Return whether the file is the library's, or below root and not installed.
+    """Return whether a module belongs to this library, or to the user's project.
 
-    In an installed root, `own` packages count.
+    Args:
+        module: the module's full name.
+        file: the path of its file.
+        root: the project's folder. What is installed below it does not belong to the project.
+        own: if root itself is installed, the names of the top-level packages that belong to the project.
     """
     top = module.partition(".")[0]
     if top == LIBRARY:
@@ -148,7 +173,7 @@ def is_first_party(module: str, file: str, root: str, own: Collection[str] = ())
 def is_installed(path: str) -> bool:
     """Return whether a path is in the standard library or installed by pip.
 
-    sys.prefix can't tell: /usr/src/app is below /usr.
+    Being below sys.prefix does not show that: /usr/src/app is below /usr.
     """
     standard_library = os.path.dirname(os.__file__)
     installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
@@ -160,7 +185,7 @@ def is_installed(path: str) -> bool:
 
 @contextmanager
 def faults_named(file: str) -> Iterator[None]:
-    """Turn a syntax error into an InputError with file and line."""
+    """Turn a syntax error in the block, which parses the file, into an InputError with file and line."""
     try:
         yield
     except (SyntaxError, ValueError) as error:  # ValueError: the source has null bytes
@@ -169,7 +194,17 @@ def faults_named(file: str) -> Iterator[None]:
 
 
 @cache
-def _read(file: str, package: str, content: bytes) -> Source:
+def _read_source(file: str, package: str, content: bytes) -> Source:
+    """Hash a module's source, and list what it imports.
+
+    Args:
+        file: the path of the module's file.
+        package: the full name of the package that relative imports start from.
+        content: the content of the file.
+
+    Raises:
+        InputError: The file has a syntax error.
+    """
     if package.partition(".")[0] == LIBRARY:
         text = content.replace(b"\r\n", b"\n")  # git may check files out with these ends of lines
         return Source(file, hashlib.sha256(text).hexdigest(), tuple(_imports_of_library(text.decode())))
@@ -186,7 +221,9 @@ def hash_of_file(file: str) -> str:
 
 
 def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
-    """Return a hash of a module's code, and its nodes.
+    """Return a hash of a module's code, 64 hex digits, and the nodes of its syntax tree, without docstrings.
+
+    The docstrings are removed from the tree itself.
 
     The hash does not depend on comments, formatting and docstrings, nor on the version of Python from 3.10 to 3.13.
     ast.dump and ast.unparse differ between these versions. So each node is hashed with its fields, level by level.
@@ -224,7 +261,12 @@ def _imports_of_library(text: str) -> Iterator[str]:
 
 
 def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:
-    """Yield full names of possible modules. A name in a from-import may also be an attribute."""
+    """Yield the full names of modules that code may import. A name in a from-import may also be an attribute.
+
+    Args:
+        nodes: the nodes of the code's syntax tree.
+        package: the full name of the package that relative imports start from.
+    """
     for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

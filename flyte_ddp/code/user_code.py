@@ -22,8 +22,8 @@ from flyte_ddp.code.code_version import (
     LIBRARY,
     faults_named,
     find_parts,
+    find_sources,
     hash_parts,
-    imported,
     is_first_party,
     is_installed,
     source_file,
@@ -89,10 +89,10 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
     is_package = specs[-1].submodule_search_locations is not None
     root = str(Path(file).parents[module.count(".") + is_package])
     _check_defined(name, file)
-    sources = imported([module, *ranks], root)
+    sources = find_sources([module, *ranks], root)
     versions = {one: source.hash for one, source in sources.items()}
     files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
-    for one in _listed("data_files", data_files):
+    for one in _check_list("data_files", data_files):
         path = os.path.abspath(os.path.join(os.path.dirname(file), one))
         if not os.path.isfile(path):
             raise InputError(f"{name}: data file {one!r} is not a file; it is looked for as {path}")
@@ -105,17 +105,19 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
 
 
 def find_observers(names: Sequence[str]) -> list[UserCode]:
-    return [find_code(one) for one in _listed("observers", names)]
+    """Find the code of each observer by its name, "package.module:Name". Raises InputError as find_code does."""
+    return [find_code(one) for one in _check_list("observers", names)]
 
 
-def _listed(what: str, names: Sequence[str]) -> Sequence[str]:
-    if isinstance(names, str):  # a string is a sequence of letters, too
+def _check_list(what: str, names: Sequence[str]) -> Sequence[str]:
+    """Return the names. Raises InputError for a single text, which is a sequence of letters, too."""
+    if isinstance(names, str):
         raise InputError(f"{what} must be a list, got {names!r}: write [{names!r}]")
     return names
 
 
-def joined(codes: Sequence[UserCode]) -> UserCode:
-    """Return the code of several names that are used together, under the name and root of the first."""
+def join_codes(codes: Sequence[UserCode]) -> UserCode:
+    """Combine the code of several names that are used together: the name and root of the first, the files of all."""
     files = {*chain.from_iterable(code.files for code in codes)}
     version = hash_parts({code.name: code.version for code in codes})
     return UserCode(codes[0].name, codes[0].root, tuple(sorted(files)), version)
@@ -125,7 +127,7 @@ def joined(codes: Sequence[UserCode]) -> UserCode:
 def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
     """Check that the block imports no first-party module below root that find_code has not found.
 
-    Modules that were imported before belong to others (torchrun's script, Flyte's entry point).
+    Modules that were imported before the block belong to others, such as torchrun's script or Flyte's entry point.
 
     Args:
         root: the root of the code; an empty root allows all imports.
@@ -150,13 +152,12 @@ def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
 def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
     """Return the absolute paths of the imported modules' files, by module name.
 
-    Modules without a file are left out. So are modules of a type of their own, because reading their file might import
-    them.
+    Modules without a file are left out. So are modules of a type of their own, which may be lazy: reading their
+    __file__ would import them.
 
     Args:
         others: names of modules to leave out.
     """
-    # Modules of other types may be lazy: reading their __file__ would import them
     modules = {n: m for n, m in list(sys.modules.items()) if n not in others and type(m) is ModuleType}
     files = {name: vars(module).get("__file__") for name, module in modules.items()}
     return {name: os.path.abspath(file) for name, file in files.items() if isinstance(file, str)}
@@ -166,6 +167,12 @@ def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
 
 
 def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
+    """Return the error for a module that is not found, which names the folders that were searched.
+
+    Args:
+        name: "package.module:Name".
+        specs: what find_parts has found of package.module.
+    """
     parts = name.partition(":")[0].split(".")
     parent = ".".join(parts[: len(specs)])
     missing = parts[len(specs)]
@@ -182,6 +189,12 @@ def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
 
 
 def _check_defined(name: str, file: str) -> None:
+    """Raise InputError if a module's source cannot define a name, or has a syntax error.
+
+    Args:
+        name: "package.module:Name".
+        file: the module's file.
+    """
     attribute = name.partition(":")[2]
     content = Path(file).read_bytes()
     with faults_named(file):

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.code.user_code import find_code, find_observers, joined
+from flyte_ddp.code.user_code import find_code, find_observers, join_codes
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.job import Job, Subject, make_subject
@@ -70,7 +70,7 @@ class LightningTraining(NamedTraining[RecipeOutputs]):
         """
         ranks = (self.worker.partition(":")[0],)
         others = [find_code(name, ranks=ranks) for name in (data, callbacks) if name]
-        super().__init__(joined([find_code(module, data_files, ranks), *others]), find_observers(observers))
+        super().__init__(join_codes([find_code(module, data_files, ranks), *others]), find_observers(observers))
         self.datamodule, self.callbacks = data, callbacks
         self.headline = without_split(headline)
         self.percent = tuple(without_split(name) for name in percent)

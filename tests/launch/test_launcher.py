@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults import has_ended
-from flyte_ddp.code.code_version import imported
+from flyte_ddp.code.code_version import find_sources
 from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointFailed
@@ -73,7 +73,7 @@ for modules in train(hp, {str(small_data)!r}, 2, worker="{TARGETS}:list_modules"
         assert not roots & {"flytekit", "wandb", "torchvision", "matplotlib", "sklearn", "rich", "sympy", "tensorboard"}
         assert "torch._dynamo.convert_frame" not in names
         ours = {name for name in names if name.startswith("flyte_ddp.")}
-        decisive = set(imported([*ENGINE, "flyte_ddp.recipes.images"]))
+        decisive = set(find_sources([*ENGINE, "flyte_ddp.recipes.images"]))
         around = {name for name in ours - decisive if not name.startswith("flyte_ddp.launch.")}
         # text is how a failure's words are printed
         assert around <= {"flyte_ddp.text"}, "they do not count, though ranks import them: state here why"
