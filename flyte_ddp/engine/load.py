@@ -29,9 +29,13 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 
 def load_named(job: Job) -> Any:
-    """Import what the job names: a recipe's class or a function.
+    """Import what the job names: a recipe's class, or a function.
 
-    This seeds all sources of random numbers first, since data and weights may be drawn from any of them.
+    Before that, all sources of random numbers are seeded, since data and weights may be drawn from any of them, and
+    job.root comes first on sys.path.
+
+    Raises:
+        InputError: The module has no such name, or imports code that the job's files lack.
     """
     seed_all(job.settings.seed)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
@@ -40,7 +44,7 @@ def load_named(job: Job) -> Any:
     with checked_imports(job.root, job.files):
         place, _, name = job.recipe.partition(":")
         module = import_module(place)
-        if not hasattr(module, name):  # where stars import, its source does not tell
+        if not hasattr(module, name):  # find_code cannot tell for names that come from a star import
             raise InputError(f"{job.recipe}: {place} has no {name} at its top level")
         named = getattr(module, name)
     own_lock_of_tqdm()
@@ -75,6 +79,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
 
 
 def find_data_path(data: Path | StoredData | None) -> Path | str | None:
+    """Return a recipe's data_path: the path or None as given, or the URL of stored data, whose storage is set up here."""
     if not isinstance(data, StoredData):
         return data
     from flyte_ddp.data.remote_files import use_storage_options  # it imports fsspec, which other trainings do without
@@ -84,7 +89,13 @@ def find_data_path(data: Path | StoredData | None) -> Path | str | None:
 
 
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
-    """Load the samples of a split.
+    """Load the samples of a split, with their lengths if the recipe has any.
+
+    Args:
+        recipe: the recipe, whose data(split) is called.
+        split: "train", "validation" or "test".
+        job: the job.
+        cache: the disk cache for Blocks.
 
     Raises:
         InputError: The data are invalid; the message names the place in the recipe.
@@ -102,7 +113,17 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
 def make_split(
     data: Any, split: str, device: torch.device, options: RunOptions, cache: BlockCache
 ) -> Streamed | Resident | BlockSplit:
-    """Make a split's samples of what Recipe.data returns.
+    """Wrap what Recipe.data returns, so that batches can be read from it.
+
+    Args:
+        data: what the recipe has returned.
+        split: "train", "validation" or "test".
+        device: where batches belong.
+        options: how to read a Dataset.
+        cache: the disk cache for Blocks.
+
+    Returns:
+        A BlockSplit for Blocks, a Streamed for a Dataset, and a Resident for arrays in memory or memory-mapped.
 
     Raises:
         InputError: The data are invalid.
@@ -132,7 +153,7 @@ def make_split(
 
 
 def is_dataset(data: Any) -> bool:
-    """Return whether samples are read one by one: from a Dataset, or an object like one, such as Hugging Face's."""
+    """Return whether data are a Dataset, which is read sample by sample, or an object like one, as Hugging Face has."""
     if isinstance(data, torch.utils.data.Dataset):
         return True
     if isinstance(data, (torch.Tensor, np.ndarray, Sequence, Mapping, torch.nn.Module, type)):
@@ -143,10 +164,10 @@ def is_dataset(data: Any) -> bool:
 
 
 def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:
-    """Return the samples with their lengths, if the recipe has any.
+    """Give the samples their lengths in place, if the recipe has any, and return the samples.
 
     Raises:
-        InputError: The lengths are not those of these samples.
+        InputError: The lengths are not those of these samples, or length_window is set without lengths.
     """
     each = recipe.lengths(split)
     if each is not None:
@@ -163,10 +184,13 @@ def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Sp
 
 
 def split_off_validation(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
-    """Split off the samples to choose the best epoch by.
+    """Split off the samples to choose the best epoch by: the recipe's own, or a share of the training samples.
 
     Returns:
-        The samples to train on, and the validation split if there is one.
+        The samples to train on, and the validation split, or None if neither the recipe nor the settings have one.
+
+    Raises:
+        InputError: Both have one, or a setting needs one and neither has it.
     """
     settings: TrainingSettings = job.settings
     if recipe.has_validation:

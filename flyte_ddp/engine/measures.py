@@ -1,4 +1,4 @@
-"""The checks of what a recipe's methods return, and the figures reported from its measures."""
+"""Calls of a recipe's methods that check what these return, and the figures that are reported from its measures."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from flyte_ddp.recipe import Random, Recipe
 
 
 def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
-    """Return the number that the recipe's method returns.
+    """Call a recipe's method, such as lr_lambda, with these arguments, and return the number that it returns.
 
     Raises:
         InputError: The method returns no finite number.
@@ -37,8 +37,8 @@ def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
 def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Return the recipe's optimizer of the network.
 
-    A trial could not tell whether the optimizer has other weights: a recipe may keep the network of model(), of which
-    the networks on trial are copies.
+    The trials before the first step cannot tell whether the optimizer has other weights, because a recipe may keep the
+    network of model(), of which the networks on trial are copies.
 
     Raises:
         InputError: The optimizer has weights that are not the network's.
@@ -56,7 +56,7 @@ def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:
-    """Augment a batch as the recipe does.
+    """Augment a batch as the recipe does, and set recipe.share.
 
     Args:
         recipe: the recipe; if it does not define augment(), the batch is returned as it is.
@@ -79,16 +79,17 @@ def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int 
 
 
 def trained_measure(names: Sequence[str]) -> str:
+    """Return the name of the measure to minimize: "objective" if it is one of the measures, otherwise "loss"."""
     return "objective" if "objective" in names else "loss"
 
 
 def compute_pairs(
     recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Compute values and weights of each measure for the rank's own samples.
+    """Compute values and weights of each measure for the rank's own samples, none if these are borrowed.
 
     Args:
-        recipe: measures the outputs.
+        recipe: the recipe, whose measure() is called.
         outputs: what the recipe's forward returned for the batch.
         batch: n samples.
         names: the measures in order; by default all of them, with "loss" first.

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from flyte_ddp.engine.checks.data_probe import of_each_rank
-from flyte_ddp.engine.checks.held_generators import generator_states
+from flyte_ddp.engine.checks.held_generators import find_held_generators
+from flyte_ddp.engine.collectives import of_each_rank
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.torch_compat import pytree, set_batch_order
 from flyte_ddp.errors import InputError
@@ -109,7 +109,7 @@ class Loaders:
                 "give the loader state_dict and load_state_dict"
             )
             self.problems.append(self.begins_epochs_anew)
-        for call in [*generator_states(dataset)][:1]:
+        for call in [*find_held_generators(dataset)][:1]:
             self.problems.append(
                 f"{where}: {type(dataset).__name__} has a random number generator of its own, which no checkpoint has, "
                 f"so what it draws after a resume is not what an undisturbed training draws: call {call} wherever it "

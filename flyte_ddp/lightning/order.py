@@ -10,7 +10,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
 
 from flyte_ddp.engine.batches.sample_seeds import SeededIndices, generators_restored, seed_generators
-from flyte_ddp.engine.checks.held_generators import generator_states
+from flyte_ddp.engine.checks.held_generators import find_held_generators
 from flyte_ddp.engine.torch_compat import batch_order
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.lightning_compat import shared_out_by
@@ -142,7 +142,7 @@ def check_sampler_state(loader: object, where: str) -> None:
         if hasattr(sampler, "set_epoch"):
             continue
         # OWN leaves out generators of the sampler's dataset, and the attribute `generator`, which Order seeds
-        for call in filter(OWN.match, generator_states(sampler)):
+        for call in filter(OWN.match, find_held_generators(sampler)):
             raise InputError(
                 f"{where}: {type(sampler).__name__} must not draw from a generator of its own, which no checkpoint "
                 f"has: begin its __iter__ with {call}, or give it set_epoch(epoch), which seeds it"

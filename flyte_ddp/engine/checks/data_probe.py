@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
-from flyte_ddp.engine.checks.held_generators import SEED, generator_states
+from flyte_ddp.engine.checks.held_generators import SEED, find_held_generators
 from flyte_ddp.engine.checks.trials import is_same
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value
@@ -38,7 +38,7 @@ GO, END = b"g", b"e"
 
 
 class Fault(Enum):
-    """The reason why samples are not the same, with the remedy. Of several, the first is reported."""
+    """The reasons why samples are not the same, as messages. If several are true of a split, the first is reported."""
 
     CHANGING = "its {dataset} gives another sample each time: {remedy}"
     KEPT = (
@@ -57,7 +57,7 @@ class Fault(Enum):
 
 
 def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
-    """Return what is wrong if the ranks' samples differ, or a Dataset returns other samples each time.
+    """Return a sentence for each reason why samples differ between ranks, or from one reading to the next.
 
     All ranks must call it, and all get the same result.
 
@@ -121,14 +121,14 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
 
 
 def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
-    """Return why this rank reads other samples each time, and a remedy if it depends on the Dataset.
+    """Read samples twice, then by two loader workers at once, and return why they are not the same.
 
     Args:
-        split: the split.
+        split: the split. If it is in memory, nothing is read.
         chosen: (n,) int64, the indices of the samples to read, in increasing order.
 
     Returns:
-        The fault, or None if there is none; and the remedy, or an empty text.
+        The fault, or None if there is none; and for Fault.CHANGING the remedy, otherwise an empty text.
     """
     if not isinstance(split, Streamed):
         return None, ""
@@ -179,7 +179,7 @@ def _remedy(dataset: Any, call: str) -> str:
 
 
 class _ReadBy:
-    """A Dataset whose batches are what `read` returns for some samples of another one."""
+    """A Dataset whose batches are what a function returns for another Dataset and the indices of some samples."""
 
     def __init__(self, read: Callable[[Any, np.ndarray], Any], dataset: Any):
         self.read = read
@@ -193,7 +193,11 @@ class _ReadBy:
 
 
 def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
-    """Read samples in the order of `indices`, as in a training; return their digests (n,) int64 by increasing index."""
+    """Read samples one by one, in the order of `indices`, with the random numbers that a training gives them.
+
+    Returns:
+        (n,) int64, the digests of the samples, in the order of increasing indices.
+    """
     digests = np.zeros(len(indices), np.int64)
     for row, place in enumerate(indices.argsort().argsort()):
         leaves = pytree.tree_leaves(read_samples(dataset, indices[row : row + 1], origin=(0, int(place))))
@@ -204,11 +208,16 @@ def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
 
 
 def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.ndarray) -> np.ndarray:
-    """Return the digests of samples that are read while another loader worker reads, too.
+    """Return what _sample_digests does, for samples that a loader worker reads while another one reads, too.
 
     After each call of a function in C, such as seek or read, a worker waits until the other worker has made one. A file
     offset that both share therefore shows each time, instead of once in a thousand samples. If a worker's reading
     fails, its digests are zero.
+
+    Args:
+        ends: the two ends of a socket, one for each worker.
+        dataset: the Dataset.
+        indices: (n,) int64, the indices of this worker's samples.
     """
     worker = get_worker_info()
     assert worker
@@ -241,15 +250,15 @@ def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.
     seed for each sample ends up in the same state both times.
 
     Returns:
-        Whether the two readings differ, (1,) bool; the code that seeds the Dataset's own generator, in UTF-8, empty
-            if none is found; and what `_sample_digests` returns for the samples.
+        Whether the two readings differ, (1,) bool; the code that seeds the Dataset's own generator, (n,) uint8 of
+        UTF-8, empty if none is found; and what _sample_digests returns for the samples.
     """
     readings, held = [], []
     for _ in range(2):
         leaves = map(np.asarray, pytree.tree_leaves(read_samples(dataset, indices, is_padded)))
         content = [(leaf.shape, leaf.tobytes()) for leaf in leaves]
         readings.append((content, host_state(), torch.get_rng_state().numpy().tobytes()))
-        held.append(generator_states(dataset))
+        held.append(find_held_generators(dataset))
     drawn = [call for call, state in held[1].items() if held[0].get(call) != state]
     call = "".join(drawn[:1]).encode()
     differs = readings[0] != readings[1] or bool(drawn)

@@ -7,7 +7,6 @@ message can name the call that seeds a generator only if the generator is found.
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
@@ -16,14 +15,24 @@ import numpy as np
 import torch
 
 SEED = "torch.randint(2**31, ()).item()"
-SEEDING = ("set_random_seed", "set_random_state")  # methods of albumentations and MONAI, which seed inner transforms
+SEEDING = ("set_random_seed", "set_random_state")  # methods of albumentations and MONAI that seed all inner transforms
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 MOST = 1000  # the number of objects to look at
 MOST_ITEMS = 50  # the items of a container to look at: a list of a million paths has no generators after the first ones
 
 
-def generator_states(dataset: Any) -> dict[str, bytes]:
-    """Return the state of each generator by the call that seeds it; the outermost come first."""
+def find_held_generators(dataset: Any) -> dict[str, bytes]:
+    """Find the generators of NumPy, Python and torch that an object holds, in its attributes and in what these hold.
+
+    Generators that one call of an owner's method seeds, such as self.transform.set_random_seed(...), count as one.
+
+    Args:
+        dataset: the object. Of a large one, only the first 1,000 inner objects are searched.
+
+    Returns:
+        The state of each generator as bytes, by the code that seeds it, with the object as `self`. The generators that
+        are the fewest attributes away come first.
+    """
     states: dict[str, bytes] = {}
     ahead = deque([("self", dataset, "")])
     seen = set[int]()
@@ -43,22 +52,27 @@ def generator_states(dataset: Any) -> dict[str, bytes]:
 
 
 def _call_and_state(name: str, generator: Any) -> tuple[str, bytes]:
-    """Return the call that seeds a generator, and its state."""
+    """Return the code that seeds a generator, and its state; b"" for SystemRandom, which has none.
+
+    Args:
+        name: the generator as code, such as self.rng.
+        generator: the generator.
+    """
     if isinstance(generator, np.random.Generator):
         return f"{name} = numpy.random.default_rng({SEED})", pickle.dumps(generator.bit_generator.state)
     if isinstance(generator, torch.Generator):
         return f"{name}.manual_seed({SEED})", generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.RandomState):
         return f"{name}.seed({SEED})", pickle.dumps(generator.get_state())
-    return f"{name}.seed({SEED})", b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(
-        generator.getstate()
-    )
+    if isinstance(generator, random.SystemRandom):
+        return f"{name}.seed({SEED})", b""
+    return f"{name}.seed({SEED})", pickle.dumps(generator.getstate())
 
 
-def _children(parent: Any) -> Iterator[tuple[str, Any]]:
+def _children(parent: Any) -> list[tuple[str, Any]]:
+    """Return the items of a container, or the attributes of an object, each with the code that leads there: .name."""
     if isinstance(parent, dict):
-        yield from [(f"[{key!r}]", value) for key, value in islice(parent.items(), MOST_ITEMS)]
-    elif isinstance(parent, (list, tuple)):
-        yield from [(f"[{number}]", item) for number, item in enumerate(parent[:MOST_ITEMS])]
-    else:
-        yield from [(f".{name}", value) for name, value in getattr(parent, "__dict__", {}).items()]
+        return [(f"[{key!r}]", value) for key, value in islice(parent.items(), MOST_ITEMS)]
+    if isinstance(parent, (list, tuple)):
+        return [(f"[{number}]", item) for number, item in enumerate(parent[:MOST_ITEMS])]
+    return [(f".{name}", value) for name, value in getattr(parent, "__dict__", {}).items()]

@@ -22,17 +22,18 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.frozen_base import frozen_weights
 from flyte_ddp.recipe import Recipe
 
-First = tuple[nn.Module, set[str], list[str]]
+First = tuple[nn.Module, set[str], list[str]]  # as first_model returns it
 
 
 def first_model(recipe: Recipe, job: Job) -> First:
     """Build the network on the CPU, with the values of model() and of the weights that init names; a collective.
 
-    A checkpoint's values are not loaded here. With sharding, ranks other than 0 build it without values, if model() can
-    do without.
+    If init names a checkpoint, its values are not loaded here. With sharding, ranks other than 0 build the network on
+    torch's meta device, unless model() needs values.
 
     Returns:
-        The network, the names of the frozen weights that keep model()'s values, and remarks.
+        The network; the names of the frozen weights that keep model()'s values, which files of weights leave out; and
+        remarks for the user.
 
     Raises:
         InputError: The network, or the settings of init, cannot be used.
@@ -64,7 +65,8 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
     """Return what must be alike on ranks that exchange a network tensor by tensor.
 
     Returns:
-        Of each parameter and buffer the name, type, shape, whether it is trained, and a number that tied tensors share.
+        For each parameter and buffer its name, dtype, shape, whether it is trained, and a number that it shares with
+        the tensors that it is tied to.
     """
     named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
     numbers: dict[int, int] = {}
@@ -75,10 +77,11 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _with_values(recipe: Recipe, job: Job) -> First:
+    """Build the network on the CPU, load what init names, and freeze layers. Returns and raises as first_model does."""
     settings, init = job.settings, job.init
     if settings.init_leave_out and not init:
         raise InputError(f"init_leave_out must be empty without init, got {settings.init_leave_out!r}")
-    model = _built(recipe, settings.seed)
+    model = _call_model(recipe, settings.seed)
     remarks = []
     if init and init.is_dir():
         _check_folder(recipe, init)
@@ -96,7 +99,7 @@ def _with_values(recipe: Recipe, job: Job) -> First:
 
 
 def _without_values(recipe: Recipe, job: Job) -> nn.Module:
-    """Build the network without values.
+    """Build the network on torch's meta device, where tensors have no values, and try to give it memory there.
 
     Raises:
         InputError: Something other than the network keeps a tensor of model().
@@ -104,7 +107,7 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of each tensor that is loaded: it goes nowhere
-        model = _built(recipe, job.settings.seed)
+        model = _call_model(recipe, job.settings.seed)
     if job.settings.freeze:
         freeze(model, job.settings.freeze)
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -116,13 +119,14 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
             raise InputError(f"a tensor of shape {tuple(candidate.shape)} is neither a parameter nor a buffer")
     for tensor in tensors.values():
         if tensor.is_meta:
-            give_room(tensor, tensor.device)  # a try of what is ahead
+            give_room(tensor, tensor.device)  # what would fail later fails here
     return model
 
 
-def _built(recipe: Recipe, seed: int) -> nn.Module:
+def _call_model(recipe: Recipe, seed: int) -> nn.Module:
+    """Call the recipe's model() with seeded random numbers. Raises InputError for what cannot be trained."""
     torch.manual_seed(seed)
-    recipe.has_read_init = False  # for a tokenizer, perhaps
+    recipe.has_read_init = False  # __init__ may have read init, for a tokenizer perhaps
     model: Any = recipe.model()
     if not isinstance(model, nn.Module):
         got = type(model).__name__

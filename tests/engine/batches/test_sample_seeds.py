@@ -13,7 +13,7 @@ from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import hold_out
 from flyte_ddp.engine.checks.data_probe import host_state
-from flyte_ddp.engine.checks.held_generators import generator_states
+from flyte_ddp.engine.checks.held_generators import find_held_generators
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import RunStarted
 from flyte_ddp.recipes.images import ImageClassifier
@@ -208,7 +208,7 @@ def test_albumentations_transforms_are_seeded_as_the_message_says():
             self.transform.set_random_seed(torch.randint(2**31, ()).item())
             return super().__getitem__(index)
 
-    calls = [*generator_states(Flipped())]
+    calls = [*find_held_generators(Flipped())]
     assert calls == ["self.transform.set_random_seed(torch.randint(2**31, ()).item())"]
     assert not equal(steps(split_of(Flipped())), steps(split_of(Flipped())))
     assert equal(steps(split_of(Seeded())), steps(split_of(Seeded(), 2), 3))
@@ -230,4 +230,4 @@ def test_one_call_seeds_all_transforms_of_monai():
         def __init__(self):
             self.transform = Several()
 
-    assert [*generator_states(Moved())] == ["self.transform.set_random_state(torch.randint(2**31, ()).item())"]
+    assert [*find_held_generators(Moved())] == ["self.transform.set_random_state(torch.randint(2**31, ()).item())"]
