@@ -40,7 +40,9 @@ class BatchShare:
 
 
 def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
-    """Gather the rows of the global batch from all ranks. All ranks must call it; gradients flow back.
+    """Gather the rows of the global batch from all ranks, with gradients.
+
+    All ranks must call it, unless share.alone or share.stand_in is set.
 
     Args:
         local: (n, ...), this rank's rows.
@@ -100,16 +102,21 @@ def _bytes(rows: Tensor) -> Tensor:
 
 
 def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
+    """Return (size, ...) zeros with the rows at these slots."""
     padded = rows.new_zeros(size, *rows.shape[1:])
     padded[slots] = rows
     return padded
 
 
 def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """Return how many rows each rank sends, and each row's place among all rows sent.
+    """Return where the rows of a global batch are among the rows that all ranks send.
+
+    Args:
+        size: the number of rows of the global batch.
+        device: the device for the result.
 
     Returns:
-        The number of rows of each rank, and (size,) int64: the place of each row of the global batch.
+        The number of rows that each rank sends, padding included; and (size,) int64, the place of each row.
     """
     world_size = distributed.get_world_size()
     rows = torch.arange(size, device=device)

@@ -55,6 +55,7 @@ class Random:
         return self._drawn(partial(random_numbers.integers, low=low, high=high), shape)
 
     def _drawn(self, numbers: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
+        """Draw (n, *shape) numbers by a function of random_numbers. Each call of a step has a key of its own."""
         self._calls += 1
         key = random_numbers.derive_key(random_numbers.Use.CALL, self._seed, self._calls)
         each = math.prod(shape)

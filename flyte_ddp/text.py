@@ -31,13 +31,13 @@ def masked(text: str) -> str:
 
 
 def explain_error(error: BaseException) -> str:
-    """Return what went wrong, on one line: the operating system's words, or the error with its type."""
+    """Say what went wrong on one line: in the operating system's words, or as "ValueError: message"."""
     said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return " ".join(str(said).split())
 
 
 def counted(epochs: float) -> str:
-    """Format a number of epochs with at most two decimals: 2, 1.25."""
+    """Format a number of epochs with at most two decimals: "2", "1.25"."""
     return f"{round(epochs, 2):g}"
 
 

@@ -1,4 +1,4 @@
-"""The help of a platform's commands on settings, and their answer to a setting that is given as an option."""
+"""The help of `pyflyte run` and `flyte run` on settings, and their answer to a setting that is given as an option."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -62,7 +62,13 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:
-    """Return a hint for an unknown option that is a field of a JSON parameter's settings, with an example; else ""."""
+    """Say which option takes the settings that an unknown option is a field of, with an example; "" if none does.
+
+    Args:
+        option: the unknown option, such as --batch-size.
+        parameters: the command's options.
+        kind_of: returns the Python type that an option is converted to.
+    """
     name = option.lstrip("-").replace("-", "_")
     for parameter in parameters:
         kind = kind_of(parameter.type)

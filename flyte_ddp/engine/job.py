@@ -74,6 +74,7 @@ class Subject:
 
     @property
     def key(self) -> str:
+        """The hash of the identity, 16 hex digits."""
         return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -170,11 +171,11 @@ class Job(Subject):
 
     Attributes:
         options: the options of the run.
-        model_path: the trained weights; with a validation split those of the best epoch.
+        model_path: where the trained weights go; with a validation split those of the best epoch.
         checkpoint_path: where the checkpoint is kept; training resumes from an earlier one there.
-        logs: folder for all else: PREDICTIONS, PICTURES, LAST, FINAL, and the profile of each rank.
-        chosen_by: the variable, or argument, by which the user chooses the folder of all these.
-        storage: where sharded checkpoints are kept instead, if each rank reaches it.
+        logs: the folder for all else: PREDICTIONS, PICTURES, LAST, FINAL, and the profile of each rank.
+        chosen_by: the environment variable, or "output" for train()'s argument, by which the user chooses the folder.
+        storage: where each rank keeps its shards of a checkpoint; None if they stay beside checkpoint_path.
         launched: time.time() of the launch.
     """
 
@@ -204,12 +205,18 @@ def make_job(
     checkpoint_path: str | Path = "",
     logs: str | Path = "",
 ) -> Job:
-    own: dict[str, Any] = {"model_path": str(model_path), "checkpoint_path": str(checkpoint_path), "logs": str(logs)}
-    return Job(**vars(subject), options=options, **own)
+    """Make a job of what is trained, how, and where its files go."""
+    return Job(
+        **vars(subject),
+        options=options,
+        model_path=str(model_path),
+        checkpoint_path=str(checkpoint_path),
+        logs=str(logs),
+    )
 
 
 def job_in(folder: Path, subject: Subject, options: RunOptions) -> Job:
-    """Make a job that leaves everything in one folder."""
+    """Make a job that leaves all its files in one folder: model.pt, checkpoint, and its logs beside them."""
     job = make_job(subject, options, model_path=folder / "model.pt", checkpoint_path=folder / "checkpoint", logs=folder)
     return replace(job, chosen_by=OUTPUT)
 
@@ -235,10 +242,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A file of one of the best evaluations, whose weights options.keep_best has left in the logs.
+    """A file with the weights of one of the best evaluations, which options.keep_best has left in the logs.
 
     Attributes:
-        file: its name in the logs; it has the weights as model_state has those of the best.
+        file: the name of the file in the logs, which has the weights as model_state has those of the best.
         epoch: the epoch after which the evaluation was, with fractions where an epoch has several.
         measure: the measure that the best are chosen by.
         value: the value of that measure, on the validation split.
@@ -259,7 +266,7 @@ class TrainingResult:
         warnings: where training did not go as it should.
         headline: the name of the main measure.
         train_samples, test_samples, validation_samples: sizes of the splits.
-        precision: float32 or bfloat16.
+        precision: "float32" or "bfloat16".
         peak_bytes: peak memory of the process.
         peak_gpu_bytes: peak memory of its tensors on the GPU; 0 on a CPU.
         tested: measures of the test split, with the weights at model_path.
@@ -270,7 +277,7 @@ class TrainingResult:
         skipped_updates: how many updates were left out, see TrainingSettings.skip_spikes.
         hardware: name of the GPU, or the CPU's instruction set.
         kept: the best evaluations that options.keep_best asked for, the best first; on rank 0.
-        digest: of the weights at model_path, see flyte_ddp.engine.digest.
+        digest: the digest of the weights at model_path, 16 hex digits.
     """
 
     epochs: list[EpochFinished]

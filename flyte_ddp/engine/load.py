@@ -79,7 +79,10 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
 
 
 def find_data_path(data: Path | StoredData | None) -> Path | str | None:
-    """Return a recipe's data_path: the path or None as given, or the URL of stored data, whose storage is set up here."""
+    """Return a recipe's data_path: the path or None as given, or the URL of stored data.
+
+    For stored data, the options of their storage are set for this process.
+    """
     if not isinstance(data, StoredData):
         return data
     from flyte_ddp.data.remote_files import use_storage_options  # it imports fsspec, which other trainings do without

@@ -48,6 +48,12 @@ def is_checkpoint(path: Path) -> bool:
 def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
     """Load a model_state's weights into the network, except those that leave_out names.
 
+    Args:
+        model: the network.
+        path: the file of weights.
+        leave_out: patterns of the names of tensors, or "mismatching", separated by commas, as in
+            TrainingSettings.init_leave_out.
+
     Returns:
         The names of the tensors that the file has replaced, and a remark for the user.
 
@@ -83,6 +89,12 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 
     The optimizer's state is the checkpoint's; its learning rates and the schedule are this training's own.
 
+    Args:
+        state: the state to load into, as a fresh start has it.
+        path: the checkpoint.
+        job: this training.
+        steps_per_epoch: the number of steps of an epoch of this training.
+
     Raises:
         InputError: this training cannot continue the other one.
     """
@@ -93,6 +105,7 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 
 
 def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
+    """Do what continue_from does, but raise CheckpointError for what is wrong with the file itself."""
     content = read_checkpoint(path, {"recipe": job.recipe})
     saved, other_identity = content["state"], content["identity"]
     progress = saved["progress"]
@@ -130,7 +143,14 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
 
 
 def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: Job) -> None:
-    """Raise InputError if nothing is left to train, or an epoch would end with other settings than it began with."""
+    """Raise InputError if nothing is left to train, or an epoch would end with other settings than it began with.
+
+    Args:
+        epoch: how many epochs of the checkpoint's training are complete.
+        step: how many steps of the next epoch are done.
+        other_identity: Subject.identity of the checkpoint's training.
+        job: this training.
+    """
     settings = job.settings
     if epoch >= settings.last_epoch:
         name = "stop_after" if settings.stop_after else "epochs"
@@ -148,7 +168,14 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 
 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Drop the other training's best epoch if it does not count here. Patience that ran out there begins anew."""
+    """Drop the other training's best epoch if it does not count here. Patience that ran out there begins anew.
+
+    Args:
+        state: the state, with the other training's checkpoint loaded.
+        fresh: the state dict of a best_tracker that has seen no epoch.
+        other_identity: Subject.identity of the other training.
+        ours: Subject.identity of this training.
+    """
     if not state.best_tracker:
         return
     differing = {path for path, *_ in compare_identities(other_identity, ours)}
@@ -175,11 +202,16 @@ def freeze(model: nn.Module, patterns: str) -> str:
 
 
 def _keep_statistics(layer: nn.Module, _: Any) -> None:
-    layer.eval()  # before each forward pass, since each epoch begins with train()
+    layer.eval()  # a hook does it before each forward pass, because each epoch begins with train()
 
 
 def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that match one of the patterns, or belong to a layer whose name does.
+    """Return the names that match one of the patterns (fnmatch), or belong to a layer whose name does.
+
+    Args:
+        setting: the name of the setting that has the patterns, for the message.
+        patterns: the patterns.
+        names: the names of tensors; the result keeps their order.
 
     Raises:
         InputError: a pattern matches nothing.
@@ -194,6 +226,7 @@ def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> lis
 
 
 def split_patterns(text: str) -> list[str]:
+    """Split patterns at commas and white space."""
     return [pattern for pattern in re.split(r"[\s,]+", text) if pattern]
 
 

@@ -126,7 +126,7 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
 def _call_model(recipe: Recipe, seed: int) -> nn.Module:
     """Call the recipe's model() with seeded random numbers. Raises InputError for what cannot be trained."""
     torch.manual_seed(seed)
-    recipe.has_read_init = False  # __init__ may have read init, for a tokenizer perhaps
+    recipe.has_read_init = False  # what was read before is not the network, but a tokenizer perhaps
     model: Any = recipe.model()
     if not isinstance(model, nn.Module):
         got = type(model).__name__
