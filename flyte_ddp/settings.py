@@ -18,12 +18,8 @@ class TrainingSettings(Settings):
     A recipe's own settings derive from it.
     """
 
-    backend: str = setting(
-        "auto", choices=BACKENDS, help="process group backend; auto is nccl if a GPU is visible, else gloo."
-    )
-    seed: int = setting(
-        1, minimum=0, maximum=2**32 - 1, help="seeds the initial weights, the shuffling and the augmentation."
-    )
+    backend: str = setting("auto", choices=BACKENDS, help="process group backend; auto is nccl with a GPU, else gloo.")
+    seed: int = setting(1, minimum=0, maximum=2**32 - 1, help="seeds initial weights, shuffling and augmentation.")
     log_interval: int = setting(10, minimum=1, help="steps between two log lines.")
     batch_size: int = setting(128, minimum=1, help="samples of one optimizer step, all ranks together.")
     test_batch_size: int = setting(1000, minimum=1, help="samples of one evaluation batch, all ranks together.")
@@ -139,9 +135,7 @@ class RunOptions(Settings):
     The cache ignores them; outputs say on how many ranks a result was computed.
     """
 
-    nproc: int = setting(
-        0, minimum=0, maximum=1024, help="ranks to spawn; 0 is one per visible GPU, or two if there is none."
-    )
+    nproc: int = setting(0, minimum=0, maximum=1024, help="ranks to spawn; 0 is one per visible GPU, else two.")
     timeout_seconds: float = setting(
         300.0, minimum=1, maximum=86400, help="how long the ranks may go without a step before the run counts as hung."
     )
@@ -161,9 +155,7 @@ class RunOptions(Settings):
     checkpoint_seconds: float = setting(
         30.0, minimum=0, help="time between two checkpoints within an epoch; there is always one at the epoch's end."
     )
-    resume: bool = setting(
-        True, help="whether to resume from the checkpoint of an unfinished run of the same training."
-    )
+    resume: bool = setting(True, help="whether to resume the checkpoint of an unfinished run of the same training.")
     resume_from: str = setting(
         "",
         help="the folder of an unfinished run's checkpoint, in Flyte's storage or on this machine; the run's log and "
@@ -206,7 +198,7 @@ class RunOptions(Settings):
         "best-1-epoch-N.pt; 0 is none.",
     )
     cache_bytes: int = setting(
-        0, minimum=0, help="how much of each node's disk Blocks of data may take; 0 is half of what is free."
+        0, minimum=0, help="disk space of each node for Blocks of data; 0 is half of what is free."
     )
     sharding: str = setting(
         "off",

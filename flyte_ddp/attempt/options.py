@@ -55,7 +55,8 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
             whole = (self.help or "").partition(": {")[0]  # the schema begins with ": {"
             # Some commands render this Markdown list; others show a line for each paragraph
             self.help = "\n\n".join([whole, *(f"- {name}: {text}" for name, text in describe_fields(kind).items())])
-            self.metavar, self.show_default = "JSON", False
+            self.metavar = "JSON"
+            self.show_default = False
 
     init.original = original  # type: ignore[attr-defined]
     click.Option.__init__ = init  # type: ignore[method-assign]

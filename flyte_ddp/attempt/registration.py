@@ -88,16 +88,12 @@ class Registration(Settings):
     )
     small_memory: str = setting("400Mi", help="memory of a pod that computes nothing.")
     small_disk: str = setting("100Mi:1Gi", help="disk of a pod that computes nothing.")
-    accelerator: str = setting(
-        "none", choices=("none", *SUPPORTED), help="the kind of GPU; none leaves it to the cluster."
-    )
+    accelerator: str = setting("none", choices=("none", *SUPPORTED), help="kind of GPU; none leaves it to the cluster.")
     interruptible: bool = setting(
         False, help="whether training may run on preemptible machines; it resumes from its checkpoint."
     )
     attempt_seconds: int = setting(86400, minimum=60, maximum=366 * 86400, help="time limit of a training attempt.")
-    retries: int = setting(
-        2, minimum=0, maximum=100, help="further attempts at a training after failures that may not recur."
-    )
+    retries: int = setting(2, minimum=0, maximum=100, help="further attempts after failures that may not recur.")
     grace_seconds: int = setting(
         0,
         minimum=0,
@@ -151,9 +147,7 @@ class Registration(Settings):
         "several addresses separated by commas. An address without a kind has that of the one before.",
     )
     notify_phases: str = setting("failed,timed_out,aborted", help="the phases to notify of.")
-    webhook: str = setting(
-        "", help="URL to notify of failed trainings; everybody who can see the tasks in Flyte can see it."
-    )
+    webhook: str = setting("", help="URL to notify of failed trainings; all who can see the tasks in Flyte can see it.")
     webhook_secret: str = setting("", help="GROUP/KEY of the Flyte secret with that URL, if it is secret.")
     console: str = setting("", help="URL of Flyte's console, for the link in the webhook's message.")
     env: dict = setting(  # noqa: RUF009 copied

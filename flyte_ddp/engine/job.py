@@ -100,11 +100,12 @@ def make_subject(
     """
     if init and init.is_dir():
         check_pretrained(init)
+    named = description or data
     return Subject(
         recipe=code.name,
         settings=settings,
         code_version=with_installed(code.version),
-        dataset=description.name if description else data.name if data else _choose_name(code),
+        dataset=named.name if named else _choose_name(code),
         data=data,
         data_digest=description.digest if description else compute_data_digest(data),
         root=code.root,
@@ -127,8 +128,10 @@ def compute_data_digest(data: Path | StoredData | None) -> str:
     Raises:
         InputError: The data cannot be read for lack of permission.
     """
+    if isinstance(data, StoredData):
+        return data.digest
     with reading():
-        return data.digest if isinstance(data, StoredData) else content_digest(data) if data else ""
+        return content_digest(data) if data else ""
 
 
 class RankStorage(Protocol):

@@ -43,18 +43,14 @@ class LightningSettings(Settings):
 
     stop_after = 0  # of recipes; no field, since it has no type
 
-    backend: str = setting(
-        "auto", choices=BACKENDS, help="process group backend; auto is nccl where a GPU is visible, else gloo."
-    )
+    backend: str = setting("auto", choices=BACKENDS, help="process group backend; auto is nccl with a GPU, else gloo.")
     seed: int = setting(1, minimum=0, maximum=2**32 - 1, help="of the initial weights and whatever else is drawn.")
     log_interval: int = setting(10, minimum=1, help="steps between two log lines.")
     epochs: int = setting(2, minimum=1, help="the Trainer's max_epochs.")
     precision: str = setting(
         "float32", choices=tuple(PRECISIONS), help="bfloat16 and float16 are mixed with float32; float16 needs a GPU."
     )
-    accumulate_grad_batches: int = setting(
-        1, minimum=1, help="batches of each rank whose gradients make one optimizer step."
-    )
+    accumulate_grad_batches: int = setting(1, minimum=1, help="batches of each rank whose gradients make one step.")
     gradient_clip_val: float = setting(0.0, minimum=0, help="largest norm, or value, of the gradients; 0 is off.")
     gradient_clip_algorithm: str = setting("norm", choices=ALGORITHMS, help="norm or value.")
     limit_train_batches: float = setting(
@@ -100,9 +96,7 @@ class LightningOptions(RunOptions):
 
     refused = tuple(FOR_RECIPES)
 
-    strategy: str = setting(
-        "auto", choices=STRATEGIES, help="Lightning's; auto is ddp for several ranks, and none for one."
-    )
+    strategy: str = setting("auto", choices=STRATEGIES, help="Lightning's; auto is ddp for several ranks, else none.")
 
     @classmethod
     def hint(cls, name: str) -> str:

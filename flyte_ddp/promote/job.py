@@ -14,9 +14,7 @@ BETTER = ("auto", "higher", "lower")
 class PromotionOptions(Settings):
     """The options that say when a candidate is promoted."""
 
-    measure: str = setting(
-        "", help="name of the measure on the test split that decides; empty is the recipe's headline."
-    )
+    measure: str = setting("", help="the measure on the test split that decides; empty is the recipe's headline.")
     better: str = setting(
         "auto",
         choices=BETTER,

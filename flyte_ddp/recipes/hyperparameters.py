@@ -28,9 +28,7 @@ class Hyperparameters(TrainingSettings):
         choices=SCHEDULES,
         help="onecycle (linear up from a tenth, linear down to a thousandth of the peak) or constant.",
     )
-    warmup_fraction: float = setting(
-        0.25, above=0, below=1, help="share of all steps in which the onecycle rate rises."
-    )
+    warmup_fraction: float = setting(0.25, above=0, below=1, help="share of steps in which the onecycle rate rises.")
     weight_decay: float = setting(5e-5, minimum=0, help="of SGD (an L2 penalty).")
     norm_bias_factor: float = setting(
         1.0, above=0, help="factor of the learning rate of batch norm's biases, whose weight decay is divided by it."
@@ -47,12 +45,8 @@ class Hyperparameters(TrainingSettings):
         help="training images are shifted at random by up to this many pixels, padded with zeros.",
     )
     flip: bool = setting(False, help="whether training images are mirrored left to right at random.")
-    alternate_flips: bool = setting(
-        False, help="whether each image is instead mirrored in every other epoch; needs flip."
-    )
-    label_smoothing: float = setting(
-        0.1, minimum=0, below=1, help="share of the target that is spread evenly over all classes."
-    )
+    alternate_flips: bool = setting(False, help="whether each image is instead mirrored every other epoch; needs flip.")
+    label_smoothing: float = setting(0.1, minimum=0, below=1, help="share of the target that all classes get evenly.")
     ema_decay: float = setting(
         0.0,
         minimum=0,

@@ -27,13 +27,11 @@ class Sweep(Settings):
         {"learning_rate": [0.05, 0.1, 0.2]},
         help="name of a setting -> list of the values to try or, in a random search, a Range to draw from.",
     )
-    measure: str = setting(
-        "accuracy", help="the measure that trials are compared by: accuracy, or a measure of the recipe."
-    )
+    measure: str = setting("accuracy", help="the measure to compare trials by: accuracy, or a measure of the recipe.")
     largest: bool = setting(True, help="whether larger values of the measure are better.")
     search: str = setting("grid", choices=("grid", "random"), help="grid tries every combination, random draws them.")
     trials: int = setting(
-        8, minimum=1, maximum=MOST_TRIALS, help="number of draws in a random search; duplicates are tried once."
+        8, minimum=1, maximum=MOST_TRIALS, help="draws of a random search; duplicates are tried once."
     )
     seed: int = setting(1, minimum=0, maximum=2**32 - 1, help="of the random search.")
     reduction_factor: int = setting(

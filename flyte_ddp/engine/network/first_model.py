@@ -42,7 +42,8 @@ def first_model(recipe: Recipe, job: Job) -> First:
     size = distributed.get_world_size()
     if job.options.sharding == "off" or size == 1:
         return _with_values(recipe, job)
-    built, problem = None, ""
+    built = None
+    problem = ""
     if rank == 0:
         built = _with_values(recipe, job)
     else:
@@ -52,7 +53,8 @@ def first_model(recipe: Recipe, job: Job) -> First:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
     expected, base = broadcast_value((outline(built[0]), built[1]) if built and rank == 0 else None)
     if built and outline(built[0]) != expected:
-        built, problem = None, "it has other tensors where they have no values"
+        built = None
+        problem = "it has other tensors where they have no values"
     problems: list[Any] = [None] * size
     distributed.all_gather_object(problems, problem)
     model, _, remarks = built or _with_values(recipe, job)
@@ -78,7 +80,8 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
 
 def _with_values(recipe: Recipe, job: Job) -> First:
     """Build the network on the CPU, load what init names, and freeze layers. Returns and raises as first_model does."""
-    settings, init = job.settings, job.init
+    settings = job.settings
+    init = job.init
     if settings.init_leave_out and not init:
         raise InputError(f"init_leave_out must be empty without init, got {settings.init_leave_out!r}")
     model = _call_model(recipe, settings.seed)
