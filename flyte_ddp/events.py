@@ -197,7 +197,7 @@ class NotLearning(Event):
 
 @dataclass(frozen=True)
 class RanksTimed(Event):
-    """What each rank has spent its time on since this attempt began, in seconds, in the order of the ranks.
+    """Seconds of each rank since this attempt began, by what the rank did; the lists are in the order of the ranks.
 
     Attributes:
         data: waiting for the rank's data, which are read and augmented meanwhile.
