@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, RunOptions, TrainingSettings
-from flyte_ddp.code.user_code import find_code, joined
+from flyte_ddp.code.user_code import find_code, join_codes
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.measures import problems_of_names, read_measures
 from flyte_ddp.lightning.task import check_lightning
@@ -124,7 +124,7 @@ def test_the_version_follows_the_code_of_the_module_of_its_data_and_of_what_trai
     assert version() != with_more
     model = find_code("numerals.model:LitNumerals", ranks=("flyte_ddp.lightning.rank",))
     assert model.version != find_code("numerals.model:LitNumerals").version, "the engine is not what trains it"
-    assert joined([model]).files == model.files == (str(project / "numerals" / "model.py"),)
+    assert join_codes([model]).files == model.files == (str(project / "numerals" / "model.py"),)
 
 
 def test_measures_have_the_same_name_in_all_splits():
