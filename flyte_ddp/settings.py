@@ -9,6 +9,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 PRECISIONS = ("auto", "float32", "bfloat16")
 TRACKING = ("auto", "online", "offline", "tensorboard", "mlflow", "off")
 SHARDING = ("off", "full", "hybrid")
+LEAST_SPIKE = 3  # standard deviations
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ class TrainingSettings(Settings):
             raise InputError(
                 f"{type(self).__name__}.stop_after must be at most epochs ({self.epochs}), got {self.stop_after}: "
                 "lower it, or set it to 0 for all of them"
+            )
+        if 0 < self.skip_spikes < LEAST_SPIKE:
+            raise InputError(
+                f"{type(self).__name__}.skip_spikes must be 0 or at least {LEAST_SPIKE} deviations, got "
+                f"{self.skip_spikes:g}: with fewer, ordinary steps would be left out; 6 is usual"
             )
 
     @property
