@@ -6,11 +6,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from charlm.settings import Settings as CharLM
-from segmentation.settings import Settings as Segmentation
-from tabular.settings import Settings as Tabular
-
 from benchmarks.engine import train
+from examples.charlm.settings import Settings as CharLM
+from examples.segmentation.settings import Settings as Segmentation
+from examples.tabular.settings import Settings as Tabular
 from flyte_ddp.settings import TrainingSettings
 
 JOBS: dict[str, type[TrainingSettings]] = {

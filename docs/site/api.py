@@ -100,7 +100,7 @@ def lists_of_arguments(app: Any, kind: str, name: str, value: Any, options: Any,
 
 def _fields(value: Any) -> str:
     """The section of the fields that a settings class declares itself; empty for other values."""
-    if not (inspect.isclass(value) and issubclass(value, Settings)):
+    if not (inspect.isclass(value) and issubclass(value, Settings) and dataclasses.is_dataclass(value)):
         return ""
     own = [field for field in dataclasses.fields(value) if field.name in value.__annotations__]
     lines = [f"    {field.name}: {field.metadata['help']}" for field in own if field.metadata.get("help")]

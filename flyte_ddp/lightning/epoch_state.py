@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from flyte_ddp.engine.checks.data_probe import of_each_rank
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.own_loop.optimizers import Optimizers, PendingGradients
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.lightning.lightning_compat import (
@@ -86,7 +86,7 @@ class EpochState:
             "logged": logged_in_epoch(self._trainer),
             "values": self._validation.without_its_own(values_for_callbacks(self._trainer)),
         }
-        ranks = of_each_rank(pytree.tree_map_only(Tensor, lambda one: one.cpu(), own))
+        ranks = gather_values(pytree.tree_map_only(Tensor, lambda one: one.cpu(), own))
         return {"gradients": self.gradients.of_weights, "ranks": ranks}
 
     def _metrics(self) -> dict[str, Metric]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import distributed
 
-from flyte_ddp.engine.checks.data_probe import of_first_rank
+from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.engine.job import Job
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.whole_files import link_or_copy, temporary_beside
@@ -74,7 +74,7 @@ class KeptFiles:
             The names of files that are gone; always empty on ranks other than rank 0.
         """
         gone = []
-        before, now = kept["logs"], of_first_rank(self._logs)
+        before, now = kept["logs"], broadcast_value(self._logs)
         for path, name in kept["files"].items() if distributed.get_rank() == 0 else ():
             file = Path(_moved(path, before, now))
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from flyte_ddp.engine.checks.held_generators import find_held_generators
-from flyte_ddp.engine.collectives import of_each_rank
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.torch_compat import pytree, set_batch_order
 from flyte_ddp.errors import InputError
@@ -168,7 +168,7 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
 def problems_of_ranks(batch: Any) -> list[str]:
     """Return a list with one warning if some ranks have been given equal batches; a collective."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-    sums = of_each_rank([int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided])
+    sums = gather_values([int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided])
     alike = [str(rank) for rank, of_rank in enumerate(sums) if of_rank and sums.count(of_rank) > 1]
     problem = (
         f"ranks {', '.join(alike)} see the same samples, at least in the first step: an IterableDataset has to share "

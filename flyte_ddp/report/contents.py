@@ -62,10 +62,8 @@ def tiles(record: Record) -> list[tuple[str, str]]:
     return shown
 
 
-def epoch_table(record: Record) -> Table | None:
-    """Return a table of the last MOST_EPOCHS evaluations; None if there are none yet."""
-    if not record.epochs:
-        return None
+def epoch_table(record: Record) -> Table:
+    """Return a table of the last MOST_EPOCHS evaluations; without one it has no lines."""
     names = record.measures[:MOST_MEASURES]
     evaluated = [f"{capitalised(record.split)} {in_words(name)}" for name in names]
     trained = [f"Training {in_words(name)}" for name in names]

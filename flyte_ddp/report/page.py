@@ -200,7 +200,7 @@ REPORT = """
 {% if curves %}
 <h2>Progress</h2><div class="grid">
 {% for shown in curves %}{{ figure(shown) }}{% endfor %}
-{% if epochs %}{{ grid_table(epochs.title, epochs.heads, epochs.lines) }}{% endif %}
+{% if epochs.lines %}{{ grid_table(epochs.title, epochs.heads, epochs.lines) }}{% endif %}
 {% if kept %}{{ grid_table(kept.title, kept.heads, kept.lines, True) }}{% endif %}
 </div>
 {% endif %}

@@ -64,8 +64,9 @@ class Counted(Varied):
     length_window = 0
 
     def data(self, split):
-        columns = zip(*Sentences(), strict=True)
-        return tuple(nn.utils.rnn.pad_sequence(column, batch_first=True) for column in columns)
+        samples = Sentences()
+        columns = zip(*(samples[index] for index in range(len(LENGTHS))), strict=True)
+        return tuple(nn.utils.rnn.pad_sequence([*column], batch_first=True) for column in columns)
 
     def lengths(self, split):
         return None

@@ -26,10 +26,10 @@ from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.data_probe import refuse_coupled_reading, unequal_data
 from flyte_ddp.engine.checks.optimizer_probe import try_optimizer
 from flyte_ddp.engine.checks.trials import Network, Trial, Trials, choose_tolerance, fault_named, is_close, is_same
+from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value
 from flyte_ddp.engine.measures import (
     check_rows,
-    code_location,
     compute_pairs,
     find_headline,
     mismatched,

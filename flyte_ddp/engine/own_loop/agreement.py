@@ -5,7 +5,7 @@ from enum import Enum
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.checks.data_probe import of_each_rank
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.errors import InputError
 
 
@@ -47,7 +47,7 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
         distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
         if extremes[0] == -extremes[1]:
             return True
-        calls = of_each_rank(call.value)
+        calls = gather_values(call.value)
         if call == Call.BATCH:
             return False
         if Call.BATCH.value not in calls:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from flyte_ddp.engine.checks.data_probe import of_each_rank
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.errors import InputError
 
 
@@ -17,7 +17,7 @@ def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False
     Raises:
         InputError: A rank has other names than rank 0. All ranks raise it.
     """
-    of_ranks: list[list[str]] = of_each_rank([*names])
+    of_ranks: list[list[str]] = gather_values([*names])
     for rank, others in enumerate(of_ranks):
         if {*others} != {*of_ranks[0]} and not (may_lack and not others):
             got = f"{', '.join(of_ranks[0]) or 'none'} on rank 0 and {', '.join(others) or 'none'} on rank {rank}"
