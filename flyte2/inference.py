@@ -1,5 +1,6 @@
-"""Predictions of a trained image classifier under Flyte 2: a map over shards, each tried again and cached on its own;
-also of each model that flyte2/promote.py publishes as the artifact mnist, once the trigger is activated.
+"""Predictions of a trained image classifier under Flyte 2: a map over shards, each retried and cached on its own.
+
+Once the trigger is activated, each model that flyte2/promote.py publishes as the artifact mnist predicts, too.
 
 flyte run --local flyte2/inference.py main --model_state model.pt --shards 2
 """
@@ -31,21 +32,27 @@ on_promotion = flyte.Trigger(
 
 @prediction.task(**image_training.arguments(ignored=()))
 async def predict(shard: int, shards: int, model_state: File, hp: Hyperparameters, data: Dir, split: str) -> File:
-    """The log-probabilities (n, classes) of a shard, as an .npy file."""
+    """Return the log-probabilities (n, classes) of a shard, as an .npy file."""
     return image_training.predict(model_state, hp, shard, shards, data, split)
 
 
 @workflow.task(triggers=on_promotion)
 async def main(model_state: File, shards: int = 4, split: str = "test") -> list[File]:
-    """Predicts a split of the dataset that the network was trained on.
+    """Predict a split of the dataset that the network was trained on.
 
-    model_state: the output of a training, whose metadata say what network and dataset it is of. Returns the shards'
-    files, in their order.
+    Args:
+        model_state: the output of a training, whose metadata say what network and dataset it is of.
+        shards: how many parts to predict, each on its own.
+        split: "train", "validation" or "test".
+
+    Returns:
+        The shards' files, in their order.
     """
     numbers = shard_numbers(shards)
-    hp, weights = classifier_settings(model_state), by_content(model_state)
+    hp = classifier_settings(model_state)
+    weights = by_content(model_state)
     each = partial(predict, shards=shards, model_state=weights, hp=hp, data=await prepare(hp.dataset), split=split)
     concurrency = registration().concurrency
-    # else a failure would be among the files, as what is no file
+    # With return_exceptions, which is the default, a failure would stand among the files
     parts = flyte.map.aio(each, numbers, concurrency=concurrency, return_exceptions=False)
     return [part async for part in parts]  # type: ignore[misc]

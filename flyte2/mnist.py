@@ -19,13 +19,13 @@ workflow = workflow_environment("mnist", preparation, training)
 
 @preparation.task(**preparation_arguments())
 async def prepare(name: str) -> Dir:
-    """Downloads and prepares the named dataset."""
+    """Download and prepare the named dataset."""
     return prepare_dataset(name)
 
 
 @training.task(**image_training.arguments())
 async def train(hp: Hyperparameters, data: Dir, options: RunOptions, init: File | None = None) -> TrainingOutputs:
-    """Trains hp.model on the prepared dataset, with options.nproc ranks."""
+    """Train hp.model on the prepared dataset, with options.nproc ranks."""
     return image_training.run(hp, options, data, init)
 
 
@@ -33,10 +33,12 @@ async def train(hp: Hyperparameters, data: Dir, options: RunOptions, init: File 
 async def main(
     hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions(), init: File | None = None
 ) -> TrainingOutputs:
-    """Prepares the dataset that hp names and trains on it.
+    """Prepare the dataset that hp names, and train on it.
 
-    hp: what determines the result; omitted fields keep their defaults. options: how to run it; ignored by the cache.
-    init: what to start from: the model_state of an earlier training, or its final-checkpoint to continue from.
+    Args:
+        hp: the settings that determine the result; omitted fields keep their defaults.
+        options: how to run the training; the cache ignores them.
+        init: the model_state of an earlier training to start from, or its final-checkpoint to continue from.
     """
     start = by_content(init)
     data = await prepare(resolve_dataset(hp, options))

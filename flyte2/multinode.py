@@ -2,7 +2,7 @@
 
 DDP_NNODES=4 flyte run flyte2/multinode.py main --hp '{"epochs": 1}'
 
-DDP_NNODES=8,4,2 trains on fewer nodes where eight are not to be had.
+DDP_NNODES=8,4,2 trains on fewer nodes if the cluster has not got eight.
 """
 
 from flyte.io import Dir, File
@@ -24,7 +24,7 @@ workflow = workflow_environment("multinode", preparation, training)
 async def train(
     hp: Hyperparameters, data: Dir, options: RunOptions, init: File | None = None
 ) -> TrainingOutputs | None:
-    """Trains hp.model on the prepared dataset on all nodes; each rank runs this, and rank 0 has the outputs."""
+    """Train hp.model on the prepared dataset on all nodes. Each rank runs this function; rank 0 returns the outputs."""
     return image_training.run_as_rank(hp, options, data, init)
 
 
@@ -32,7 +32,7 @@ async def train(
 async def main(
     hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions(), init: File | None = None
 ) -> TrainingOutputs:
-    """Like flyte2/mnist.py, on many nodes."""
+    """Train as flyte2/mnist.py does, on many nodes."""
     data = await prepare(resolve_for_multinode(hp))
-    outputs: TrainingOutputs = await on_available_nodes(train, hp, data, options, by_content(init))  # rank 0's
+    outputs: TrainingOutputs = await on_available_nodes(train, hp, data, options, by_content(init))
     return outputs

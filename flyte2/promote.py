@@ -1,5 +1,6 @@
-"""Trains MNIST under Flyte 2 and promotes the model if it is better than the promoted one; every night, once activated.
-With --artifact mnist what is promoted is an artifact, too, which triggers follow, such as that of flyte2/inference.py.
+"""The training and promotion of a model under Flyte 2, if it is better than the promoted one; nightly, once activated.
+
+With --artifact mnist a promoted model is an artifact, too, which starts triggers such as that of flyte2/inference.py.
 
 flyte run --local flyte2/promote.py main --place models
 flyte run --local flyte2/promote.py roll_back --place models --name 20261122-030412-1f2e3d4c
@@ -46,13 +47,13 @@ nightly = flyte.Trigger(
 async def promote(
     model_state: File, data: Dir, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Measures the candidate and the promoted model on the same test images, and promotes the better one."""
+    """Measure the candidate and the promoted model on the same test images, and promote the better one."""
     return promote_images(model_state, data, hp, place, options)
 
 
 @publication.task(produces_artifacts=True)
 async def publish(model_state: File, summary: PromotionSummary, artifact: str) -> File:
-    """The promoted model, as a version of an artifact."""
+    """Return the promoted model as a new version of the artifact."""
     published: File = make_artifact(model_state, summary, artifact)
     return published
 
@@ -65,11 +66,14 @@ async def main(
     options: RunOptions = RunOptions(),
     artifact: str = "",
 ) -> PromotionOutputs:
-    """Trains and promotes.
+    """Train a candidate, and promote it if it is better than the promoted model.
 
-    place: folder, or URL of the cluster's storage, that models are promoted to. hp: what determines the result of the
-    training. promotion: by which measure, and by how much, the candidate must be better. options: how to train.
-    artifact: name of the artifact that a promoted candidate is a new version of; empty for none.
+    Args:
+        place: the folder, or URL of the cluster's storage, that models are promoted to.
+        hp: the settings that determine the result of the training.
+        promotion: by which measure, and by how much, the candidate must be better.
+        options: how to train.
+        artifact: the artifact that a promoted candidate becomes a new version of; empty for none.
     """
     root = resolve_place(place)
     data = await prepare(resolve_dataset(hp, options))
@@ -82,8 +86,10 @@ async def main(
 
 @return_environment.task(report=True)
 async def roll_back(place: str = registration().promote_to, name: str = "") -> RollBackOutputs:
-    """Promotes an earlier version again; without a name it only shows the history and the versions.
+    """Promote an earlier version again; without a name only show the history and the versions.
 
-    place: folder, or URL of the cluster's storage, with promoted models. name: of the version.
+    Args:
+        place: the folder, or URL of the cluster's storage, with the promoted models.
+        name: the version's name.
     """
     return roll_back_to(place, name)

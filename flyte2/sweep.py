@@ -1,4 +1,4 @@
-"""Compares hyperparameters on held-out training images under Flyte 2, then trains with the best on all of them.
+"""A comparison of hyperparameters on held-out training images under Flyte 2, and a training with the best on all.
 
 flyte run --local flyte2/sweep.py main --sweep '{"values": {"learning_rate": [0.05, 0.1, 0.2]}}' --hp '{"epochs": 1}'
 """
@@ -41,7 +41,7 @@ class SweepOutputs:
 
 @trials.task(**training_arguments(f"{image_training.code.version} {code_version('flyte_ddp.sweep.flyte2')}"))
 async def train_trial(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
-    """Trains without the held-out images and measures on them."""
+    """Train without the held-out images, and measure on these."""
     return try_out(entrant, data, options)
 
 
@@ -49,10 +49,12 @@ async def train_trial(entrant: Entrant, data: Dir, options: RunOptions) -> Trial
 async def main(
     sweep: Sweep = Sweep(), hp: Hyperparameters = Hyperparameters(), options: RunOptions = RunOptions()
 ) -> SweepOutputs:
-    """Compares hyperparameters on one in twelve training images, held out, and trains with the best on all.
+    """Compare hyperparameters on one in twelve training images, held out, and train with the best on all.
 
-    sweep: which hyperparameters to try, and which values of them. hp: the other hyperparameters of every trial.
-    options: how to run each training; ignored by the cache.
+    Args:
+        sweep: which hyperparameters to try, and which values of them.
+        hp: the other hyperparameters of every trial.
+        options: how to run each training; the cache ignores them.
     """
     listed = list_trials(sweep, hp, options)
     name = resolve_dataset(hp, options)

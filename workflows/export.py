@@ -1,4 +1,4 @@
-"""Exports a trained image classifier as verified safetensors, torch.export and ONNX files, with a model card.
+"""The export of a trained image classifier as verified safetensors, torch.export and ONNX files, with a model card.
 
 pyflyte run workflows/export.py export_wf --model_state model.pt
 pyflyte run workflows/export.py export_folder_wf --folder FOLDER --model_state model.pt --images '{"image_size": 64}'
@@ -32,7 +32,7 @@ set_up_pyflyte()
 def model_to_export(
     model_state: PythonPickledFile | None, data: PreparedDataset, options: ClassifierExport
 ) -> PythonPickledFile:
-    """The given weights, else those of a default training; only waits for data."""
+    """Return the given weights, else those of a training by the defaults, which starts once the data are prepared."""
     if model_state is not None:
         return model_state
     hp = Hyperparameters(dataset=options.dataset, model=options.network)
@@ -43,7 +43,7 @@ def model_to_export(
 def export_wf(
     model_state: PythonPickledFile | None = None, options: ClassifierExport = ClassifierExport()
 ) -> ExportOutputs:
-    """Writes a model in several formats, each of which must reproduce the test accuracy of the model.
+    """Write a model in several formats, each of which must reproduce the test accuracy of the model.
 
     Args:
         model_state: the output of a training; without it, a model is trained first.
@@ -63,7 +63,7 @@ def folder_model_to_export(
     images: ImageSettings,
     options: FolderExport,
 ) -> PythonPickledFile:
-    """The same for a folder of images; only waits for its index."""
+    """Return the given weights, else those of a training on the folder, which starts once its index is there."""
     if model_state is not None:
         return model_state
     hp = FolderHyperparameters(model=options.network)
@@ -77,11 +77,11 @@ def export_folder_wf(
     model_state: PythonPickledFile | None = None,
     options: FolderExport = FolderExport(),
 ) -> ExportOutputs:
-    """The same for a model of image_folder_wf; model.json and the card name its classes, image size and channels.
+    """Export a model of image_folder_wf as export_wf does. model.json and the card have classes, size and channels.
 
     Args:
-        folder: that the model was trained on, see image_folder_wf.
-        images: likewise.
+        folder: the folder of images that the model was trained on, as of image_folder_wf.
+        images: the images of the folder that it was trained on, and their size.
         model_state: the output of image_folder_wf; without it, a model is trained first.
         options: the network, which may be left out if the weights have metadata, and how to export.
     """

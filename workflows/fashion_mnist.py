@@ -20,7 +20,7 @@ set_up_pyflyte()
 def fashion_mnist_task(
     hp: FashionMNISTHyperparameters, data: PreparedDataset, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
-    """Trains hp.model on the prepared dataset, with options.nproc ranks."""
+    """Train hp.model on the prepared dataset, with options.nproc ranks."""
     return image_training.run(hp, options, data, init)
 
 
@@ -30,12 +30,12 @@ def fashion_mnist_wf(
     options: RunOptions = RunOptions(),
     init: FlyteFile | None = None,
 ) -> TrainingOutputs:
-    """Prepares the dataset that hp names and trains on it.
+    """Prepare the dataset that hp names, and train on it.
 
     Args:
-        hp: what determines the result; omitted fields keep their defaults.
-        options: how to run it; ignored by the cache.
-        init: what to start from: the model_state of an earlier training, or its final-checkpoint to continue from.
+        hp: the settings that determine the result; omitted fields keep their defaults.
+        options: how to run the training; the cache ignores them.
+        init: the model_state of an earlier training to start from, or its final-checkpoint to continue from.
     """
     name = resolve_dataset(hp=hp, options=options, auto="fashion_mnist")
     return fashion_mnist_task(hp=hp, data=prepare_dataset(name=name), options=options, init=init_by_content(init=init))

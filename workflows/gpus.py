@@ -1,4 +1,4 @@
-"""The same training, with the number of GPUs as an input of each run instead of a setting of the registration."""
+"""The training of workflows/mnist.py with the number of GPUs as an input of each run, not a registered setting."""
 
 from flytekit import Cache, dynamic, workflow
 from flytekit.types.file import FlyteFile
@@ -27,7 +27,7 @@ OWN_CODE = CodeVersion(code_version("workflows.gpus"), ())
 def train_on_gpus(
     gpus: int, hp: Hyperparameters, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
-    """Trains in a pod with this many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
+    """Train in a pod with this many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
     sizes = resize(pytorch_mnist_task, gpus)
     data = prepare_dataset(name=resolve_dataset(hp=hp, options=options))
     training = pytorch_mnist_task(hp=hp, data=data, options=options, init=init_by_content(init=init))
@@ -41,5 +41,5 @@ def training_on_gpus_wf(
     options: RunOptions = RunOptions(),
     init: FlyteFile | None = None,
 ) -> TrainingOutputs:
-    """Like workflows.mnist.pytorch_training_wf, in a pod with this many GPUs (0 for none)."""
+    """Train as workflows.mnist.pytorch_training_wf does, in a pod with this many GPUs (0 for none)."""
     return train_on_gpus(gpus=gpus, hp=hp, options=options, init=init)

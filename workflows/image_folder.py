@@ -19,7 +19,7 @@ from flyte_ddp.settings import RunOptions
 set_up_pyflyte()
 
 
-# the index has the folder's content; its place does not affect the result
+# The folder is no part of the cache key: the index stands for its content
 @task(**training_arguments(ignored_inputs=("options", "folder")))
 def image_folder_task(
     hp: FolderHyperparameters,
@@ -28,7 +28,7 @@ def image_folder_task(
     options: RunOptions,
     init: FlyteFile | None = None,
 ) -> TrainingOutputs:
-    """Trains hp.model on the images of the folder, with options.nproc ranks."""
+    """Train hp.model on the images of the folder, with options.nproc ranks."""
     return image_training.run(hp, options, attach(index, folder), init)
 
 
@@ -40,15 +40,15 @@ def image_folder_wf(
     options: RunOptions = RunOptions(),
     init: FlyteFile | None = None,
 ) -> TrainingOutputs:
-    """Reads every image of the folder once, then trains on them, decoding them again in each epoch.
+    """Read every image of the folder once, then train on them, decoding them again in each epoch.
 
     Args:
         folder: path or URI, with one sub-folder of image files per class, or train and test folders of that form. By
             default the digits.
         images: which images to use, and their size.
-        hp: what else determines the result.
-        options: how to run it; ignored by the cache.
-        init: what to start from: the model_state of an earlier training, or its final-checkpoint to continue from.
+        hp: the other settings that determine the result.
+        options: how to run the training; the cache ignores them.
+        init: the model_state of an earlier training to start from, or its final-checkpoint to continue from.
     """
     found = find_images(folder=folder, images=images, backend=hp.backend, nproc=options.nproc, batch_size=hp.batch_size)
     index = index_images(folder=found.folder, stamp=found.stamp, images=images)

@@ -27,7 +27,7 @@ set_up_pyflyte()
 def given_or_trained(
     model_state: PythonPickledFile | None, data: PreparedDataset, options: InferenceOptions
 ) -> PythonPickledFile:
-    """The given weights, else those of a default training; only waits for data."""
+    """Return the given weights, else those of a training by the defaults, which starts once the data are prepared."""
     if model_state is not None:
         return model_state
     hp = Hyperparameters(dataset=options.dataset, model=options.model)
@@ -40,12 +40,12 @@ def inference_wf(
     folder: FlyteDirectory | None = None,
     options: InferenceOptions = InferenceOptions(),
 ) -> InferenceOutputs:
-    """Predicts in shards, each retried and cached on its own.
+    """Predict in shards, each retried and cached on its own.
 
     Args:
         model_state: the output of a training; without it, a model is trained first.
-        folder: of image files, which are converted to the size and channels of the dataset; a sub-folder may have the
-            name or number of a class. Without it, the images are those of a split of the dataset.
+        folder: a folder of image files, which are converted to the size and channels of the dataset; a sub-folder may
+            have the name or number of a class. Without it, the images are those of a split of the dataset.
         options: the network, the dataset that it was trained on, and how to predict; the first two may be left out if
             the weights have metadata, as training writes them.
     """

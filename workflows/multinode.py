@@ -30,7 +30,7 @@ else:
     def pytorch_multinode_task(
         hp: Hyperparameters, data: PreparedDataset, options: RunOptions, init: FlyteFile | None = None
     ) -> TrainingOutputs:
-        """Trains hp.model on the prepared dataset on all nodes, with the registered number of ranks."""
+        """Train hp.model on the prepared dataset on all nodes, with the registered number of ranks."""
         return image_training.run_as_rank(hp, options, data, init)
 
     @workflow
@@ -39,7 +39,7 @@ else:
         options: RunOptions = RunOptions(),
         init: FlyteFile | None = None,
     ) -> TrainingOutputs:
-        """Like workflows.mnist.pytorch_training_wf, on many nodes."""
+        """Train as workflows.mnist.pytorch_training_wf does, on many nodes."""
         data = prepare_dataset(name=resolve_for_multinode(hp=hp))
         return pytorch_multinode_task(hp=hp, data=data, options=options, init=init_by_content(init=init))
 
@@ -49,6 +49,6 @@ else:
         options: RunOptions = RunOptions(),
         init: FlyteFile | None = None,
     ) -> TrainingOutputs:
-        """Like workflows.cifar10.cifar10_wf, on many nodes."""
+        """Train as workflows.cifar10.cifar10_wf does, on many nodes."""
         data = prepare_dataset(name=resolve_for_multinode(hp=hp, auto="cifar10"))
         return pytorch_multinode_task(hp=hp, data=data, options=options, init=init_by_content(init=init))

@@ -1,4 +1,4 @@
-"""Trains a model, or takes a given one, and promotes it if it is better than the promoted model.
+"""The promotion of a model, trained or given, if it is better than the promoted one.
 
 pyflyte run workflows/promote.py promote_wf --place models --promotion '{"margin": 0.001}'
 pyflyte run workflows/promote.py roll_back_wf --place models --name 20261122-030412-1f2e3d4c
@@ -26,7 +26,7 @@ set_up_pyflyte()
 def candidate(
     model_state: PythonPickledFile | None, hp: Hyperparameters, name: str, options: RunOptions
 ) -> PythonPickledFile:
-    """The given weights, else those of the same training as in workflows/mnist.py."""
+    """Return the given weights, else those of the same training as in workflows/mnist.py."""
     if model_state is not None:
         return model_state
     data = prepare_dataset(name=name)  # from the cache: Flyte would hash an input, which is not downloaded here
@@ -41,15 +41,15 @@ def promote_wf(
     promotion: PromotionOptions = PromotionOptions(),
     options: RunOptions = RunOptions(),
 ) -> PromotionOutputs:
-    """Measures the candidate and the promoted model on the same test images, and promotes the better one.
+    """Measure the candidate and the promoted model on the same test images, and promote the better one.
 
     Args:
-        place: folder, or URL of Flyte's storage, that models are promoted to; a local run has a default.
+        place: the folder, or URL of Flyte's storage, that models are promoted to; a local run has a default.
         model_state: the candidate's weights, the output of a training; by default one is trained.
-        hp: what determines the result of the training; for a given model, only what its file does not say, or what is
-            to be otherwise, such as the dataset to measure it on.
+        hp: the settings of the training. For a given model, only those that its file lacks, or that should differ, such
+            as the dataset to measure it on.
         promotion: by which measure, and by how much, the candidate must be better.
-        options: how to train; ignored by the cache.
+        options: how to train; the cache ignores them.
     """
     target = check_promotion(place=place, model_state=model_state, hp=hp, options=options)
     data = prepare_dataset(name=target.dataset)
@@ -60,11 +60,11 @@ def promote_wf(
 
 @workflow
 def roll_back_wf(place: str = registration().promote_to, name: str = "") -> RollBackOutputs:
-    """Promotes an earlier version again.
+    """Promote an earlier version again.
 
     Args:
-        place: see promote_wf.
-        name: of the version; without it, the history is shown and nothing changes.
+        place: the folder, or URL of Flyte's storage, that models are promoted to; a local run has a default.
+        name: the version's name; without it, the history is shown and nothing changes.
     """
     return roll_back(place=place, name=name)
 

@@ -1,4 +1,4 @@
-"""Compares hyperparameters on held-out training images, then trains with the best on all training images.
+"""A comparison of hyperparameters on held-out training images, and a training with the best on all training images.
 
 pyflyte run workflows/sweep.py sweep_wf --sweep '{"values": {"learning_rate": [0.05, 0.1, 0.2]}}' --hp '{"epochs": 1}'
 """
@@ -50,7 +50,7 @@ class SweepOutputs(NamedTuple):
 @task(**small_resources())
 @platform_errors(platform)
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
-    """The hyperparameters of each trial, all checked before anything is downloaded or spawned."""
+    """Return the hyperparameters of each trial, all checked before anything is downloaded or spawned."""
     return classifier_trials(platform, sweep, hp, options)
 
 
@@ -65,7 +65,7 @@ def train_trial(entrant: Entrant, data: PreparedDataset, options: RunOptions) ->
 
 @dynamic(**dynamic_resources())
 def run_trials(sweep: Sweep, trials: list[Hyperparameters], name: str, options: RunOptions) -> SweepComparison:
-    """Runs each trial on the named dataset, with a validation split of its training images."""
+    """Run each trial on the named dataset, with a validation split of its training images, and compare them."""
     validated = [
         replace(hp, dataset=name, validation_fraction=hp.validation_fraction or VALIDATION_FRACTION) for hp in trials
     ]
@@ -76,7 +76,12 @@ def run_trials(sweep: Sweep, trials: list[Hyperparameters], name: str, options: 
 @task(**small_resources())
 @platform_errors(platform)
 def best_hyperparameters(best: str, hp: Hyperparameters) -> Hyperparameters:
-    """For all training images, unless hp holds some out."""
+    """Return the best hyperparameters, for a training on all training images, unless hp holds some out.
+
+    Args:
+        best: the hyperparameters of the best trial, as JSON.
+        hp: the hyperparameters that the sweep was given.
+    """
     return replace(Hyperparameters.from_json(best), validation_fraction=hp.validation_fraction)
 
 
@@ -86,16 +91,16 @@ def sweep_wf(
     hp: Hyperparameters = Hyperparameters(),
     options: RunOptions = RunOptions(),
 ) -> SweepOutputs:
-    """Compares hyperparameters on one in twelve training images, held out, and trains with the best on all.
+    """Compare hyperparameters on one in twelve training images, held out, and train with the best on all.
 
     Args:
         sweep: which hyperparameters to try, and which values of them.
         hp: the other hyperparameters of every trial.
-        options: how to run each training; ignored by the cache.
+        options: how to run each training; the cache ignores them.
     """
     trials = list_trials(sweep=sweep, hp=hp, options=options)
     name = resolve_dataset(hp=hp, options=options)
-    trials >> name  # checks the trials before anything is downloaded
+    trials >> name  # the trials are checked before anything is downloaded
     compared = run_trials(sweep=sweep, trials=trials, name=name, options=options)
     best = best_hyperparameters(best=compared.best, hp=hp)
     final = pytorch_mnist_task(hp=best, data=prepare_dataset(name=name), options=options, init=None)

@@ -48,18 +48,19 @@ OPTIONS = ("checkpoint_seconds", "keep_checkpoint", "nproc", "profile", "resume"
 )
 def main(hp: str, options: str, output: Path, init: Path | None) -> None:
     show_output()
-    chosen, how = Hyperparameters.from_dict(read_settings(hp)), read_options(options)
+    chosen = Hyperparameters.from_dict(read_settings(hp))
+    run_options = read_options(options)
     # There is no stand-in: the nodes might choose different ones
     with download_progress() as progress:
         data = datasets.prepare("mnist" if chosen.dataset == "auto" else chosen.dataset, progress)
-    result = train(IMAGE_CLASSIFIER, chosen, how, data, output, init=init)
+    result = train(IMAGE_CLASSIFIER, chosen, run_options, data, output, init=init)
     if is_first_rank():
         accuracies = [epoch.evaluated["accuracy"] for epoch in result.epochs]
         click.echo(json.dumps({"epoch_accuracies": accuracies, "model_state": str(result.model_path)}))
 
 
 def read_options(text: str) -> RunOptions:
-    """Raises InputError for options that have no effect here."""
+    """Read RunOptions as JSON or from a file. Raises InputError for options that have no effect here."""
     given = read_settings(text)
     options = RunOptions.from_dict(given)
     if others := sorted(set(given) - set(OPTIONS)):

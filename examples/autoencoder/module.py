@@ -47,7 +47,8 @@ class LitAutoencoder(LightningModule):
 class PreparedImages(LightningDataModule):
     def __init__(self, data_path: Path, batch_size: int):
         super().__init__()
-        self.data_path, self.batch_size = data_path, batch_size
+        self.data_path = data_path
+        self.batch_size = batch_size
 
     def setup(self, stage: str) -> None:
         train, test = (torch.from_numpy(prepared.open_split(self.data_path, split)[0]) for split in ("train", "test"))

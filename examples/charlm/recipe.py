@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from flyte_ddp import Measures, Recipe, schedules
 
-LENGTH, CHARACTERS = 64, 128  # length of a window; number of ASCII characters, of which 0 pads short windows
+LENGTH = 64  # characters of a window
+CHARACTERS = 128  # the number of ASCII characters, of which 0 pads short windows
 
 
 class Transformer(nn.Module):
@@ -31,7 +32,9 @@ class CharLM(Recipe):
     def data(self, split: str) -> Tensor:
         text = "\n\n".join(topics[name] for name in sorted(topics))[: self.settings.characters]
         paragraphs = [part for n, part in enumerate(text.split("\n\n")) if (n % 10 == 0) == (split == "test")]
-        windows = [part[i : i + LENGTH + 1] for part in paragraphs for i in range(0, len(part) - 1, LENGTH)]
+        windows = []
+        for part in paragraphs:
+            windows += (part[first : first + LENGTH + 1] for first in range(0, len(part) - 1, LENGTH))
         return torch.tensor([list(window.encode("ascii", "replace").ljust(LENGTH + 1, b"\0")) for window in windows])
 
     def model(self) -> nn.Module:
@@ -41,7 +44,8 @@ class CharLM(Recipe):
         return model(batch[:, :-1])
 
     def measure(self, outputs: Tensor, batch: Tensor) -> Measures:
-        target, is_text = batch[:, 1:], batch[:, 1:] != 0
+        target = batch[:, 1:]
+        is_text = target != 0
         loss = nn.functional.cross_entropy(outputs.float().mT, target, reduction="none", ignore_index=0)
         right = (outputs.argmax(2) == target) & is_text
         return {"loss": (loss.sum(1), is_text.sum(1)), "accuracy": (right.sum(1), is_text.sum(1))}
@@ -50,8 +54,9 @@ class CharLM(Recipe):
         return {**measures, "perplexity": math.exp(measures["loss"])}
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        hp, weights = self.settings, list(model.parameters())
-        decayed, others = [p for p in weights if p.ndim > 1], [p for p in weights if p.ndim == 1]  # biases and norms
+        hp = self.settings
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim == 1]  # biases and norms
         groups = [{"params": decayed, "weight_decay": hp.weight_decay}, {"params": others, "weight_decay": 0}]
         return torch.optim.AdamW(groups, hp.learning_rate, fused=True)
 

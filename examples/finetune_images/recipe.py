@@ -16,8 +16,9 @@ class FinetuneImages(Classifier):
     samples, clip_norm = "images", 1.0
 
     def folder(self) -> ImageFolder:
-        side, grey = (self.settings.side, self.settings.side), [0.5, 0.5, 0.5]
-        return ImageFolder(str(self.data_path), Compose([Resize(side), ToTensor(), Normalize(grey, grey)]))
+        size = (self.settings.side, self.settings.side)
+        grey = [0.5, 0.5, 0.5]
+        return ImageFolder(str(self.data_path), Compose([Resize(size), ToTensor(), Normalize(grey, grey)]))
 
     def data(self, split: str) -> Dataset:
         folder = self.folder()

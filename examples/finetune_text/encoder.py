@@ -1,4 +1,4 @@
-"""Writes a small encoder with random weights, to try the example with: python -m finetune_text.encoder FOLDER"""
+"""A small encoder with random weights, to try the example with: python -m finetune_text.encoder FOLDER"""
 
 import sys
 

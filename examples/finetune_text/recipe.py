@@ -16,11 +16,13 @@ LONGEST = 200  # bytes of a sentence
 
 
 class Sentences(Dataset):
-    """Each byte is a word, so that there need be no tokenizer; 0 is padding."""
+    """Sentences as bytes, so that no tokenizer is needed; the byte 0 is padding."""
 
     def __init__(self, split: str):
-        texts = [" ".join(topics[chapter].split()).split(". ") for chapter in CHAPTERS]
-        rows = [(text[:LONGEST], label) for label, found in enumerate(texts) for text in found if len(text) > 20]
+        rows = []
+        for label, chapter in enumerate(CHAPTERS):
+            sentences = " ".join(topics[chapter].split()).split(". ")
+            rows += ((text[:LONGEST], label) for text in sentences if len(text) > 20)
         self.rows = [row for number, row in enumerate(rows) if (number % 5 == 0) == (split == "test")]
 
     def __len__(self) -> int:
@@ -42,13 +44,15 @@ class FinetuneText(Classifier):
         return [len(text) for text, _ in Sentences(split).rows]
 
     def model(self) -> nn.Module:
-        kind, rank = AutoModelForSequenceClassification, self.settings.lora_rank
-        model = kind.from_pretrained(self.init_path, num_labels=len(CHAPTERS), dtype=torch.float32)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            self.init_path, num_labels=len(CHAPTERS), dtype=torch.float32
+        )
+        rank = self.settings.lora_rank
         return get_peft_model(model, LoraConfig(TaskType.SEQ_CLS, r=rank)) if rank else model
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         words, mask = batch[0]["input_ids"], batch[0]["attention_mask"].bool()
-        # Of a mask with two dimensions, transformers asks the device in each step whether anything is masked
+        # If the mask had two dimensions, transformers would ask the device in each step whether anything is masked
         return model(input_ids=words, attention_mask=mask[:, None, None]).logits
 
     def lr_lambda(self, step: int, steps: int) -> float:

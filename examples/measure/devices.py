@@ -1,4 +1,4 @@
-"""Lists the devices of a machine, and times a step of training on each of those that are chosen.
+"""A list of a machine's devices, with the time of a training step on each of those that are chosen.
 
 PYTHONPATH=. pyflyte run examples/measure/devices.py devices_wf --devices '["cpu", "cuda:0"]'
 """
@@ -20,7 +20,7 @@ from measure.page import show
 
 
 class DevicesOutputs(NamedTuple):
-    """listed: all devices that torch can use; seconds: the median of a step on the chosen ones."""
+    """The outputs: all devices that torch can use, the median seconds of a step on the chosen ones, and a page."""
 
     listed: dict[str, str]
     seconds: dict[str, float]
@@ -60,7 +60,7 @@ def time_devices(
 
 
 def time_step(device: str, network: str, image_shape: list[int], batch_size: int, repeats: int) -> np.ndarray:
-    """Return how many seconds steps take: forward and backward pass, and the optimizer's update."""
+    """Return the seconds (repeats,) of a step: forward and backward pass, and the optimizer's update."""
     torch.manual_seed(0)
     model = build_model(network, 0, tuple(image_shape), 10).to(device)
     images, labels = torch.rand(batch_size, *image_shape), torch.randint(10, (batch_size,))
@@ -77,7 +77,7 @@ def time_step(device: str, network: str, image_shape: list[int], batch_size: int
 
 
 def draw(timed: dict[str, np.ndarray]) -> Figure:
-    """A bar for each device, with the range. timed: seconds of steps."""
+    """Draw a bar for each device, with the range of its seconds per step."""
     figure = Figure(figsize=(6, 1 + 0.6 * len(timed)))
     axes = figure.subplots()
     low, middle, high = 1000 * np.array([np.percentile(times, (0, 50, 100)) for times in timed.values()]).T
@@ -95,10 +95,10 @@ def devices_wf(
     batch_size: int = 128,
     repeats: int = 5,
 ) -> DevicesOutputs:
-    """Compare the CPU with GPUs; the pod has the GPUs that were asked for when registering.
+    """Compare the CPU with GPUs; the pod has the registered number of GPUs.
 
     Args:
-        devices: torch's names of those to time, such as cpu and cuda:0; by default all that are there.
+        devices: torch's names of the devices to time, such as cpu and cuda:0; by default all.
         network: a name of flyte_ddp.recipes.models.MODELS.
         image_shape: channels, height, width.
         batch_size: images of a step.

@@ -1,4 +1,4 @@
-"""Times a network's inference over batch sizes.
+"""The time of a network's inference over batch sizes.
 
 PYTHONPATH=. pyflyte run examples/measure/inference.py inference_wf --network resnet9_small --batch_sizes '[1, 32, 512]'
 """
@@ -19,7 +19,7 @@ from measure.page import show
 
 
 class InferenceOutputs(NamedTuple):
-    """seconds: the median of a batch, by batch size; report: a page with the figure."""
+    """The outputs: the median seconds of a batch, by batch size, and a page with the figure."""
 
     seconds: dict[str, float]
     report: FlyteFile
@@ -56,7 +56,7 @@ def time_inference(
 
 
 def draw(timed: dict[int, np.ndarray]) -> Figure:
-    """Two curves over batch sizes: milliseconds of a batch, and images per second. timed: seconds, by batch size."""
+    """Draw milliseconds of a batch, and images per second, over batch sizes. timed: seconds, by batch size."""
     figure = Figure(figsize=(10, 4))
     of_batch, of_images = figure.subplots(1, 2)
     curves = {
@@ -86,7 +86,7 @@ def inference_wf(
         batch_sizes: images that the network gets at a time.
         network: a name of flyte_ddp.recipes.models.MODELS, with random weights.
         image_shape: channels, height, width.
-        model_state: a training's output, which is timed in place of network, on images as it was trained on.
+        model_state: a training's output, which is timed in place of network, on images of the shape it was trained on.
         repeats: how often each batch size is timed, a fifth of a second at least.
     """
     return time_inference(

@@ -1,4 +1,4 @@
-"""Times the loading of images against the number of DataLoader's workers, and shows a batch.
+"""The speed of loading images against the number of DataLoader's workers, and a picture of a batch.
 
 PYTHONPATH=. pyflyte run examples/measure/loading.py loading_wf --folder path/to/images --workers '[0, 1, 2, 4]'
 """
@@ -26,7 +26,7 @@ from measure.page import show
 
 
 class LoadingOutputs(NamedTuple):
-    """images_per_second: the median, by number of workers; report: a page with the figure and a batch."""
+    """The outputs: the median of images per second, by number of workers, and a page with the figure and a batch."""
 
     images_per_second: dict[str, float]
     report: FlyteFile
@@ -70,7 +70,7 @@ def written_digits() -> str:
 
 
 def draw(rates: dict[int, np.ndarray]) -> Figure:
-    """Images per second, with the range, over the number of workers."""
+    """Draw images per second, with the range, over the number of workers."""
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     low, middle, high = np.array([np.percentile(values, (0, 50, 100)) for values in rates.values()]).T
@@ -81,7 +81,7 @@ def draw(rates: dict[int, np.ndarray]) -> Figure:
 
 
 def picture(batch: torch.Tensor, names: str) -> Figure:
-    """A batch (n, 3, H, W) from 0 to 1 as one picture."""
+    """Draw a batch (n, 3, H, W) of values from 0 to 1 as one picture."""
     figure = Figure(figsize=(8, 4))
     axes = figure.subplots()
     axes.imshow(make_grid(batch, nrow=8).permute(1, 2, 0).numpy())
@@ -102,11 +102,11 @@ def loading_wf(
     """Time how fast images are read, decoded and scaled.
 
     Args:
-        folder: with a sub-folder of image files for each class; by default scikit-learn's digits.
+        folder: a folder with a sub-folder of image files for each class; by default scikit-learn's digits.
         workers: numbers of DataLoader's workers to try; 0 loads in the process itself.
         batch_size: images of a batch.
         side: pixels that each image is scaled and cropped to.
-        most_images: of a pass.
+        most_images: the largest number of images of a pass.
         repeats: how many passes over the images are timed, after those that start the workers.
     """
     return time_loading(

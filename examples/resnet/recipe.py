@@ -16,9 +16,10 @@ class ResNet(Classifier):
     samples, clip_norm = "images", 1.0
 
     def folder(self) -> ImageFolder:
-        # Nothing random here, or it would depend on the loader workers: use augment() for that
-        side, grey = (self.settings.side, self.settings.side), [0.5, 0.5, 0.5]
-        return ImageFolder(str(self.data_path), Compose([Resize(side), ToTensor(), Normalize(grey, grey)]))
+        # Random changes of images are in augment()
+        size = (self.settings.side, self.settings.side)
+        grey = [0.5, 0.5, 0.5]
+        return ImageFolder(str(self.data_path), Compose([Resize(size), ToTensor(), Normalize(grey, grey)]))
 
     def data(self, split: str) -> Dataset:
         folder = self.folder()

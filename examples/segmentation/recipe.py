@@ -32,7 +32,8 @@ class Segmentation(Recipe):
     samples, headline, percent = "images", "iou", ("iou", "dice")
 
     def data(self, split: str) -> tuple[Tensor, Tensor]:
-        random, digits = np.random.default_rng(0), load_digits().images.repeat(2, 1).repeat(2, 2)
+        random = np.random.default_rng(0)
+        digits = load_digits().images.repeat(2, 1).repeat(2, 2)
         clean = np.zeros((self.settings.images, 1, 32, 32), np.float32)
         for image in clean:
             for left, top, digit in zip((0, 16), random.integers(0, 17, 2), random.choice(digits, 2), strict=True):

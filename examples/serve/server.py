@@ -1,4 +1,4 @@
-"""Serves the image classifier that is promoted at DDP_PROMOTE_TO, a folder or a URL; see examples/README.md.
+"""An app that serves the image classifier promoted at DDP_PROMOTE_TO, a folder or a URL; see examples/README.md.
 
 DDP_PROMOTE_TO=models flyte serve --local examples/serve/server.py environment
 """
@@ -24,17 +24,20 @@ from flyte_ddp.recipes.images import Normaliser
 from flyte_ddp.recipes.models import load_model
 
 PLACE = os.environ.get("DDP_PROMOTE_TO", "models")
-FORMATS, MOST_BYTES = ("PNG", "JPEG"), 20_000_000
+FORMATS = ("PNG", "JPEG")
+MOST_BYTES = 20_000_000
 served: dict[str, Any] = {}
 
 
 @asynccontextmanager
 async def load_promoted(_: FastAPI) -> AsyncIterator[None]:
     place = Place(platform, local_root(PLACE))
-    if not (version := place.read().version):
+    version = place.read().version
+    if not version:
         raise LookupError(f"{place.root} must have a promoted model, and has none: promote one first")
     with tempfile.TemporaryDirectory() as folder:
-        place.fetch(version, path := Path(folder, "model.pt"))
+        path = Path(folder, "model.pt")
+        place.fetch(version, path)
         served.update(read_metadata(path).facts, version=version, model=load_model(path))
     yield
 
@@ -47,11 +50,12 @@ environment = FastAPIAppEnvironment("classifier", app=app, image=IMAGE, env_vars
 async def answer(request: Request) -> dict[str, Any]:
     file = bytearray()
     async for piece in request.stream():
-        if len(file := file + piece) > MOST_BYTES:
+        file += piece
+        if len(file) > MOST_BYTES:
             raise HTTPException(413, f"an image file must have at most {MOST_BYTES:,} bytes: scale it down")
     try:
         pixels = torch.tensor(decode(io.BytesIO(file), tuple(served["image_shape"]), FORMATS))
-    except Exception as error:  # Pillow has many types
+    except Exception as error:  # Pillow raises many types
         raise HTTPException(400, f"the body must be a file of {' or '.join(FORMATS)}: {reason(error)}") from None
     images = Normaliser(served["mean"], served["std"], torch.device("cpu"))(pixels[None])
     with torch.inference_mode():

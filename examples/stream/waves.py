@@ -6,7 +6,8 @@ import numpy as np
 
 
 def waves(thousands: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-    numbers, time = np.random.default_rng(seed), np.linspace(0, 2 * np.pi, 64, dtype=np.float32)
+    numbers = np.random.default_rng(seed)
+    time = np.linspace(0, 2 * np.pi, 64, dtype=np.float32)
     for _ in range(thousands):
         frequency = numbers.uniform(1, 3, 1000).astype(np.float32)
         noise = numbers.normal(0, 0.1, (1000, 64)).astype(np.float32)

@@ -21,7 +21,7 @@ def save(path: Path, variables: Sequence[Any], history: list[EpochFinished]) -> 
 
 
 def restore(path: Path, variables: Sequence[Any]) -> list[EpochFinished]:
-    """Restores the variables from the checkpoint, if there is one, and returns its epochs."""
+    """Restore the variables from the checkpoint, and return its epochs; an empty list if there is no checkpoint."""
     if not path.exists():
         return []
     with np.load(path) as values:

@@ -14,7 +14,7 @@ class Samples(NamedTuple):
 
 
 def breast_cancer(split: str) -> Samples:
-    """456 samples to train on, 113 to test on: every fifth of each class."""
+    """Return 456 samples to train on, or the 113 to test on: every fifth of each class."""
     features, labels = load_breast_cancer(return_X_y=True)
     within_class = np.where(labels == 1, np.cumsum(labels == 1), np.cumsum(labels == 0)) - 1
     wanted = (within_class % 5 == 4) == (split == "test")

@@ -1,4 +1,4 @@
-"""What the parent and the training processes tell one another."""
+"""The job that the parent sends to the training processes, and the result that they return."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class Job:
     """One training.
 
     Attributes:
-        ports: of 127.0.0.1, one per worker; none with a single process.
+        ports: ports of 127.0.0.1, one per worker; none with a single process.
         model_path: where the first process writes the trained network, a .keras file.
-        checkpoint_path: where it keeps the checkpoint; training resumes from one that is there.
+        checkpoint_path: where the first process keeps the checkpoint. Training resumes from one that is there.
     """
 
     hp: Hyperparameters
@@ -29,7 +29,7 @@ class Result:
     """The result, the same from every process.
 
     Attributes:
-        devices: of this process.
+        devices: the devices of this process.
         replicas: number of replicas of the network, all processes together.
         confusion: test samples by class [actual][predicted].
     """

@@ -9,7 +9,7 @@ from mirrored.settings import Hyperparameters
 
 
 def page(hp: Hyperparameters, result: Result) -> tuple[str, str]:
-    """The title and the content."""
+    """Return the title and the content of the page."""
     title = f"Keras network: {result.epochs[-1].test['accuracy']:.1%} of the test samples correct"
     where = f"{result.replicas} replicas, {', '.join(result.devices)} in each of {hp.processes} processes"
     confusion = [(actual, *map(str, said)) for actual, said in zip(CLASSES, result.confusion, strict=True)]

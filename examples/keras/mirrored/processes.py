@@ -1,4 +1,4 @@
-"""The parent's side: it starts the training processes and listens to them."""
+"""The parent's side, which starts the training processes and receives their events."""
 
 import socket
 import sys
@@ -15,11 +15,11 @@ from mirrored.job import Job, Result
 from mirrored.settings import Hyperparameters
 
 CODE = find_code("mirrored.training:run")  # a name, because importing it would import TensorFlow
-TIMEOUT_SECONDS = 300.0  # without a step, after which the run counts as hung
+TIMEOUT_SECONDS = 300.0  # a run without a step for so long counts as hung
 
 
 class Console(Remarks):
-    """Prints a line per epoch."""
+    """An observer that prints a line per epoch."""
 
     def __init__(self, epochs: int):
         self._epochs = epochs
@@ -34,7 +34,14 @@ class Console(Remarks):
 def train(
     hp: Hyperparameters, model: Path, checkpoint: Path, listen: Callable[[Event], None] = lambda event: None
 ) -> Result:
-    """Trains in hp.processes processes; listen receives their events. Raises what launcher.launch raises."""
+    """Train in hp.processes processes, and return the first one's result. Raises what launcher.launch raises.
+
+    Args:
+        hp: what to train.
+        model: where the trained network is written.
+        checkpoint: where the checkpoint is, or will be.
+        listen: receives each event of the training.
+    """
     console = Console(hp.epochs)
 
     def on_event(event: Event) -> None:
@@ -50,10 +57,10 @@ def train(
 
 @contextmanager
 def free_ports(count: int) -> Iterator[list[int]]:
-    """Ports of 127.0.0.1 that no other process is given while the block runs.
+    """Yield ports of 127.0.0.1 that no other process is given while the block runs.
 
-    They are bound but not listened on; on Linux a worker can bind them anyway, because gRPC sets SO_REUSEADDR too.
-    Elsewhere it could not, so they are released at once.
+    They are bound but not listened on. On Linux a worker can bind them anyway, because gRPC sets SO_REUSEADDR, too.
+    Elsewhere a worker could not, so they are released at once.
     """
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What can be chosen."""
+"""The settings of a training."""
 
 from dataclasses import dataclass
 

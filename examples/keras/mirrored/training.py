@@ -22,8 +22,12 @@ from mirrored.settings import Hyperparameters
 
 
 def run(environment: Environment, link: Link, job: Job) -> Result:
-    """One process of a training: the only one of MirroredStrategy, or a worker of MultiWorkerMirroredStrategy."""
-    hp, train, test = job.hp, breast_cancer("train"), breast_cancer("test")
+    """Train as the only process of MirroredStrategy, or as a worker of MultiWorkerMirroredStrategy.
+
+    Raises InputError if batch_size does not suit the replicas or the samples.
+    """
+    hp = job.hp
+    train, test = breast_cancer("train"), breast_cancer("test")
     tf.config.threading.set_intra_op_parallelism_threads(environment.threads)
     tf.config.threading.set_inter_op_parallelism_threads(environment.threads)
     tf.config.set_logical_device_configuration(
@@ -49,7 +53,7 @@ def run(environment: Environment, link: Link, job: Job) -> Result:
 
 
 def mirror(wanted: list[str]) -> tf.distribute.Strategy:
-    """MirroredStrategy over the wanted devices; InputError listing those that exist if one doesn't."""
+    """Return MirroredStrategy over the wanted devices. Raises InputError, with the existing ones, if one is missing."""
     gpus, cpus = ([short_name(one.name) for one in tf.config.list_logical_devices(kind)] for kind in ("GPU", "CPU"))
     missing = [name for name in wanted if name not in gpus + cpus]
     if missing:
@@ -61,7 +65,7 @@ def mirror(wanted: list[str]) -> tf.distribute.Strategy:
 
 
 def join_workers(rank: int, ports: list[int]) -> tf.distribute.Strategy:
-    """MultiWorkerMirroredStrategy with a worker at each port of this host; each has its part of the GPUs."""
+    """Return MultiWorkerMirroredStrategy with a worker at each port of this host; each has its part of the GPUs."""
     gpus = tf.config.list_physical_devices("GPU")
     each = len(gpus) // len(ports)
     tf.config.set_visible_devices(gpus[rank * each : (rank + 1) * each], "GPU")
@@ -72,12 +76,15 @@ def join_workers(rank: int, ports: list[int]) -> tf.distribute.Strategy:
 
 
 def short_name(device: str) -> str:
-    """CPU:0 of /job:localhost/replica:0/task:0/device:CPU:0."""
+    """Return CPU:0 for /job:localhost/replica:0/task:0/device:CPU:0."""
     return device.rpartition("device:")[2]
 
 
 def build_network(hp: Hyperparameters, features: np.ndarray) -> tf.keras.Model:
-    """Features (N, 30) as measured to probabilities (N, 2); normalises by the training samples' mean and variance."""
+    """Build the network, from features (N, 30) as measured to probabilities (N, 2).
+
+    Its first layer normalises features by the mean and variance of the training samples.
+    """
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [
@@ -101,21 +108,27 @@ def fit(
     rank: int,
     link: Link,
 ) -> list[EpochFinished]:
-    """Trains for hp.epochs, each with its own order of the training samples, in full batches only; a checkpoint ends
-    each epoch."""
-    hp, path = job.hp, Path(job.checkpoint_path)
+    """Train for hp.epochs, in full batches only, and return what each epoch measured.
+
+    Each epoch has its own order of the training samples, and ends with a checkpoint. Epochs that an earlier checkpoint
+    has are not trained again.
+    """
+    hp = job.hp
+    path = Path(job.checkpoint_path)
     with strategy.scope():
         adam = tf.keras.optimizers.Adam(hp.learning_rate)
         adam.build(model.trainable_variables)
     step = compile_step(strategy, model, adam, train, hp.batch_size)
     variables = [*model.variables, *adam.variables]  # including the state of the random number generators
     history = checkpoint.restore(path, variables)
-    order, steps = np.random.default_rng(hp.seed), len(train.labels) // hp.batch_size
+    order = np.random.default_rng(hp.seed)
+    steps = len(train.labels) // hp.batch_size
     for epoch in range(hp.epochs):
         batches = order.permutation(len(train.labels))[: steps * hp.batch_size].reshape(steps, hp.batch_size)
         if epoch < len(history):
             continue
-        began, figures = time.perf_counter(), []
+        began = time.perf_counter()
+        figures = []
         for batch in batches:
             figures.append([float(value) for value in step(tf.constant(batch))])
             link.heartbeat()
@@ -136,7 +149,9 @@ def fit(
 def compile_step(
     strategy: tf.distribute.Strategy, model: tf.keras.Model, adam: Any, train: Samples, size: int
 ) -> Callable:
-    """One update of the weights on all replicas: from indices of training samples to mean loss and accuracy.
+    """Return a function that updates the weights on all replicas, by a batch of indices of training samples.
+
+    It returns the mean loss and accuracy of the batch.
 
     Our own, because Keras 3's fit() does not support MultiWorkerMirroredStrategy. Every replica gets the whole batch
     and takes its part, so that batches and gradients are the same for any number of replicas.
@@ -162,7 +177,7 @@ def compile_step(
 
 
 def evaluate(model: tf.keras.Model, test: Samples) -> dict[str, float]:
-    """Computed in every process: 113 samples are not worth sharing out."""
+    """Return loss and accuracy on the test split. Each process computes all of it: 113 samples need no sharing out."""
     probabilities = model(test.features)
     losses = tf.keras.losses.sparse_categorical_crossentropy(test.labels, probabilities)
     right = np.argmax(probabilities, axis=1) == test.labels

@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
     """The outputs of a training.
 
     Attributes:
-        epoch_accuracies: on the test samples after each epoch, from 0 to 1.
+        epoch_accuracies: the accuracy on the test samples after each epoch, from 0 to 1.
         model: the network, for keras.models.load_model; maps features (N, 30) as measured to probabilities (N, 2).
         report: an HTML page in one file.
     """
@@ -38,7 +38,7 @@ class Outputs(NamedTuple):
 
 @task(retries=2, enable_deck=True, deck_fields=(), **training_resources())
 def train_mirrored(hp: Hyperparameters) -> Outputs:
-    """Trains the network; a retry resumes from the last attempt's checkpoint."""
+    """Train the network; a retry resumes from the last attempt's checkpoint."""
     key = hashlib.sha256(repr((hp, CODE.version)).encode()).hexdigest()[:16]
     with training_run(platform, "mirrored", key, resume=True) as run:
         model = run.folder / "model.keras"
@@ -49,7 +49,7 @@ def train_mirrored(hp: Hyperparameters) -> Outputs:
 
 @workflow
 def mirrored_wf(hp: Hyperparameters = Hyperparameters()) -> Outputs:
-    """Trains a Keras network with two hidden layers on several devices.
+    """Train a Keras network with two hidden layers on several devices.
 
     Args:
         hp: the network, its training and its devices, in part or whole; the rest takes its defaults.
