@@ -11,7 +11,7 @@ def one_cycle(step: int, steps: int, warmup_fraction: float = 0.25, start: float
         steps: the number of all steps.
         warmup_fraction: the share of all steps in which the factor rises.
         start: the factor at the first step.
-        end: the factor at the last step.
+        end: the factor that is reached after the last step.
     """
     warmup = warmup_fraction * steps
     if step < warmup:
@@ -26,7 +26,7 @@ def cosine(step: int, steps: int, warmup_fraction: float = 0.05, end: float = 0.
         step: from 0.
         steps: the number of all steps.
         warmup_fraction: the share of all steps in which the factor rises.
-        end: the factor at the last step.
+        end: the factor that is reached after the last step.
     """
     warmup = warmup_fraction * steps
     if step < warmup:

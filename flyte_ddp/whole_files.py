@@ -19,7 +19,7 @@ LEFTOVER_SECONDS = 3600.0
 
 @contextmanager
 def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
-    """Turn the errors of a full, read-only or forbidden disk into one InputError that names the folder.
+    """Turn each OSError of the block, such as that of a full or read-only disk, into an InputError with the folder.
 
     Args:
         directory: the folder that the block writes to.
@@ -67,7 +67,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def remove_leftovers(directory: str | Path, name: str = "") -> None:
-    """Remove files that killed processes left half-written in the folder.
+    """Remove the files and folders of temporary_beside that killed processes have left in a folder.
 
     Args:
         directory: the folder.
@@ -130,6 +130,10 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 def link_or_copy(file: Path, other: Path) -> None:
     """Give a file a second name, or copy it if there can be no link, as on another disk.
+
+    Args:
+        file: the file.
+        other: the new path.
 
     Raises:
         FileNotFoundError: the file is not there.

@@ -383,7 +383,12 @@ SECRET_NAME = re.compile(r"(.*_)?(API_?KEY|ACCESS_?KEY|SECRET(_KEY)?|TOKEN|PASSW
 
 
 def check_names(names: Iterable[str], registered: Iterable[str]) -> None:
-    """Raise InputError for a name with our prefix that nothing reads."""
+    """Raise InputError for a name with our prefix that nothing reads.
+
+    Args:
+        names: the names of variables.
+        registered: the names of the variables that a registration reads.
+    """
     users = {*USERS, *registered}
     for name in sorted(names):
         if name.startswith(PREFIX) and name not in {*PODS, *users} and not NOT_OURS.fullmatch(name):

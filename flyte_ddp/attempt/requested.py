@@ -43,7 +43,7 @@ def preparation_size() -> Size:
 
 
 def training_gpus(most: int | None = None) -> int:
-    """Return how many GPUs a training pod asks for.
+    """Return how many GPUs a training pod asks for: the registered number, 0 with profile sandbox, but at most `most`.
 
     Args:
         most: the number of GPUs that the task can use; None is any.

@@ -67,7 +67,10 @@ def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
 
 
 def make_content(failure: Failure, platform: Platform) -> dict[str, Any]:
-    """Return the content to post, which docs/on-a-cluster.md describes."""
+    """Return the JSON object to post: who has failed, why, whether Flyte retries, and where to look.
+
+    docs/on-a-cluster.md lists its fields.
+    """
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     message = one_line(Exception((failure.message.splitlines() or [""])[0]))
     execution, link = platform.execution()

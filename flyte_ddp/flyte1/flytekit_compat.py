@@ -96,7 +96,7 @@ def replace_html(deck: Deck, html: str) -> None:
 
 
 def borrow_error_code(other: type[FlyteException]) -> Callable[[E], E]:
-    """Decorate an exception class so that Flyte sees the error code of another one; subclasses inherit it.
+    """Return a decorator of exception classes, by which Flyte sees the error code of `other`. Subclasses inherit it.
 
     The public error_code is a property that reads _ERROR_CODE.
     """

@@ -18,7 +18,7 @@ def output_file(path: Path, kind: type[F] = FlyteFile) -> F:
 
 
 def output_folder(path: Path, url: str = "") -> FlyteDirectory:
-    """Return a folder as an output.
+    """Return a folder on this machine as an output. Flyte uploads it on a cluster; a local run's stays where it is.
 
     Args:
         path: the folder on this machine.

@@ -26,7 +26,7 @@ IMAGE = "{{.image.trainer}}"  # flyte.config, or --image trainer=NAME, names the
 
 
 def sizes(size: Size) -> dict[str, Any]:
-    """Return a size as arguments of @task or with_overrides."""
+    """Return a size as arguments of @task or with_overrides: requests and limits."""
     requests, limits = (
         Resources(
             cpu=size.cpu[which],

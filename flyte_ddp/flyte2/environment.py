@@ -154,7 +154,7 @@ def _environment(
 
 
 def _labelled(template: PodTemplate) -> PodTemplate:
-    """Return a pod template with the registered labels and annotations added; None if there is nothing to ask for.
+    """Return a pod template with the registered labels and annotations added; without these, the template as it is.
 
     Raises:
         InputError: the template is the name of one in the cluster, to which nothing can be added.

@@ -162,7 +162,7 @@ def storage_options(protocol: str) -> dict[str, Any]:
 
 
 def publisher(title: str) -> Callable[[str], None]:
-    """Return a function that shows HTML as the task's report."""
+    """Return a function that replaces the task's report by the HTML that it gets. It does nothing in a local run."""
     if is_local():
         return lambda html: None  # a local run's page is a file that one can open
     tab = flyte.report.get_tab(title)
