@@ -1,4 +1,4 @@
-"""Which pixels of a noisy image are strokes of digits: a small U-Net (Ronneberger et al., 2015)."""
+"""A small U-Net that finds the pixels of a noisy image that are strokes of digits (Ronneberger et al., 2015)."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Which pixels of a noisy image are strokes.
+"""A network that finds the pixels of a noisy image that are strokes.
 
 pyflyte run segmentation/workflow.py segmentation_wf --settings '{"epochs": 4}'
 """

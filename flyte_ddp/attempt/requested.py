@@ -28,8 +28,12 @@ class Size:
 
 def size(cpu: str, memory: str, disk: str, gpus: int = 0) -> Size:
     """Build a Size from quantities in Registration's form, REQUEST:LIMIT. A single quantity is request and limit."""
-    of_cpu, of_memory, of_disk = ((one.split(":")[0], one.split(":")[-1]) for one in (cpu, memory, disk))
-    return Size(of_cpu, of_memory, of_disk, gpus)
+    return Size(_request_and_limit(cpu), _request_and_limit(memory), _request_and_limit(disk), gpus)
+
+
+def _request_and_limit(quantity: str) -> tuple[str, str]:
+    request, _, limit = quantity.partition(":")
+    return request, limit or request
 
 
 def small_size() -> Size:

@@ -137,7 +137,8 @@ def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
     Args:
         arguments: the arguments of a @task that trains, as of training_resources. They are not changed.
     """
-    asked, template = registration(), arguments.get("pod_template")
+    asked = registration()
+    template = arguments.get("pod_template")
     in_cluster = arguments.get("pod_template_name")
     own = template.pod_spec.termination_grace_period_seconds if template else None
     if own is None and not in_cluster and (template or asked.grace_seconds):

@@ -100,10 +100,9 @@ def training_environment(
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _count_gpus(own)
     template, grace = _with_grace(more.pop("pod_template", asked.pod_template))
     given = {**requested.training_environment(gpus, code), **grace, **requested.webhook_environment()}
-    variables, usual = {**given, **variables, **env_vars}, {"interruptible": asked.interruptible}
     return _environment(
-        name, requested.training_size(gpus), variables, [*files, *include], kind, own,
-        secrets=_secrets(SECRETS, secrets), pod_template=template, **{**usual, **more},
+        name, requested.training_size(gpus), {**given, **variables, **env_vars}, [*files, *include], kind, own,
+        secrets=_secrets(SECRETS, secrets), pod_template=template, **{"interruptible": asked.interruptible, **more},
     )  # fmt: skip
 
 

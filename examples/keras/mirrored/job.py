@@ -10,7 +10,7 @@ CLASSES = ("malignant", "benign")
 
 @dataclass(frozen=True)
 class Job:
-    """One training.
+    """A training to run.
 
     Attributes:
         ports: ports of 127.0.0.1, one per worker; none with a single process.
