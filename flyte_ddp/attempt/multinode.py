@@ -77,7 +77,7 @@ def train_as_rank(
         Exception: on a cluster, the platform's error for whatever ends the training.
     """
     show_output()  # the workflow file would do so, but Flyte's plugin gives a rank the task without importing it
-    with handing_on_failure(platform), platform_errors(platform):
+    with recording_failure(platform), platform_errors(platform):
         if options.resume and is_first_rank():
             point_to_previous(platform)
         check_gpus(visible_gpus())
@@ -103,7 +103,7 @@ def train_as_rank(
 
 
 @contextmanager
-def handing_on_failure(platform: Platform) -> Iterator[None]:
+def recording_failure(platform: Platform) -> Iterator[None]:
     """Write the failure of an error that ends the block to a file, for failure_of_node, and raise the error again.
 
     The file is beside the one that torchrun names in TORCHELASTIC_ERROR_FILE, which has only the text of an error.
@@ -153,7 +153,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
 def failure_of_node(failed: ChildFailedError) -> Failure:
     """Return the failure of the rank of this node that failed first.
 
-    It is what handing_on_failure has written, or, for a killed rank, which writes nothing, made of the exit code.
+    It is what recording_failure has written, or, for a killed rank, which writes nothing, made of the exit code.
     """
     rank, first = failed.get_first_failure()
     beside = Path(first.error_file + BESIDE)

@@ -12,7 +12,7 @@ from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_code, check_gpus
 from flyte_ddp.attempt.restarts import restarting
 from flyte_ddp.attempt.trained import Trained, train_by
-from flyte_ddp.attempt.webhook import telling_webhook
+from flyte_ddp.attempt.webhook import notifying_webhook
 from flyte_ddp.code.user_code import UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared
@@ -78,7 +78,7 @@ class Training(ABC, Generic[Given, Outputs]):
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
             return launcher.launch(self.worker, world, self.job_of_ranks(job), options, on_event, root=self.code.root)
 
-        with telling_webhook(self.platform), platform_errors(self.platform):
+        with notifying_webhook(self.platform), platform_errors(self.platform):
             if options.resume:
                 point_to_previous(self.platform)
             self.check(settings, options)

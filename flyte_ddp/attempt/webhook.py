@@ -25,7 +25,7 @@ POST_SECONDS = 8.0  # the limit for name look-up, connection and a slow answer t
 
 
 @contextmanager
-def telling_webhook(platform: Platform) -> Iterator[None]:
+def notifying_webhook(platform: Platform) -> Iterator[None]:
     """Notify the webhook of an error that ends the block, and raise the error again.
 
     The webhook is that of DDP_POD_WEBHOOK, else of DDP_WEBHOOK; without one, nothing is sent. Nor is it after Ctrl-C,

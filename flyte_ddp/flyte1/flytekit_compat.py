@@ -56,8 +56,8 @@ def local_cache() -> MutableMapping[str, bytes]:
     return cache
 
 
-def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
-    """Patch flytekit to call `tell` with a task's outputs, by name, when a local run takes them from its cache.
+def on_cache_hit(callback: Callable[[Mapping[str, Literal]], None]) -> None:
+    """Patch flytekit to call `callback` with a task's outputs, by name, when a local run takes them from its cache.
 
     flytekit has no hook for that. A second call replaces the function.
     """
@@ -66,7 +66,7 @@ def on_cache_hit(tell: Callable[[Mapping[str, Literal]], None]) -> None:
     def get(*arguments: Any, **named: Any) -> Any:
         outputs = flytekits(*arguments, **named)
         if outputs is not None:
-            tell(outputs.literals)
+            callback(outputs.literals)
         return outputs
 
     get.flytekits = flytekits  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
 from flyte_ddp.attempt.multinode import failure_of_node, worth_restarts
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
-from flyte_ddp.attempt.webhook import telling_webhook
+from flyte_ddp.attempt.webhook import notifying_webhook
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.launch.launch_compat import restarts_only
@@ -40,7 +40,7 @@ class MultinodeTask(PytorchElasticFunctionTask):
         except IgnoreOutputs:  # nodes without rank 0 raise it when all has gone well
             raise
         except Exception as error:
-            with telling_webhook(platform):
+            with notifying_webhook(platform):
                 raise error_of_node(error) from None
 
 

@@ -129,7 +129,7 @@ class GracefulPod(PodTemplate):
 
 
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a @task with a pod that asks for the registered grace, and with variables that tell it.
+    """Return the arguments of a @task with a pod that asks for the registered grace, and with variables that say so.
 
     A pod template in code that sets a grace keeps its own. A template in the cluster stays as it is. Without a template
     and a registered grace the task stays a plain container, since a grace would make it a pod task.

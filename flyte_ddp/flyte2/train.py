@@ -16,7 +16,7 @@ from flyte_ddp.attempt.platform_training import ClassifierTraining, Training
 from flyte_ddp.attempt.prediction import write_predictions
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.attempt.webhook import telling_webhook
+from flyte_ddp.attempt.webhook import notifying_webhook
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.flyte2 import handover, platform
 from flyte_ddp.flyte2.attempt import one_attempt
@@ -174,7 +174,7 @@ def naming_the_cause() -> Iterator[None]:
             handover.put_failure(own, others, f"rank-{rank}.json")
         if rank == "0":
             handover.leave_failure(own)
-            with telling_webhook(platform):
+            with notifying_webhook(platform):
                 raise attempt_error(platform, own, format_urls(platform)) from None
         raise
 

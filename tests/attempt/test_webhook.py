@@ -166,7 +166,7 @@ def test_what_cannot_be_reached_is_said_without_the_url(capsys, url):
 )
 def test_who_was_told_to_stop_has_not_failed(server, monkeypatch, error, is_told):
     monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
-    with pytest.raises(type(error)), webhook.telling_webhook(platform):
+    with pytest.raises(type(error)), webhook.notifying_webhook(platform):
         raise error
     assert [(one["rank"], one["host"], one["cause"], one["message"]) for one in server.posted] == [
         (1, "host", "LookupError", "no such word")
@@ -175,7 +175,7 @@ def test_who_was_told_to_stop_has_not_failed(server, monkeypatch, error, is_told
 
 def test_an_error_outside_of_the_ranks_names_this_host(server, monkeypatch):
     monkeypatch.setenv("DDP_WEBHOOK", f"{server.url}/200")
-    with pytest.raises(ZeroDivisionError), webhook.telling_webhook(platform):
+    with pytest.raises(ZeroDivisionError), webhook.notifying_webhook(platform):
         raise ZeroDivisionError("by zero\nand more")
     (posted,) = server.posted
     assert (posted["rank"], posted["host"], posted["cause"]) == (None, machine.node(), "ZeroDivisionError")

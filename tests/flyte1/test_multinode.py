@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt import storage_folder
 from flyte_ddp.attempt.checkpoints import checkpoint_store
-from flyte_ddp.attempt.multinode import handing_on_failure, worth_restarts
+from flyte_ddp.attempt.multinode import recording_failure, worth_restarts
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.flyte1 import platform as flytekit_platform
@@ -51,7 +51,7 @@ def reported_by_node(first):
 def test_the_failure_of_a_rank_reaches_its_node_as_it_was(in_a_pod, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     failure = Failure(3, "host", "error", "KeyError", "a: strange: message", "the stack", others=(4,))
-    with pytest.raises(RankError), handing_on_failure(flytekit_platform):
+    with pytest.raises(RankError), recording_failure(flytekit_platform):
         raise RankError(failure)
     (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
     first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
@@ -64,7 +64,7 @@ def test_the_failure_of_a_rank_reaches_its_node_as_it_was(in_a_pod, tmp_path, mo
 def test_without_torchruns_agent_a_failure_stays_what_it_was(monkeypatch):
     for name in ("TORCHELASTIC_ERROR_FILE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(InputError, match=r"^WORLD_SIZE is not set: many nodes"), handing_on_failure(flytekit_platform):
+    with pytest.raises(InputError, match=r"^WORLD_SIZE is not set: many nodes"), recording_failure(flytekit_platform):
         environment_from_variables("gloo")
 
 
@@ -106,7 +106,7 @@ def test_killed_rank_is_worth_a_retry(in_a_pod):
 )
 def test_only_lost_ranks_are_started_again_by_torchs_agent(tmp_path, monkeypatch, failure, again):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with suppress(RankError), handing_on_failure(flytekit_platform):
+    with suppress(RankError), recording_failure(flytekit_platform):
         raise RankError(failure)
     (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
     first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
