@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from flyte_ddp import Measures, Recipe, schedules
 
-LENGTH = 64  # characters of a window
-CHARACTERS = 128  # the number of ASCII characters, of which 0 pads short windows
+LENGTH, CHARACTERS = 64, 128  # length of a window; number of ASCII characters, of which 0 pads short windows
 
 
 class Transformer(nn.Module):
@@ -32,9 +31,7 @@ class CharLM(Recipe):
     def data(self, split: str) -> Tensor:
         text = "\n\n".join(topics[name] for name in sorted(topics))[: self.settings.characters]
         paragraphs = [part for n, part in enumerate(text.split("\n\n")) if (n % 10 == 0) == (split == "test")]
-        windows = []
-        for part in paragraphs:
-            windows += (part[first : first + LENGTH + 1] for first in range(0, len(part) - 1, LENGTH))
+        windows = [part[i : i + LENGTH + 1] for part in paragraphs for i in range(0, len(part) - 1, LENGTH)]
         return torch.tensor([list(window.encode("ascii", "replace").ljust(LENGTH + 1, b"\0")) for window in windows])
 
     def model(self) -> nn.Module:
@@ -44,8 +41,7 @@ class CharLM(Recipe):
         return model(batch[:, :-1])
 
     def measure(self, outputs: Tensor, batch: Tensor) -> Measures:
-        target = batch[:, 1:]
-        is_text = target != 0
+        target, is_text = batch[:, 1:], batch[:, 1:] != 0
         loss = nn.functional.cross_entropy(outputs.float().mT, target, reduction="none", ignore_index=0)
         right = (outputs.argmax(2) == target) & is_text
         return {"loss": (loss.sum(1), is_text.sum(1)), "accuracy": (right.sum(1), is_text.sum(1))}
