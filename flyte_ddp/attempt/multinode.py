@@ -143,7 +143,8 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
     try:
         return under_watchdog(work, link, environment, timeouts, [signal.SIGTERM])
     except (StopRequested, PreemptedError) as stopped:
-        raise PreemptedError(f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}") from None
+        message = f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}"
+        raise PreemptedError(message, link.until) from None
     except RankError:  # the watchdog has named the rank
         raise
     except Exception as error:

@@ -1,5 +1,6 @@
 """The connection from a rank to the outside: to the parent that launched it, or directly to observers."""
 
+import math
 import os
 import pickle
 import shutil
@@ -124,6 +125,7 @@ class DirectLink(Link):
         steps: the number of signs of life, which are heartbeats and events. The watchdog watches it.
         phase: the phase of the last heartbeat.
         grace: the grace of this process, which notes the events.
+        until: the time, as of time.monotonic(), until which a checkpoint may be uploaded after a signal.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None):
@@ -134,6 +136,12 @@ class DirectLink(Link):
         self.steps = 0
         self.phase = STARTING
         self.grace = Grace(self.is_heard)
+        self.until = math.inf
+
+    def on_signal(self, *_: Any) -> None:
+        """Handle a signal: from now on the rank is asked to stop, and its grace runs."""
+        self.until = min(self.until, time.monotonic() + self.grace.seconds_of_upload())
+        super().on_signal()
 
     def heartbeat(self, phase: str = STEPPING) -> None:
         self.steps += 1

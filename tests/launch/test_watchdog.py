@@ -4,6 +4,7 @@ import atexit
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -189,6 +190,7 @@ def test_a_rank_that_is_asked_to_stop_ends_at_once_before_its_first_step_else_wi
     try:
         with pytest.raises(PreemptedError, match=f"^{said}"):
             under_watchdog(goes_on, link, alone(tmp_path), Timeouts(60), [signal.SIGTERM])
+        assert link.until < time.monotonic() + 1, "an upload is not waited for any longer than the grace"
     finally:
         signal.signal(signal.SIGTERM, before)
         atexit.unregister(os._exit)
