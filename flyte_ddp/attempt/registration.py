@@ -339,9 +339,14 @@ def check_notify(notify: str, phases: str) -> None:
 
 
 def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
-    """Raise InputError for incomplete URLs, URLs with a password, and a webhook that is given twice.
+    """Raise InputError for a URL that is incomplete or has a password, and if webhook and webhook_secret are both set.
 
-    The messages do not show the URLs, which may be secret.
+    An empty text is not set. The messages do not show the URLs, which may be secret.
+
+    Args:
+        webhook: the URL to notify.
+        webhook_secret: GROUP/KEY of the Flyte secret that has this URL instead. It is not checked further.
+        console: the URL of Flyte's console.
     """
     for name, url in (("webhook", webhook), ("console", console)):
         try:

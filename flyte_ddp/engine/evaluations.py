@@ -52,15 +52,20 @@ class Evaluated(NamedTuple):
 
 
 def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
-    """Load the weights that training returns, evaluate them on the test split, and tell the result; a collective.
+    """Load the weights that training returns, and evaluate them on the test split; a collective.
 
-    With a validation split these are the weights of the best evaluation; otherwise those of the last step.
+    With a validation split these are the weights of the best evaluation. Without one, or if no evaluation could be the
+    best, they are those of the last step. Warnings are emitted for measures that are not finite, and if there was no
+    best evaluation.
 
     Args:
         state: the training at its end. Its evaluated network gets the weights.
         test: the batches of the test split.
         epochs: how many epochs the settings ask for. A training with fewer has stopped early.
-        link: receives the event EpochChosen if there is a validation split.
+        link: receives heartbeats and, if there is a validation split, the event EpochChosen with the test measures.
+
+    Returns:
+        The evaluation of the test split.
 
     Raises:
         NonFiniteError: A test sample's loss is not finite.

@@ -183,15 +183,17 @@ def make_best_tracker(recipe: Recipe, headline: str, settings: TrainingSettings)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """Return the precision to compute in: the one that is set, or, for "auto", what this hardware is fast in.
+    """Return the precision that suits this rank: the one that is set or, for "auto", what its device is fast in.
+
+    Ranks with different hardware may get different answers, so the caller has to agree on one.
 
     Args:
         precision: "float32", "bfloat16" or "auto".
         device: the device of this rank.
 
     Returns:
-        "float32" or "bfloat16". For "auto" it is bfloat16 if the GPU, or the CPU and torch's kernels for it, support
-            bfloat16 themselves. Emulated, it is slower than float32.
+        "float32" or "bfloat16". For "auto" it is "bfloat16" if the device, and torch's kernels for it, compute in
+            bfloat16 natively. Emulated bfloat16 is slower than float32.
     """
     if precision != "auto":
         return precision

@@ -131,7 +131,20 @@ def export_folder_classifier(
     folder: FlyteDirectory,
     options: FolderExport,
 ) -> ExportOutputs:
-    """Export a classifier of a folder of images, which index describes, in all formats or none."""
+    """Export a classifier of a folder of images in all formats of the options, and verify each file.
+
+    If one format fails, the task raises an error, and there are no outputs.
+
+    Args:
+        model_state: the weights.
+        index: the index of the images.
+        folder: the images, on whose test split the files are verified.
+        options: how to export. Its network is used if the weights have no metadata.
+
+    Raises:
+        InputError: The weights' loss is not finite, or their measures are not the reported ones.
+        ReportedError: A file cannot be used, or gives other measures than the weights.
+    """
     hp = FolderHyperparameters(model=options.network)
     return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
 

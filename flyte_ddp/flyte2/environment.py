@@ -109,12 +109,17 @@ def training_environment(
 def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any]:
     """Return arguments of training_environment for many nodes: a JobSet, each of whose pods runs torchrun.
 
-    If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice. If its node is taken
-    away for maintenance, Flyte does so as often as that happens. If several numbers of nodes are registered, this is
-    the largest; flyte_ddp.flyte2.sizes chooses smaller ones.
+    The numbers of nodes and of ranks per node are the registered ones. If several numbers of nodes are registered, the
+    JobSet has the largest; flyte_ddp.flyte2.sizes runs the task on smaller ones.
+
+    If a rank or a pod is lost, Flyte starts all of them again within the attempt, up to twice. Restarts because a node
+    is taken away for maintenance do not count.
 
     Args:
         rendezvous: torchrun's --rdzv-backend.
+
+    Returns:
+        Keyword arguments of training_environment.
     """
     from flyte.clustered import ClusteredTaskEnvironment, ClusterFailurePolicy, TorchRun
 

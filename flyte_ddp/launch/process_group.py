@@ -96,9 +96,15 @@ def _off_network(world: World) -> AbstractContextManager[None]:
 
 
 def meet(environment: Environment, timeouts: Timeouts) -> Store:
-    """Return a store that all ranks share, for one process group. All ranks call it, and may wait for one another.
+    """Return a store through which all ranks set up one process group.
 
-    torch raises an error if a rank does not come within the time for a start, and BEYOND_SECONDS.
+    All ranks must call it, equally often and in the same order, because each call has a store of its own. A rank may
+    wait here for the others. If one does not come within the timeout for a start plus BEYOND_SECONDS, torch raises an
+    error, here or when the store is used.
+
+    Args:
+        environment: this rank's environment.
+        timeouts: the timeouts by phase.
     """
     size = environment.world.size
     scheme, _, path = environment.init_method.partition("://")

@@ -144,9 +144,11 @@ class Loaders:
 
 
 def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
-    """Raise InputError for a sampler that Lightning would replace by another one on several ranks.
+    """Raise InputError for a sampler whose choice of samples Lightning would discard on several ranks.
 
-    Refused are subclasses of RandomSampler and SequentialSampler, and these two with replacement or num_samples.
+    There Lightning replaces each RandomSampler and SequentialSampler by one that passes over all samples. Accepted are
+    None, these two classes with their defaults, and samplers that derive from neither, which Lightning keeps. Refused
+    are subclasses of the two, replacement=True, and a num_samples other than the number of samples.
 
     Args:
         sampler: the loader's sampler, if it has one.

@@ -300,12 +300,13 @@ def promotion_page(
     pointer: Pointer,
     facts: Sequence[tuple[str, str]],
 ) -> str:
-    """Return the page of a promotion.
+    """Return the page of a promotion, as the HTML content of <body>.
 
     Args:
         title: the page's title.
         verdict: the decision.
-        models: the candidate and, if there is one, the model that was promoted before, each with a name.
+        models: names and measures of the candidate and, after it, of the model that was promoted before, if there is
+            one. That model must have all the candidate's measures.
         pointer: the promoted version and the history.
         facts: labels and texts of the set-up.
     """

@@ -65,14 +65,15 @@ class Attempt:
         self.seconds[target] += moved
 
     def mark(self, epoch: int, step: int, written_since: float = 0.0) -> None:
-        """Append a position from which training can continue to `marks`, with the seconds of WORK until then.
+        """Append a mark: a position from which training can continue, with the seconds of WORK done until then.
 
-        Of many marks, the first one and the newest MOST_MARKS are kept.
+        `marks` keeps the first mark and the newest MOST_MARKS.
 
         Args:
             epoch: the position's epoch.
             step: the position's step.
-            written_since: seconds of work, done while the checkpoint was being written, that it does not contain.
+            written_since: how many seconds the checkpoint took to write. Work in this time comes after the position, so
+                it is subtracted, at most the seconds of "steps".
         """
         done = self.work - min(written_since, self.seconds["steps"])
         self.marks.append((epoch, step, done))

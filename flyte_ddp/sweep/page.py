@@ -82,9 +82,12 @@ def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
 
 
 def render_comparison(sweep: Sweep, trials: Sequence[Ranked], subject: str) -> str:
-    """Return the page that compares the trials, as the content of <body>.
+    """Return the page that compares the trials, as the HTML content of <body>.
 
-    The trials are given best first, and the first one has not failed.
+    Args:
+        sweep: the sweep.
+        trials: the trials, best first by the sweep's measure. The first one must not have failed.
+        subject: the name of what the trials train on, for the title "Sweep of ...".
     """
     best = trials[0]
     measure = in_words(sweep.measure)

@@ -84,11 +84,12 @@ def unreadable(place: str, error: Exception) -> InputError:
 def watch(place: str, timeout: float | None) -> None:
     """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
 
-    In the end, or when you leave it by Ctrl-C, it tells where the seconds of ranks and hosts, and those of all attempts
-    at the training, have gone so far.
+    At the end, or when you press Ctrl-C, the command prints where the seconds of ranks and hosts have gone so far, and
+    those of all attempts at the training.
 
-    PLACE is what a run prints after "Logs:", its output `logs`, the folder that this is in, or the progress.jsonl in
-    it. The exit status is 0 if the training has succeeded, and 1 if it has failed or nothing new has come.
+    PLACE is what a run prints after "Logs:", its output `logs`, the folder that contains that one, or the file
+    progress.jsonl. The exit status is 0 if the training has succeeded. It is 1 if the training has failed, nothing new
+    has come for --timeout seconds, or the logs cannot be followed to the end. It is 2 if PLACE cannot be read at all.
     """
     file = File(place)
     times = TimesRead()

@@ -334,10 +334,10 @@ def _has_unused(training: Trials, whole: Trial) -> bool:
 
 
 def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
-    """Raise InputError if a single sample does not call the layers of fsdp_units as often, and in the order, as all do.
+    """Raise InputError if a single sample calls other sharded layers than all samples do, or in another order.
 
-    Each call of such a layer gathers its weights from all ranks. Ranks that call different layers would take one's rows
-    for those of another, without an error. Without sharding nothing is refused.
+    Each call of a layer in fsdp_units gathers its weights from all ranks. If ranks called different layers, they would
+    mix up the layers' rows without an error. Without sharding nothing is refused.
 
     Args:
         recipe: the recipe.

@@ -57,15 +57,19 @@ class Place(NamedTuple):
 
 
 def measure_places(environment: Environment, device: torch.device, job: Job, model: nn.Module) -> list[Place]:
-    """Measure the host and device of each rank, and return the places of all ranks, by rank; a collective.
+    """Measure the host and device of each rank, and return the places of all ranks; a collective.
 
-    On a GPU the test products take some tenths of a second, and memory for a moment.
+    On a GPU the test products take some tenths of a second, and memory for a moment. Nothing is refused: if the disk is
+    too small for the weights, Place.lacks says so.
 
     Args:
         environment: this rank's environment.
         device: this rank's device.
-        job: the training. Its checkpoint and model must fit on the disk.
+        job: the training. It tells the version of the code and the folder of the checkpoint.
         model: the network. The size of its weights tells how much disk space is needed.
+
+    Returns:
+        The places by rank, the same list on all ranks.
     """
     hosts = [environment.host] * environment.world.size
     distributed.all_gather_object(hosts, environment.host)

@@ -57,14 +57,16 @@ def without_later_groups(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Leave out of a checkpoint's states the parameter groups that the optimizers do not have yet.
 
-    The user's code may have added groups within training, by add_param_group. That code runs again before the steps of
-    the epoch, and then the whole states are loaded. If an optimizer's first groups differ from now, its state stays
-    whole.
+    It is for a resume within an epoch, when the user's code may still have to call add_param_group. The loop first
+    loads what this function returns. It loads the whole states after that code has run again.
+
+    An optimizer's state stays whole if its class overrides load_state_dict, or if the groups that it has now are not
+    the first ones of the checkpoint.
 
     Args:
         parts: the parts of the loop, by name.
-        states: the state dicts in the checkpoint, by the parts' names.
-        arranged: what arrangement() returned when the states were saved.
+        states: the state dicts in the checkpoint, by the parts' names. They are not changed.
+        arranged: what arrangement() returned when the states were saved. It is not changed.
 
     Returns:
         The states and the arrangement, as load() takes them.

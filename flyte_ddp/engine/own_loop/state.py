@@ -112,7 +112,20 @@ class LoopState:
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
 
     def start(self, headline: str, percent: tuple[str, ...], precision: str, best: str) -> None:
-        """Tell that the first step is next; a collective. See Loop.epochs."""
+        """Start the training before its first step: emit RunStarted, and set up what the steps need; a collective.
+
+        It sets up the checkpoints and, where settings and options ask for them, best_tracker, best_models and audit. A
+        resumed choice of the best epoch is restored.
+
+        Args:
+            headline: the name of the measure that the training is judged by.
+            percent: the names of measures from 0 to 1 that are shown in per cent.
+            precision: "float32" or "bfloat16", to be shown.
+            best: "highest" or "lowest", whichever headline is the best; empty if there is no validation split.
+
+        Raises:
+            InputError: loop.batches or loop.keep has not been called.
+        """
         is_chosen = bool(best)
         if not self.batches or not self.parts:
             missing = "loop.keep" if self.batches else "loop.batches"

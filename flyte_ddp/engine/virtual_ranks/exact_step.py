@@ -74,13 +74,16 @@ class ExactStep(SingleStep):
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         """Compute one of the rank's parts, and add its measures to those of the step.
 
+        The measures of borrowed samples are not added.
+
         Args:
             batch: the part.
-            requests: whether this rank asks to stop, and for a checkpoint.
-            is_last: whether it is the rank's last part, in whose backward pass the buckets are sent.
+            requests: whether this rank asks to stop, and for a checkpoint. They count in the last part alone.
+            is_last: whether this is the rank's last part. Its backward pass sends the buckets, except while gradients
+                are only watched.
 
         Returns:
-            The sum of what is trained, (), for backward().
+            The sum over the samples of the measure that is trained, (), to call backward() on.
         """
         self._part = -1 if batch.share.borrowed else batch.share.part
         trained, measured = self.module.compute(batch)
