@@ -14,7 +14,10 @@ PREDICT = "flyte_ddp.engine.predict:run"
 
 
 def write_predictions(platform: Platform, subject: Subject, model: Path, shard: int, shards: int, split: str) -> Path:
-    """Write the predictions (n, ...) of a trained network for a shard of a split, in a process of its own.
+    """Write a trained network's predictions for a shard of a split, in a process of its own.
+
+    The network computes in float32. A shard is a contiguous part of the split, so the shards' files, joined in order,
+    have a row for each sample.
 
     Args:
         platform: the platform.
@@ -25,10 +28,11 @@ def write_predictions(platform: Platform, subject: Subject, model: Path, shard: 
         split: "train", "validation" or "test".
 
     Returns:
-        The path of an .npy file in float32, in the order of the split's samples.
+        The path of an .npy file (n, ...), a row for each sample of the shard, in the dtype of recipe.predictions().
 
     Raises:
-        InputError: there is no such shard, or the recipe has no predictions.
+        InputError: There is no such shard, or the recipe has no predictions.
+        RankError: The process has failed or hangs.
     """
     if not 0 <= shard < shards:
         raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")

@@ -90,14 +90,16 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tu
 
 
 def _in_8_bits(upright: Any, opened: Any) -> Any:
-    """Return the image with the upper 8 bits of its values. Pillow does so for colours, but would clip grey values.
+    """Return the image with the upper 8 bits of grey values that have more; any other image as it is.
+
+    Pillow would clip such values; it converts colours correctly. A TIFF of such values in which 0 is white is inverted.
 
     Args:
         upright: the image after it was turned upright.
         opened: the image as it was opened, which knows the file's format and tags.
 
     Raises:
-        ValueError: the values have 32 bits, or a sign.
+        ValueError: The values have 32 bits, or a sign.
     """
     from PIL import Image
 

@@ -240,7 +240,8 @@ def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int
         step: the index of the step in the epoch.
 
     Returns:
-        A part that has samples, the rank that computes it, and another rank, on another host if there is one.
+        A part that has samples; the rank that computes it in the step; and a rank to compare it with. That rank is on
+        another host if there are several hosts, and the same rank if there is only one rank.
     """
     key = derive_key(Use.AUDIT, train.seed, epoch, step)
     parts = train.parts_with_samples(step)

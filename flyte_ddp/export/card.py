@@ -110,7 +110,10 @@ def inputs_section(written: Written) -> Section:
 
 
 def before_section(written: Written) -> Section:
-    """Return the section with the source of the recipe's forward, indented by no-break spaces, which HTML keeps."""
+    """Return the section "Around the network": the numbered lines of the recipe's own forward.
+
+    Call it only if written.before, the source, is not empty. Indents are no-break spaces, which HTML keeps.
+    """
     source = enumerate(written.before.splitlines(), start=1)
     return Section(
         "Around the network",

@@ -45,14 +45,19 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 )
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on.
+    """Return the name of the dataset to train on, after a check that the training is possible.
 
-    Not cached in local runs, which may need a stand-in, or find out here that this machine cannot do what is asked.
+    A cluster caches the result. A local run never does, because it checks this machine. It deletes the prepared dataset
+    if that is damaged, and prepares the one of "auto". If that cannot be downloaded, it returns "digits".
 
     Args:
-        hp: what determines the result, with the name or "auto".
-        options: how to run it.
+        hp: what determines the result, with the dataset's name or "auto".
+        options: how to run it; no part of the cache key.
         auto: the dataset that "auto" stands for.
+
+    Raises:
+        InputError: keep_best or patience is set without a validation split. In a local run also: this machine cannot
+            run the ranks, or they are too many for a batch.
     """
     datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)

@@ -129,13 +129,18 @@ class GracefulPod(PodTemplate):
 
 
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a @task with a pod that asks for the registered grace, and with variables that say so.
+    """Return a training @task's arguments with the registered grace, and with variables that tell the pod its grace.
 
-    A pod template in code that sets a grace keeps its own. A template in the cluster stays as it is. Without a template
-    and a registered grace the task stays a plain container, since a grace would make it a pod task.
+    - A template in code that sets a grace keeps it. The variables give no more than the registered grace, if there is
+    one. A template in code that sets none gets registration().pod_grace.
+    - A template in the cluster stays as it is. The variables give the registered grace, or 30 s if there is none.
+    - Without a template, a registered grace adds one. Without both, the task stays a plain container, with 30 s.
 
     Args:
-        arguments: the arguments of a @task that trains, as of training_resources. They are not changed.
+        arguments: what training_resources() has returned. They are not changed. Variables in their "environment" win.
+
+    Returns:
+        A new dict: the arguments, with "pod_template" and "environment".
     """
     asked = registration()
     template = arguments.get("pod_template")

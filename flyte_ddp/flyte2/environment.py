@@ -158,10 +158,12 @@ def _environment(
 
 
 def _labelled(template: PodTemplate) -> PodTemplate:
-    """Return a pod template with the registered labels and annotations added; without these, the template as it is.
+    """Return a pod template with the registered labels and annotations added; without any, the template as it is.
+
+    The template's own labels and annotations win. The template is not changed. None becomes a new template.
 
     Raises:
-        InputError: the template is the name of one in the cluster, to which nothing can be added.
+        InputError: The template is the name of one in the cluster, to which nothing can be added.
     """
     asked = registration()
     if not (asked.labels or asked.annotations):

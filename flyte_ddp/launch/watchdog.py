@@ -46,22 +46,24 @@ def under_watchdog(
 ) -> Value:
     """Wait for all ranks, run work(store) in a thread of its own, and return its value.
 
-    Every rank calls it. A thread that is stuck is left behind, and the process ends without waiting for it.
+    Every rank calls it, in its main thread. After a hang, or a PreemptedError, work's thread is left behind, and the
+    process ends with exit status 1 without waiting for it.
 
     Args:
         work: gets a store for the process group of all ranks.
-        link: the rank's link, of which work calls heartbeat() or emit() often enough.
+        link: the rank's link. work must call its heartbeat() or emit() often enough.
         environment: this rank.
         timeouts: how long a rank may go without a sign of life.
-        stop_signals: signals that ask the rank to stop. Until all ranks have met they end the process, because Python
-            would not handle them.
+        stop_signals: signals that ask the rank to stop, once all ranks have met. Until then such a signal ends the
+            process, because Python could not handle it.
 
     Raises:
-        RankError: This rank has lost another one, and the message names ranks that do not answer; or a rank has been
-            silent for too long, and all ranks name those that the others wait for. It may be the recoverable kind.
-        PreemptedError: This rank was asked to stop, but work goes on: before the first step at once, else when the
-            grace ends (see grace.py).
-        Exception: Whatever work raises.
+        RankError: This rank has lost another one, or a rank has been silent for too long. The message names the ranks
+            that do not answer, or that the others wait for. The error is a RecoverableRankError if another attempt may
+            succeed.
+        PreemptedError: This rank was asked to stop, but work goes on. The error comes at once before the first step,
+            else when the grace ends (see grace.py).
+        Exception: Whatever else work raises, or what torch raises if a rank does not come in time.
     """
     store = meet(environment, timeouts)
     value = futures.Future[Value]()

@@ -100,12 +100,14 @@ class CheckpointFiles(TorchCheckpointIO):
             beside.unlink(missing_ok=True)
 
     def find(self) -> str | None:
-        """Read rank 0's checkpoint, if there is one of this training, and keep its state for load_checkpoint().
-
-        A collective.
+        """Find rank 0's checkpoint of this training, and keep its state for load_checkpoint(); a collective.
 
         Returns:
-            The checkpoint's path, for Trainer.fit; None if there is none.
+            The checkpoint's path, for Trainer.fit. None, on all ranks, if there is no checkpoint or it is refused.
+
+        Raises:
+            InputError: The user has asked for the checkpoint that is refused, or it is another training's in the output
+                folder. Rank 0 alone raises it.
         """
         self._state = state_on_all_ranks(self._job, self._emit, self._device)
         return self._path if self._state else None

@@ -85,9 +85,14 @@ class ImageClassifier(Classifier):
         return images, batch[1]
 
     def mirrored(self, images: Tensor, random: Random) -> Tensor:
-        """Return which images to mirror: (n, 1, 1, 1) bool.
+        """Choose which images to mirror, and return a mask (n, 1, 1, 1) bool.
 
-        Each image is drawn, or with alternate_flips mirrored in every other epoch.
+        Each image has a chance of 1/2. With alternate_flips it is mirrored in every other epoch instead: about half of
+        the images in even epochs, the others in odd ones.
+
+        Args:
+            images: (n, C, H, W) uint8.
+            random: the step's random numbers, and its epoch.
         """
         if not self.settings.alternate_flips:
             return random.integers(0, 2, 1, 1, 1).bool()

@@ -82,14 +82,16 @@ def unreadable(place: str, error: Exception) -> InputError:
 @click.argument("place")
 @click.option("--timeout", type=click.FloatRange(min=0), help="Give up after this many seconds without anything new.")
 def watch(place: str, timeout: float | None) -> None:
-    """Show the training whose logs are at PLACE, a folder or a URL of Flyte's storage, until it ends.
+    """Show the training whose logs are at PLACE until it ends.
 
-    At the end, or when you press Ctrl-C, the command prints where the seconds of ranks and hosts have gone so far, and
-    those of all attempts at the training.
+    PLACE is a path, or a URL of Flyte's storage: what a run prints after "Logs:", its output `logs`, the folder that
+    contains these, or their progress.jsonl.
 
-    PLACE is what a run prints after "Logs:", its output `logs`, the folder that contains that one, or the file
-    progress.jsonl. The exit status is 0 if the training has succeeded. It is 1 if the training has failed, nothing new
-    has come for --timeout seconds, or the logs cannot be followed to the end. It is 2 if PLACE cannot be read at all.
+    At the end, or after Ctrl-C, the command prints how ranks and hosts have spent their seconds so far, and how all
+    attempts at the training have.
+
+    The exit status is 0 if the training has succeeded, 2 if PLACE cannot be read, and 1 if the training has failed or
+    can no longer be followed, as when nothing new has come for --timeout seconds.
     """
     file = File(place)
     times = TimesRead()

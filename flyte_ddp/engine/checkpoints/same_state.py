@@ -17,10 +17,10 @@ from flyte_ddp.events import Event
 
 
 def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.device) -> dict[str, Any] | None:
-    """Return the state in rank 0's checkpoint, which must be one file of this training; a collective.
+    """Return the state in rank 0's checkpoint, if that is of this training; a collective.
 
-    Ranks that see the same file map its tensors. If some rank doesn't, as on another host, rank 0 broadcasts each
-    tensor to all.
+    The checkpoint is one file, not sharded. Ranks that see the same file map its tensors. If some rank doesn't, as on
+    another host, rank 0 broadcasts each tensor to all.
 
     Args:
         job: the training, with the checkpoint's path and the identity that the checkpoint must have.
@@ -31,7 +31,8 @@ def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.de
         The state, with tensors on the CPU. None, on all ranks, if there is no checkpoint or it is refused.
 
     Raises:
-        InputError: The user has asked for the checkpoint that is refused. Rank 0 alone raises it.
+        InputError: The user has asked for the checkpoint that is refused, or it is another training's in the output
+            folder of train(). Rank 0 alone raises it.
     """
     path = Path(job.checkpoint_path)
     found = None

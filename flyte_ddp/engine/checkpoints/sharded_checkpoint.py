@@ -143,7 +143,8 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         manifest: the checkpoint's manifest.
 
     Returns:
-        What was written, with StoredTensors in place of the tensors, and "shards": the SHA-256 of each file in hex.
+        What was written, with a StoredTensor in place of each tensor, and "shards": the SHA-256 of each file in hex, by
+        the file's path. The caller has to verify the files.
     """
     files = tuple(folder / name for name in manifest["files"])
     tensors = {

@@ -141,17 +141,18 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
 
 
 def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
-    """Choose samples to try: SAMPLES or TEST_SAMPLES, or as many as a rank computes at once, if these are fewer.
+    """Choose up to SAMPLES samples for a trial training step, or up to TEST_SAMPLES for a trial evaluation.
 
-    More might not fit into memory. Two are tried even where a rank computes one at a time.
+    They are no more than a rank computes at once, because more might not fit into memory, but at least two if the split
+    has two.
 
     Args:
         recipe: has the sizes of batches.
         split: the samples to choose from.
-        is_training: whether they are tried in a training step or in an evaluation.
+        is_training: whether the trial is a training step or an evaluation.
 
     Returns:
-        (samples,) int64, indices that are spread over the split, and so are those of each half.
+        (samples,) int64 indices. The first half of them is spread over the whole split, and so is the second half.
     """
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size

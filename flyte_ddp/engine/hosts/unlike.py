@@ -95,15 +95,16 @@ def _other_clocks(places: Sequence[Place]) -> Iterator[str]:
 
 
 def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Compare a product of matrices between the GPUs of each kind, and yield the ranks whose product is wrong.
+    """Yield the ranks whose product of matrices differs from that of most GPUs of the same kind.
 
     Args:
         places: the place of each rank.
         products: the digest of the product that each rank has computed.
 
     Yields:
-        For each kind of GPU whose products differ, the ranks with another product than most, and the ranks with that of
-            most; or all ranks and none, if no product has a majority.
+        (odd, others) for each kind of GPU whose products differ. others are the ranks with the product that more than
+        half of the kind have, and odd are the rest. Without such a product, odd are all ranks of the kind, and others
+        is empty.
     """
     by_kind: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, (place, product) in enumerate(zip(places, products, strict=True)):

@@ -78,9 +78,10 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 
 
 def _fits(state: TrainingState, part: Batch) -> bool:
-    """Return whether there is memory to compute the gradients of these samples, and for the optimizer's state.
+    """Return whether this rank has memory to compute the gradients of these samples, and for the optimizer's state.
 
-    Buffers are put back afterwards, and no weight or gradient changes. With sharding it is a collective.
+    Buffers are put back afterwards, and no weight or gradient changes. With sharding all ranks must call it. Even then
+    each returns its own answer.
     """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
     before = state.copy_buffers()
