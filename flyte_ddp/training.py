@@ -253,19 +253,21 @@ def existing(data: str | Path | None) -> Path | StoredData | None:
 
 
 def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-    """Train with ranks that this process starts, or as one rank if a launcher has set WORLD_SIZE.
+    """Train with ranks that this process starts or, if a launcher has set WORLD_SIZE, as one of the launcher's ranks.
 
     Args:
         job: the job. Without options.resume, its earlier checkpoint is removed.
-        on_event: gets every event, of rank 0 where this process is one of the ranks.
+        on_event: called with each event of rank 0. Under a launcher only rank 0 calls it. Otherwise it also gets each
+            line that any rank prints (Printed).
 
     Returns:
-        The result of each rank that this process knows: of all that it has started, or of itself.
+        The results of all ranks, by rank. Under a launcher, the list has this rank's result alone.
 
     Raises:
-        InputError: nproc or the settings' class cannot be used.
-        RankError: a rank has failed.
-        PreemptedError: the process has received a SIGTERM; the message says where a resume begins.
+        InputError: nproc or the settings' class cannot be used, or a rank has raised an InputError.
+        RankError: a rank has failed or hangs.
+        PreemptedError: a signal has asked the training to stop. If this host has a checkpoint, the message names it.
+        KeyboardInterrupt: the user has pressed Ctrl-C.
     """
     checkpoint = Path(job.checkpoint_path)
     options = job.options

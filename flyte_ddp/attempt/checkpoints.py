@@ -95,15 +95,17 @@ class CheckpointStore(StorageFolder, Observer):
         return "" if is_own else self._find(StorageFolder(self._platform, url).fetch_text(ELSEWHERE))
 
     def _fetch_checkpoint(self, url: str) -> None:
-        """Download a folder's checkpoint and the files beside it, and put the checkpoint at its path.
+        """Download a folder's checkpoint and its best models, and put the checkpoint at `path`.
 
-        Ranks download shards themselves: the manifest gets the URL of these for them.
+        A sharded checkpoint's shards are downloaded, too, without those that the storage lacks. If ranks download the
+        shards themselves (is_by_ranks), their URL is written into the manifest instead.
 
         Args:
             url: the folder.
 
         Raises:
             FileNotFoundError: The folder has no checkpoint.
+            Exception: The storage fails. patiently() tries again after it.
         """
         there = StorageFolder(self._platform, url, self.folder)
         models = StoredModels(self._platform, self.path, url)

@@ -92,15 +92,17 @@ def describe(error: BaseException) -> str:
 
 
 def patiently(problem: str, call: Callable[[], Value]) -> Value:
-    """Call a function that downloads, and call it again after a while if the storage fails.
+    """Return what `call` returns, and call it again after 2, 10 and 60 s if it raises an error.
+
+    Any Exception but FileNotFoundError counts as a failure of the storage. Each is printed.
 
     Args:
-        problem: the beginning of the error.
-        call: the function.
+        problem: the beginning of the final error's message.
+        call: a function that downloads. It may be called four times.
 
     Raises:
-        FileNotFoundError: The storage says that there is no such file.
-        RecoverableError: The storage still fails after the last try.
+        FileNotFoundError: The storage has no such file. It is raised at once.
+        RecoverableError: The last try has failed.
     """
     for seconds in (*WAITS, None):
         try:

@@ -342,7 +342,9 @@ class Progress:
         return self._told.step == self.step
 
     def check_steps(self, training: Training) -> None:
-        """Check that the steps since the last log had finite numbers; the host waits for the device.
+        """Check that the numbers of all steps since the last evaluation are finite; a collective.
+
+        The host waits for the device.
 
         Args:
             training: the training whose steps are checked.

@@ -98,17 +98,25 @@ class Flyte2Training(Training[Data, Outputs]):
         split: str = "test",
         init: Data = None,
     ) -> File:
-        """Return the predictions (n, ...) of a trained network for a shard of a split, as an .npy file in float32.
+        """Return a trained network's predictions (n, ...) for one shard of a split, as a float32 .npy file.
+
+        The file has a row for each sample of the shard, in the split's order, and no row if the shard is empty. The
+        files of all shards, concatenated by number, have the predictions of the whole split.
+
+        To compute shards in parallel, map a task over `shard`. Declare the task with arguments(ignored=()), in an
+        environment with most_gpus=1.
 
         Args:
             model_state: the weights.
             settings: the settings of the training.
-            shard: the number of the shard, from 0. Map over it, in a task with arguments(ignored=()), of an environment
-                with most_gpus=1.
-            shards: the number of shards.
+            shard: the number of the shard, from 0.
+            shards: the number of shards, into which the split is divided as evenly as possible.
             data: the data of the training.
-            split: the split to predict.
+            split: "train", "validation" or "test".
             init: the init of the training.
+
+        Raises:
+            InputError: there is no such shard, or the recipe has no predictions.
         """
         with one_attempt():
             subject = self.subject(settings, downloaded(data), downloaded(init))

@@ -63,10 +63,11 @@ class EpochState:
         self._optimizers.begin_step()
 
     def waits(self, steps: int) -> bool:
-        """Return whether a checkpoint has to wait for an optimizer's step; a collective.
+        """Return whether a checkpoint must wait for a later step; a collective.
 
-        The checkpoint waits while gradients are accumulated or, if the module optimizes by itself, as long as
-        PendingGradients.wait() says.
+        With automatic optimization it waits while gradients are being accumulated. With manual optimization this calls
+        gradients.wait(), which gives up after some steps and sets the gradients that gather() returns. So call gather()
+        only after this method has returned False.
 
         Args:
             steps: the number of the epoch's batches that are done.

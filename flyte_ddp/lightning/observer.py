@@ -134,7 +134,13 @@ class RankObserver(Checkpoint):
         self.start(trainer)
 
     def start(self, trainer: Trainer) -> None:
-        """Tell that the first step is next; a collective."""
+        """Check the data and schedules, then start the progress, which emits RunStarted and warnings; a collective.
+
+        It runs before the first step or, if a resumed training has no steps left, before the test.
+
+        Raises:
+            InputError: A rank has no training batch, or a schedule would end before the training.
+        """
         if not trainer.num_training_batches:  # Lightning ends at once then, without training
             raise InputError(
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader must have a batch for each rank: "

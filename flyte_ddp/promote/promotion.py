@@ -105,18 +105,25 @@ def open_place(platform: Platform, place: str) -> Place:
 
 
 def promote(platform: Platform, subject: Subject, model: Path, place: Place, options: PromotionOptions) -> Promotion:
-    """Measure a candidate beside the promoted model, and promote it if it is better, or the first.
+    """Measure a candidate beside the promoted model, and promote it if it is better or if there is no promoted model.
 
-    If another promotion happens in the meantime, the candidate is compared again, with that model. A retry of a task
-    that has promoted the candidate already compares it with the model before, and reports the promotion. A page is
-    written, and the outcome printed. Raises the errors of launcher.launch, Place and judge.
+    If another process promotes a model in the meantime, the candidate is compared again, with that model. A retry of a
+    task whose earlier attempt has promoted the candidate does not promote it twice: it repeats the comparison for the
+    report. The function also writes a page, prints the outcome and, if options.registered_model is set, registers a
+    promoted candidate in MLflow.
 
     Args:
         platform: the platform.
-        subject: what was trained, from RecipeTraining.subject(settings, data).
-        model: the weights of such a training.
-        place: where models are promoted to.
+        subject: the candidate's training, from RecipeTraining.subject(settings, data).
+        model: the candidate's weights.
+        place: the place that models are promoted to.
         options: when to promote.
+
+    Returns:
+        The outcome, whose `summary.promoted` says whether the candidate was promoted.
+
+    Raises:
+        Exception: What launcher.launch, Place and judge raise.
     """
     digest = content_digest(model)
     with run_folder(platform, f"{subject.dataset}-promotion") as folder:

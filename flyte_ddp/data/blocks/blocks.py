@@ -53,14 +53,20 @@ class Blocks:
         return f"block {number}"
 
     def fetch(self, number: int, path: Path) -> None:
-        """Write the block of this number, from 0, to a new file, as an .npy of rows.
+        """Write a block to a new file, as an .npy of rows.
 
-        A rank calls this in one of its threads. Subclasses that have no function `read` define it.
+        This method reads the block with the function `read`. A subclass without `read` overrides the method. It writes
+        the array that to_rows() makes from the block's tree of arrays, with lengths[number] rows. A rank calls it in
+        several threads at a time.
+
+        Args:
+            number: the number of the block, from 0.
+            path: the path of the file, which must not exist yet.
 
         Raises:
-            DownloadError: the block could not be read, and trying again may help.
-            DataError: the block could not be read.
-            OSError: the file could not be written.
+            DownloadError: The block could not be read, but another attempt may succeed.
+            DataError: The block could not be read, or has another number of samples than lengths says.
+            OSError: The file could not be written.
         """
         assert self._read is not None
         try:

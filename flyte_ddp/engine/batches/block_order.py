@@ -152,13 +152,14 @@ class BlockOrder:
         return streams * each + np.minimum(streams, longer)
 
     def _sort_batches(self, positions: np.ndarray) -> np.ndarray:
-        """Sort the samples of each batch by stream, and return what is then at these positions.
-
-        Before sorting, number k of the epoch is the sample of stream k % streams at place k // streams of it. The
-        numbers of these samples are returned, (n,) int64.
+        """Return the samples at these positions after the samples of each batch are sorted by their stream.
 
         Args:
             positions: (n,) int64, ascending.
+
+        Returns:
+            (n,) int64, the samples' numbers before the sorting. Number k is place k // used_streams of stream k %
+            used_streams.
         """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
         return np.concatenate([self._sort_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps])

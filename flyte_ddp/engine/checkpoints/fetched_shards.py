@@ -64,16 +64,21 @@ def fetch_shards(
 
 
 def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
-    """Download one file of a checkpoint and verify its digest, unless another rank of the host has done so.
+    """Download a checkpoint's file to this host and verify its digest, unless another rank of the host has done so.
+
+    The host's ranks take turns by a lock. An incomplete or damaged download is deleted.
 
     Args:
-        file: the file's place on this host. Only a whole file is ever there.
+        file: the file's path on this host.
         digest: its SHA-256, in hex.
         url: the folder in the storage that has a file of this name.
         storage: the platform's storage.
 
     Returns:
-        What is wrong with the file; empty if nothing is.
+        The problem, to follow the checkpoint's name in a message, such as "is damaged: …". Empty if there is none.
+
+    Raises:
+        RecoverableError: The storage fails. This rank alone raises it.
     """
     with locked(file.with_suffix(".lock")):
         if file.exists():

@@ -168,7 +168,10 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 
 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Drop the other training's best epoch if it does not count here. Patience that ran out there begins anew.
+    """Drop the other training's best epoch if it does not count here, or else reset the patience if it ran out there.
+
+    The best epoch does not count if the data, choose_by or validation_fraction differ. The patience is kept if the
+    other training had a stop_after. Without a best_tracker nothing happens.
 
     Args:
         state: the state, with the other training's checkpoint loaded.

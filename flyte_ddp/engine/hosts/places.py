@@ -125,10 +125,16 @@ def collect_facts(device: torch.device) -> dict[str, str]:
 
 
 def measure_memory(device: torch.device) -> dict[str, float]:
-    """Return how many GiB this process may use of its host's memory, of /dev/shm and of its GPU, by name.
+    """Return the memory of this host and its GPU in GiB, by name, to compare hosts by.
 
-    The names are "GiB of memory", "GiB of /dev/shm" and "free GiB of GPU memory". Memory that torch has already
-    reserved on the GPU counts as free.
+    A name is left out if there is no such memory.
+
+    Args:
+        device: this rank's device.
+
+    Returns:
+        "GiB of memory" is all that this process may use, whether free or not: the host's memory or the lowest limit.
+        "GiB of /dev/shm" is its size. "free GiB of GPU memory" is what is free now, plus what torch has reserved.
     """
     found = {"GiB of memory": usable_memory() / GIB}
     with suppress(OSError):

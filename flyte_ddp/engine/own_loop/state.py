@@ -374,7 +374,11 @@ class LoopState:
         return self.progress.epoch == self._job.settings.epochs or has_waited
 
     def choose(self) -> None:
-        """Give the network the weights of the best epoch, after the last one."""
+        """Load the best epoch's weights into the network, and set is_over.
+
+        Without a best_tracker the last epoch's weights stay. They also stay, with a warning, if the measure has never
+        been finite.
+        """
         self.is_over = True
         tracker = self.best_tracker
         if tracker and tracker.weights is not None:
