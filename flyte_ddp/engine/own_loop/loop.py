@@ -202,7 +202,7 @@ class Loop:
             seed_all(derive_key(Use.OWN_STEP, self.settings.seed, self.epoch, 0))  # as if nothing had been interrupted
             yield self.epoch
             state.end_epoch()
-        state.choose()
+        state.load_best_epoch()
 
     def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Compute the gradients of loss_of(batch) and return that loss, detached, in place of loss.backward().

@@ -373,7 +373,7 @@ class LoopState:
         has_waited = self.best_tracker is not None and self.best_tracker.is_over
         return self.progress.epoch == self._job.settings.epochs or has_waited
 
-    def choose(self) -> None:
+    def load_best_epoch(self) -> None:
         """Load the best epoch's weights into the network, and set is_over.
 
         Without a best_tracker the last epoch's weights stay. They also stay, with a warning, if the measure has never
@@ -424,7 +424,7 @@ class LoopState:
         tracker = self.best_tracker
         number = len(progress.history) - 1
         if tracker and not self.is_over and progress.history:  # the loop over the epochs was left
-            self.choose()
+            self.load_best_epoch()
         chosen_epoch = None
         if tracker and tracker.best >= 0:
             number = chosen_epoch = tracker.best
