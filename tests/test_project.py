@@ -100,7 +100,7 @@ def test_the_image_has_what_every_feature_needs():
     All but what the examples train further, and MLflow's client, with which two packages would be older ones.
     """
     table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\ndev")[0]
-    extras = dict(re.findall(r"^([a-z]+) = \[(.*)\]", table, re.MULTILINE))
+    extras = dict(re.findall(r"^([a-z0-9]+) = \[(.*)\]", table, re.MULTILINE))
     of_the_image = [of for extra, of in extras.items() if extra not in ("models", "mlflow")]
     packages = {name for of in of_the_image for name in re.findall('"([a-z-]+)', of)}
     assert len(packages) >= 8
@@ -110,7 +110,7 @@ def test_the_image_has_what_every_feature_needs():
     assert {"mlflow", "tensorboard"} <= named <= set(extras)
     patterns = ("*.md", "docs/*.md", "flyte_ddp/new/**/*.md")
     pages = "".join(page.read_text() for pattern in patterns for page in ROOT.glob(pattern))
-    written = {name for of in re.findall(r"-training\[([\w,]+)\]", pages) for name in of.split(",")}
+    written = {name for of in re.findall(r'(?:-training|-e "\.)\[([\w,]+)\]', pages) for name in of.split(",")}
     assert {"export", "lightning"} <= written <= set(extras)
 
 

@@ -48,8 +48,8 @@ def notify(url: str, content: dict[str, Any]) -> None:
     thread = threading.Thread(target=post, args=(url, content, problems), daemon=True)
     thread.start()
     thread.join(POST_SECONDS)
-    if problems:
-        warn(f"the webhook was not notified of the failure: {problems[-1]}")
+    for problem in problems[-1:]:  # the thread may still clear the list
+        warn(f"the webhook was not notified of the failure: {problem}")
 
 
 def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
