@@ -40,16 +40,18 @@ class BatchShare:
 
 
 def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
-    """Gather the rows of the global batch from all ranks, with gradients.
+    """Gather the rows of the global batch from all ranks, with gradients, for a loss that needs the whole batch.
 
-    All ranks must call it, unless share.alone or share.stand_in is set.
+    A collective: all ranks must call it. If share.stand_in is set, return what that function returns for `local`; if
+    share.alone is set, return `local` itself. Neither is a collective.
 
     Args:
-        local: (n, ...), this rank's rows.
+        local: (n, ...), this rank's rows. Those of borrowed samples are left out.
         share: the rank's share of the global batch.
 
     Returns:
-        (N, ...), the rows of the whole global batch.
+        (N, ...), the rows of the whole global batch, in its order. In the backward pass, the gradients of all ranks are
+        added up for each row.
     """
     if share.stand_in:
         return share.stand_in(local)
@@ -109,7 +111,10 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 
 
 def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """Return where the rows of a global batch are among the rows that all ranks send.
+    """Return how many rows each rank sends, and where each row of the global batch is among all sent rows.
+
+    All ranks send equally many rows, in the order of the ranks. A rank that has one row less adds padding, which no
+    place points to.
 
     Args:
         size: the number of rows of the global batch.

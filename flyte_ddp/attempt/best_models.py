@@ -34,9 +34,14 @@ class StoredModels(StorageFolder):
         self._stored: dict[str, str] = {}  # the storage's files that its list may name, by names beside the checkpoint
 
     def fetch_all(self) -> None:
-        """Download the models that the storage has for its checkpoint, and put them beside the local checkpoint.
+        """Download the best models of the storage's checkpoint into the folder of models beside the local checkpoint.
 
-        A model that is missing in the storage is left out, because the ranks can do without it.
+        put_all() then skips the models that the storage's list names. A storage folder on this machine may have no
+        list: its files NAME.pt are then copied under their own names. A model that is missing in the storage is left
+        out, because the ranks can do without it.
+
+        Raises:
+            Exception: The storage fails.
         """
         self._stored = _read_list(self.fetch_text(LIST))
         # If ranks have left the checkpoint on this machine, there is no list, and the files have their own names

@@ -59,10 +59,12 @@ class CheckpointStore(StorageFolder, Observer):
         self._lock = threading.Lock()  # held while a checkpoint, or a manifest of ranks, replaces the one before
 
     def fetch_given(self, url: str) -> None:
-        """Download the checkpoint that the user names, unless this training already has one.
+        """Download the checkpoint that the user names to `path`, unless there is a file at `path` already.
+
+        A download sets `is_given`.
 
         Args:
-            url: the folder of the checkpoint; empty is none.
+            url: the folder of the checkpoint, or one that names another folder (its file ELSEWHERE); empty is none.
 
         Raises:
             InputError: The folder has no checkpoint.
@@ -78,13 +80,19 @@ class CheckpointStore(StorageFolder, Observer):
         self.is_given = True
 
     def _find(self, url: str) -> str:
-        """Download the checkpoint of a folder in the storage, or of the folder that its file ELSEWHERE names.
+        """Download the checkpoint of a folder in the storage to `path`.
+
+        If the folder has no checkpoint, its text file ELSEWHERE may name another folder, which is searched instead, and
+        so on. The file in this attempt's own folder is not followed: it is for the next attempt.
 
         Args:
             url: the folder; empty is none.
 
         Returns:
             The folder that had the checkpoint; empty if there is none.
+
+        Raises:
+            Exception: The storage fails.
         """
         if not url:
             return ""
@@ -95,17 +103,18 @@ class CheckpointStore(StorageFolder, Observer):
         return "" if is_own else self._find(StorageFolder(self._platform, url).fetch_text(ELSEWHERE))
 
     def _fetch_checkpoint(self, url: str) -> None:
-        """Download a folder's checkpoint and its best models, and put the checkpoint at `path`.
+        """Download a folder's checkpoint and its best models, and put the checkpoint at `path` once all is there.
 
-        A sharded checkpoint's shards are downloaded, too, without those that the storage lacks. If ranks download the
-        shards themselves (is_by_ranks), their URL is written into the manifest instead.
+        A sharded checkpoint is a manifest and files of shards. The files are downloaded, too, without those that the
+        storage lacks. If ranks download the shards themselves (is_by_ranks), the URL of the shards is written into the
+        local manifest instead. A checkpoint that is already at `path` is replaced.
 
         Args:
-            url: the folder.
+            url: the folder: a URL in the storage, or a path of this machine.
 
         Raises:
             FileNotFoundError: The folder has no checkpoint.
-            Exception: The storage fails. patiently() tries again after it.
+            Exception: The storage fails. The caller tries again by patiently().
         """
         there = StorageFolder(self._platform, url, self.folder)
         models = StoredModels(self._platform, self.path, url)
@@ -153,11 +162,12 @@ class PlatformStore(CheckpointStore):
         self.uploads = UploadThread(self._upload)
 
     def restore(self, resume: bool) -> None:
-        """Download the newest checkpoint, if there is one.
+        """Download the newest checkpoint to `path`, if there is one.
 
-        The attempt's own checkpoint comes first; it exists if only the processes were restarted. Without one, and with
-        resume, the previous attempt's checkpoint is downloaded and saved as this attempt's own. Until then, a file
-        tells the next attempt where the checkpoint is. If ranks download the shards, it stays at that file, because
+        This attempt's own checkpoint comes first; it exists if only the processes were restarted. Without one, and with
+        resume, it is the previous attempt's. That checkpoint is then uploaded as this attempt's own, in the background.
+        A file in this attempt's folder names the folder of the previous one, also if the download fails, so that the
+        next attempt finds the checkpoint. If ranks download the shards themselves, only that file is written, because
         copying all shards would take long.
 
         Args:
@@ -192,9 +202,15 @@ class PlatformStore(CheckpointStore):
         return status.st_dev, status.st_ino, status.st_mtime_ns
 
     def _put_newest(self) -> None:
-        """Upload the checkpoint at the path, unless its ranks do so, or have replaced it by a newer one.
+        """Upload the checkpoint at `path`, with its shards and best models.
 
-        The ranks remove files once they have written newer ones, so the files get second names first.
+        Nothing is uploaded if the checkpoint is sharded and its ranks upload it themselves (is_by_ranks), or if the
+        ranks have replaced it by a newer one meanwhile: another call follows then. The ranks remove old files once they
+        have written newer ones, so the files are first linked or copied into a temporary folder.
+
+        Raises:
+            FileNotFoundError: A file of the newest checkpoint is missing.
+            OSError: The storage fails.
         """
         version = self._version()
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -218,13 +234,18 @@ class PlatformStore(CheckpointStore):
                     self._stored = version
 
     def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any]) -> None:
-        """Upload a checkpoint. For a sharded one, upload the files beside it first, and the manifest last.
+        """Upload a checkpoint, in place of the one in the storage.
 
-        Nothing is removed from the storage. The folders of shards use a few numbers as names, again and again.
+        The files of a sharded checkpoint go first, into a folder whose number the stored manifest does not name. The
+        local manifest is rewritten to name that folder, and is uploaded last. Nothing is removed from the storage, but
+        the few numbers are used again and again.
 
         Args:
             pinned: the checkpoint, or the manifest of a sharded one. The files of its shards lie beside it.
             manifest: the content of the manifest; empty for a checkpoint that is not sharded.
+
+        Raises:
+            OSError: The storage fails.
         """
         slot = unused(self._taken)
         if manifest:
@@ -256,23 +277,25 @@ def point_to(platform: Platform, url: str) -> None:
 def checkpoint_store(
     platform: Platform, key: str, resume: bool, resume_from: str = "", is_by_ranks: bool = False
 ) -> Iterator[CheckpointStore]:
-    """Open the store of this training's checkpoint, with the checkpoint to resume from at its path.
+    """Open the store of this training's checkpoint, with the checkpoint to resume from at the store's `path`.
 
-    With resume, that is an earlier attempt's checkpoint. If there is none, it is the one in the folder resume_from. In
-    a local run, the folder of the checkpoint is removed after a successful training. On a platform, the end of the
-    block waits for the upload of the newest checkpoint; after a preemption, at most for the grace.
+    With resume, that is an earlier checkpoint of this training: the local one, or on a platform that of this attempt or
+    of the one before. If there is none, it is the checkpoint in the folder resume_from; without that, there is no file
+    at `path`. A local run without resume first removes its earlier checkpoint; after the block has succeeded, a local
+    run removes the checkpoint's folder. On a platform, the end of the block waits for the upload of the newest
+    checkpoint; after a preemption, at most for the grace.
 
     Args:
         platform: the platform.
-        key: the digest of everything that determines the training's result.
+        key: the digest of everything that determines the training's result. It names the folder of a local run.
         resume: whether to resume from an earlier attempt.
         resume_from: the folder of a checkpoint that the user names; empty is none.
         is_by_ranks: whether ranks on many nodes upload and download the files of a sharded checkpoint themselves.
 
     Raises:
-        InputError: The folder resume_from has no checkpoint.
+        InputError: The folder resume_from has no checkpoint, or the local folder for runs cannot be written to.
         RecoverableError: The storage does not deliver the checkpoint.
-        PreemptedError: The training was preempted. The message says if the upload did not finish in the grace.
+        PreemptedError: The block raised it. If the upload did not finish in the grace, the message is extended by that.
     """
     if platform.is_local():
         with _local_folder(key) as folder:
@@ -332,8 +355,8 @@ def _local_folder(key: str) -> Iterator[Path]:
 def remove_abandoned(folder: Path) -> None:
     """Remove local checkpoints that nobody will continue from.
 
-    A private folder is removed an hour after its last change, and any other after 30 days. Folders that another process
-    holds stay.
+    A private folder (one with "-" in its name) is removed an hour after its last change, and any other after 30 days,
+    with a line on the console. Folders that another process holds stay, and so do folders that cannot be removed.
 
     Args:
         folder: the folder that has the folders of all checkpoints.

@@ -15,10 +15,10 @@ from flyte_ddp.settings import RunOptions
 
 
 def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) -> None:
-    """Refuse, before anything is downloaded or spawned, what cannot be trained. Raises InputError.
+    """Raise InputError, before anything is downloaded or spawned, for settings that cannot be trained.
 
-    keep_best and patience need a validation split. A local run also needs a machine that has the backend, and a batch
-    with a sample for each of its ranks.
+    Without validation_fraction, keep_best and patience are refused. A local run is also refused if this machine lacks
+    the backend, or if the batch has fewer samples than there are ranks.
     """
     if not hp.validation_fraction:
         hp.check_validation(options.keep_best)
@@ -41,13 +41,14 @@ def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
 def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
     """Return the name of the dataset to train on.
 
-    A local run first deletes the prepared dataset if it is damaged.
+    On a cluster, nothing else happens. A local run first deletes the prepared dataset if it is damaged. With "auto", it
+    also downloads and prepares the dataset unless that is there already.
 
     Args:
         platform: the platform.
         asked: a dataset's name, or "auto".
-        auto: the dataset that "auto" stands for. If it cannot be downloaded in a local run, that run says so, and
-            "auto" stands for "digits", which needs no download.
+        auto: the dataset that "auto" stands for. If a local run cannot download it, that run prints so, and the result
+            is "digits", which needs no download.
     """
     name = auto if asked == "auto" else asked
     if not platform.is_local():

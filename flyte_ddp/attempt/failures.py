@@ -42,10 +42,10 @@ def to_failure(platform: Platform, error: BaseException) -> Failure:
 
 
 def _retry_downloads(platform: Platform, error: BaseException) -> BaseException:
-    """Return a DownloadError, which is worth another attempt, if an input was not downloaded or is damaged in a pod.
+    """Return (not raise) a DownloadError, worth another attempt, for an input that another pod might get whole.
 
-    Another pod downloads the input anew. Any other error, and that of a local run's damaged input, is returned as it
-    is.
+    That is an error of the platform's downloads, or, on a cluster only, a DataError: an input is damaged, and another
+    pod downloads it anew. Any other error is returned as it is.
     """
     if isinstance(error, platform.download_errors):
         return DownloadError(" ".join(str(error.args[0]).split()))

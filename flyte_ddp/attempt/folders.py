@@ -23,9 +23,18 @@ def runs_dir() -> Path:
 
 @contextmanager
 def run_folder(platform: Platform, name: str) -> Iterator[Path]:
-    """Provide a folder for the outputs of one run. A local run's is new and permanent, but removed if the run fails.
+    """Provide a folder for the outputs of one run.
 
-    On a cluster, errors are raised as those of the platform.
+    On a cluster it is the platform's working folder, and errors of the block are raised as those of the platform. A
+    local run gets a new folder below the folder for runs, named by time and `name`. The local folder stays after the
+    block, unless the block raises.
+
+    Args:
+        platform: the platform.
+        name: a part of the local folder's name.
+
+    Raises:
+        InputError: The local folder for runs cannot be written to.
     """
     if not platform.is_local():
         with platform_errors(platform):
@@ -48,13 +57,16 @@ def run_folder(platform: Platform, name: str) -> Iterator[Path]:
 
 
 def write_page(platform: Platform, folder: Path, title: str, fragment: str) -> Path:
-    """Write a page as an HTML file in the folder, and show it on the platform, too.
+    """Write a page to the file report.html in the folder, and show it on the platform, too.
 
     Args:
         platform: the platform.
         folder: the folder of the new file.
         title: the page's title.
-        fragment: the content of <body>.
+        fragment: the content of <body>, as HTML.
+
+    Returns:
+        The path of report.html.
     """
     path = folder / "report.html"
     write_whole(path, document(title, fragment).encode())

@@ -44,16 +44,20 @@ class Logs(Observer):
 
 @contextmanager
 def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str = "") -> Iterator[Logs]:
-    """Provide the folder `logs` in a run's folder. On a cluster, upload it and the report while the block runs.
+    """Provide the new folder `logs` in a run's folder; on a cluster, upload it and the run's report during the block.
 
-    NAME.log gets everything that this process prints, and the error that ends the block, to which the URL of the logs
-    is added. Files are uploaded within ten seconds; those above 40 MB take longer, because of BYTES_PER_SECOND.
+    In a local run, nothing else happens. On a cluster, NAME.log gets everything that this process prints, and the error
+    that ends the block. An error of this library is raised as the platform's, with the URL of the logs in its message.
+    Files are uploaded within ten seconds; those above 40 MB take longer, because of BYTES_PER_SECOND.
 
     Args:
         platform: the platform.
-        run: the run's folder.
-        name: the name of the log.
+        run: the run's folder, which must have no folder `logs` yet.
+        name: NAME, the name of the log without .log.
         prefix: the beginning of each line in the pod's own output.
+
+    Yields:
+        The folder and its URL, which is empty in a local run.
     """
     folder = run / "logs"
     folder.mkdir(parents=True)
@@ -104,7 +108,10 @@ class Uploads(StorageFolder):
         self._is_failing = bool(problem)
 
     def _files(self) -> Iterator[tuple[int, Path]]:
-        """Yield each file with its size. Skips files that are gone, and links that lead nowhere or in a circle."""
+        """Yield size in bytes and path of each file to upload: the run's report.html and all below its folder logs.
+
+        Skips hidden files, which are half-written; files that are gone; and links that lead nowhere or in a circle.
+        """
         files = [*self.folder.glob("report.html")]
         for folder, _, names in os.walk(self.folder / "logs"):
             files += (Path(folder, name) for name in names if not name.startswith("."))  # hidden files are half-written
@@ -129,7 +136,12 @@ class Uploads(StorageFolder):
 
 @contextmanager
 def copied_output(path: Path, prefix: str) -> Iterator[None]:
-    """Copy what this process prints to a file, with the time before each line."""
+    """Copy each line that the block prints, to standard output or error, to a file, with the time before it.
+
+    Args:
+        path: the file, to which lines are appended.
+        prefix: the beginning of each line on the original output. The file's lines do not have it.
+    """
 
     def copying(stream: "Callable[[str], int]") -> Callable[[str], None]:
         def hand_on(line: str) -> None:

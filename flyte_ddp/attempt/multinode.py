@@ -120,6 +120,8 @@ def recording_failure(platform: Platform) -> Iterator[None]:
 def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
     """Join the ranks' process group, train as one of them, and return the results of all ranks, by rank.
 
+    All ranks must call it: each one returns all results.
+
     Args:
         environment: who this rank is.
         link: where its events go.
@@ -128,8 +130,8 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
 
     Raises:
         PreemptedError: a rank was asked to stop by SIGTERM.
-        RankError: the training has failed, in whatever way: the message names this rank. Or its subclass that is
-            worth another attempt.
+        RankError: the training has failed, in whatever way: the message names this rank. Or its subclass that is worth
+            another attempt.
         InputError: the training cannot be done as asked.
     """
     timeouts = Timeouts.of(job.options)

@@ -63,7 +63,9 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:
-    """Say which option takes the settings that an unknown option is a field of, with an example; "" if none does.
+    """Return a hint which option takes the settings that an unknown option is a field of; "" if none does.
+
+    The hint has an example: --hp '{"batch_size": 64}' for --batch-size.
 
     Args:
         option: the unknown option, such as --batch-size.

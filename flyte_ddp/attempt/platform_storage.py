@@ -34,9 +34,12 @@ def open_file(platform: Platform, url: str) -> BinaryIO:
 
 
 def list_files(platform: Platform, folder: str) -> dict[str, str]:
-    """Return each file's name below the folder, sorted, with a text that changes when the file does.
+    """Return the sorted names of the files below a folder of the storage, each with a text that changes with the file.
 
-    Skips hidden files.
+    The text comes from the storage's metadata, such as size and time; no file is read. Hidden files are left out.
+
+    Raises:
+        InputError: `folder` is a file.
     """
     files = Stored(folder, platform.storage_options(get_protocol(folder))).details()
     if "" in files:
@@ -53,12 +56,15 @@ def folder_digest(platform: Platform, folder: str) -> str:
 
 
 def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
-    """Return a copy of the file or folder that all ranks of this host share. The first rank to ask downloads it.
+    """Return the path of a copy of the file or folder that all processes of this host share.
+
+    The first process to ask downloads it, while the others wait. The copy lies in the folder for temporary files, named
+    by the URL's hash, and is not downloaded again, even if the original changes.
 
     Args:
         url: the URL of the file or folder.
         name: the name of the file; empty for a folder.
-        download: downloads to a new file, or into an empty folder.
+        download: downloads to a new file, or into an empty folder, whose path it gets. Its errors are raised.
     """
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     with FileLock(folder.with_suffix(".lock")):

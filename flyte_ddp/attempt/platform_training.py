@@ -95,9 +95,16 @@ class Training(ABC, Generic[Given, Outputs]):
         data: Given | StoredData | None = None,
         init: Given | None = None,
     ) -> Outputs | None:
-        """Train as one rank of many nodes, in a process that the platform has started.
+        """Train as one rank of many nodes, in a process that the platform has started; all ranks call it.
 
-        Takes the arguments of run. Rank 0 returns the task's outputs; the others return None.
+        Takes the arguments of run(). The ranks of a host share one download of the data.
+
+        Returns:
+            The task's outputs on rank 0; None on the other ranks.
+
+        Raises:
+            InputError: the training cannot be done as asked, or there are not as many ranks as registered.
+            Exception: on a cluster, the platform's error for whatever ends the training.
         """
         from flyte_ddp.attempt.multinode import train_as_rank  # imports torch
 
@@ -128,12 +135,12 @@ class Training(ABC, Generic[Given, Outputs]):
     def subject(
         self, settings: TrainingSettings, source: Path | StoredData | None, init: Path | None = None
     ) -> Subject:
-        """Return what is trained, and its data.
+        """Return recipe, settings and data of a training, after checking that this pod's code is what was registered.
 
         Args:
             settings: what determines the result.
             source: the data: a path on this machine, or data that stay in their storage; None for a recipe without.
-            init: the file or folder on this machine to start from.
+            init: the file or folder on this machine to start from; None is none.
 
         Raises:
             ReportedError: this pod's code is not what was registered.

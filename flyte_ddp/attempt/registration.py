@@ -211,7 +211,10 @@ class Registration(Settings):
 
     @property
     def recipients(self) -> dict[str, list[str]]:
-        """Return the addresses of notify, by kind: slack or email."""
+        """Return the addresses in `notify` as lists by kind, "slack" or "email"; {} if notify is empty.
+
+        In slack:a@x,b@x, the second address has no kind of its own, and takes the kind of the one before.
+        """
         found: dict[str, list[str]] = {}
         kind = ""
         for one in filter(None, self.notify.split(",")):
@@ -235,12 +238,13 @@ class Registration(Settings):
 
     @property
     def node_sizes(self) -> list[int]:
-        """Return the numbers of nodes, any of which will do, the largest first.
+        """Return the numbers of nodes that the training may run on, the largest first.
 
-        For a range these are its largest number, the halves of that down to the smallest number, and the smallest.
+        For nnodes "4" or "8,4,2" these are the numbers themselves. For a range "MIN:MAX" they are MAX, its halves
+        (rounded down) above MIN, and MIN.
 
         Raises:
-            InputError: nnodes is no number, list or range, or no more than one node.
+            InputError: nnodes is no number, list or range, or allows no more than one node.
         """
         is_well_formed = re.fullmatch(f"{COUNT}(:{COUNT}|(,{COUNT})*)", self.nnodes)
         numbers = [int(number) for number in re.split("[:,]", self.nnodes)] if is_well_formed else [0]
@@ -316,7 +320,14 @@ def amount(quantity: str) -> float:
 
 
 def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "(?s:.*)") -> None:
-    """Raise InputError unless a field maps names to strings, both of which match these regular expressions."""
+    """Raise InputError unless a field's dict has strings alone, and names and values match their patterns in whole.
+
+    Args:
+        field: the field's name, for the message.
+        values: the field's value.
+        names: the regular expression for the names.
+        texts: the regular expression for the values; by default any string will do.
+    """
     for name, value in values.items():
         if not (re.fullmatch(names, name) and isinstance(value, str) and re.fullmatch(texts, value)):
             raise InputError(
@@ -326,7 +337,14 @@ def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "
 
 
 def check_notify(notify: str, phases: str) -> None:
-    """Raise InputError for notify or notify_phases in another form than Registration describes."""
+    """Raise InputError if `notify` or `notify_phases` is malformed.
+
+    Args:
+        notify: empty, or KIND:NAME@HOST with kind slack or email; more addresses follow after commas, with or without a
+            kind.
+        phases: the value of notify_phases: some of succeeded, failed, timed_out and aborted, separated by commas; not
+            empty.
+    """
     if notify and not re.fullmatch(f"(slack|email):{ADDRESS}(,((slack|email):)?{ADDRESS})*", notify):
         raise InputError(
             "notify must be slack:ADDRESS or email:ADDRESS, or several addresses separated by commas, got "
@@ -388,10 +406,13 @@ SECRET_NAME = re.compile(r"(.*_)?(API_?KEY|ACCESS_?KEY|SECRET(_KEY)?|TOKEN|PASSW
 
 
 def check_names(names: Iterable[str], registered: Iterable[str]) -> None:
-    """Raise InputError for a name with our prefix that nothing reads.
+    """Raise InputError for a variable whose name begins with DDP_ but which nothing reads. The message proposes a name.
+
+    Other known variables are those for data and folders that users set, those that pods get, and those of tests and of
+    Kubernetes.
 
     Args:
-        names: the names of variables.
+        names: the names of the variables that are set.
         registered: the names of the variables that a registration reads.
     """
     users = {*USERS, *registered}
@@ -415,7 +436,11 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def check_secrets(variables: Mapping[str, str]) -> None:
-    """Raise InputError if a variable of DDP_ENV has a secret, which everybody who can see the tasks could see."""
+    """Raise InputError if a variable of DDP_ENV looks like a secret, by its name or value.
+
+    Everybody who can see the tasks in Flyte could see the secret. The message says how to pass it instead, and does not
+    show it.
+    """
     for name, value in variables.items():
         if is_secret(name, value):
             named_by = "secret_requests of the task that needs it (under Flyte 2: secrets of its environment)"

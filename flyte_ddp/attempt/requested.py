@@ -57,7 +57,10 @@ def training_gpus(most: int | None = None) -> int:
 
 
 def training_size(gpus: int) -> Size:
-    """Return the size of a training pod with this many GPUs.
+    """Return the CPUs, memory, disk and GPUs of a training pod: as registered, otherwise defaults for this many GPUs.
+
+    With GPUs, the defaults are 2 CPUs and 8 GiB for each GPU, and 10 GiB of disk. Without, they are ranges: half a CPU
+    to 2, 1 to 3 GiB, and 500 MiB to 2 GiB of disk.
 
     Without GPUs, two ranks, their parent and the process they are forked from take 0.5 GB on digits and 0.7 GB on MNIST
     (0.8 GB with the pages of torch's libraries). Two ranks of many nodes, which share nothing, take 1.7 GB. With GPUs
@@ -104,11 +107,11 @@ def training_environment(gpus: int, code: str = "") -> dict[str, str]:
 
 
 def grace_environment(own: int | None = None) -> dict[str, str]:
-    """Return the variables by which a training pod knows how long it has from a SIGTERM to its end.
+    """Return the variables that tell a training pod, and torchrun in it, the seconds from a SIGTERM to the pod's end.
 
     Args:
-        own: the seconds that its pod template gives it, of which it uses no more than the registered grace_seconds, if
-            there are any. None means that the pod asks for the registered grace.
+        own: the seconds that the task's own pod template gives the pod; if grace_seconds is registered, the smaller of
+            the two counts. None means that the pod asks for the registered grace, or the default.
     """
     asked = registration()
     seconds = asked.pod_grace if own is None else min(own, asked.grace_seconds or MOST_SECONDS)

@@ -19,11 +19,15 @@ Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
 def restarting(platform: Platform, start: Start) -> Start:
-    """Return a function like `start` that calls `start` again if a rank was killed or lost, or hangs.
+    """Return a function like `start` that calls `start` again, at most twice, if a rank was killed or lost, or hangs.
 
-    It does so at most twice, only if there has been a new checkpoint since the call before, and not if the kernel has
-    killed a process for want of memory. In a local run it returns `start` itself: whoever kills a rank there can start
-    it again.
+    A further call needs a checkpoint that was written during the failed call. If the kernel has killed a process for
+    want of memory meanwhile, or for any other error, the error is raised. Each restart emits a RanksRestarted event. In
+    a local run, `start` itself is returned: whoever kills a rank there can start it again.
+
+    Args:
+        platform: the platform.
+        start: runs the ranks for (job, on_event), and returns their results by rank.
     """
 
     def start_again(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:

@@ -142,13 +142,13 @@ class UploadThread:
         self._is_woken.set()
 
     def close(self, until: float = math.inf) -> bool:
-        """Have the last call made, and wait for its end.
+        """Have the thread call `upload` once more, as the last call, and wait until the thread ends.
 
         Args:
             until: when to stop waiting, on the clock of time.monotonic().
 
         Returns:
-            Whether the thread has ended. If it has not, the upload is still running.
+            Whether the thread has ended. If it has not, it is still uploading.
         """
         self._is_closing = True
         self._is_woken.set()

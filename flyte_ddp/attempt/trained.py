@@ -99,16 +99,23 @@ def train_by(
     own_observers: Sequence[UserCode],
     is_by_ranks: bool = False,
 ) -> Trained:
-    """Train, with everything around the ranks of a run.
+    """Download the data, run the ranks, and look after the run: its folder, logs, checkpoints, observers and report.
 
     Args:
         platform: the platform.
         start: runs the ranks for (job, on_event), and returns their results by rank.
-        world: the ranks.
+        world: the ranks, for the summary.
         fetch: downloads the data, and returns what is trained.
         options: how to run the training.
         own_observers: the code of the user's observers.
         is_by_ranks: whether this process is a rank itself: then the ranks upload the files of a sharded checkpoint.
+
+    Returns:
+        The ranks' results, the run's figures, and the paths of model, report and logs.
+
+    Raises:
+        Exception: what `fetch` raises; what `start` raises, on a cluster as the platform's error if this library raised
+            it.
     """
     started = time.time()
     subject = fetch()
@@ -160,7 +167,10 @@ def train_by(
 
 
 def describe_run(platform: Platform, subject: Subject, options: RunOptions, run: Run) -> RunInfo:
-    """Return what observers know of a run before it starts."""
+    """Return what observers get to know of a run before it starts, such as settings, data and where its logs are.
+
+    In a local run without a checkpoint, a new tracking id is also written to a file beside the checkpoint's path.
+    """
     return RunInfo(
         name=run.folder.name,
         recipe=subject.recipe,
@@ -178,8 +188,14 @@ def describe_run(platform: Platform, subject: Subject, options: RunOptions, run:
 def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
     """Return an id shared by all attempts at one training, and by no other training.
 
-    On a cluster it follows from the execution. Locally it is in a file beside the checkpoint, which is removed with the
-    checkpoint when training has succeeded.
+    On a cluster it follows from the execution and the key. Locally it is in a file beside the checkpoint, which is
+    removed with the checkpoint when training has succeeded. If there is no checkpoint or no such file, this function
+    writes it with a new random id.
+
+    Args:
+        platform: the platform.
+        key: the digest of everything that determines the training's result.
+        beside: the path of the local checkpoint.
     """
     if platform.is_local():
         file = beside.with_name("tracking-id")
@@ -194,7 +210,11 @@ def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
 
 
 def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt]:
-    """Return the earlier attempts at this training, as far as they can be read. They are reported, and decide nothing.
+    """Return the earlier attempts at this training, which the run's progress file lists; [] if it cannot be read.
+
+    The list is only for the report. On a cluster, it comes from the logs of this attempt's earlier process, or else of
+    the attempt before. In a local run, it comes from the file beside the checkpoint, and only if the run goes on from
+    that checkpoint.
 
     Args:
         platform: the platform.
@@ -223,7 +243,11 @@ def leave_progress(platform: Platform, run: Run) -> None:
 
 
 def share_events(platform: Platform, run: Run, info: RunInfo) -> None:
-    """Continue the TensorBoard file of the attempts before, if there is one."""
+    """Put the previous attempt's TensorBoard file, if there is one, into the run's folder, to be continued.
+
+    Does nothing unless options.tracking is "tensorboard". On a cluster, the file is downloaded. A local run creates it
+    beside the checkpoint and links it to the run's folder, so that the next attempt finds it. All errors are ignored.
+    """
     if info.options.tracking != "tensorboard":
         return
     file = events_file(info)

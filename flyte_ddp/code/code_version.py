@@ -64,9 +64,13 @@ def code_version(*modules: str) -> str:
 
 
 def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
-    """Return the version of code together with those of installed distributions.
+    """Return a hash of a code version and the versions of installed distributions.
 
-    Distributions may differ between hosts; code must not.
+    The two are apart because distributions may differ between hosts, and code must not.
+
+    Args:
+        code: the version of the code.
+        distributions: names of distributions, as for pip. One that is not installed is left out.
     """
     versions = {"": code}
     for name in distributions:
@@ -82,10 +86,10 @@ def hash_parts(parts: Mapping[str, str]) -> str:
 
 
 def find_sources(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
-    """Return the sources of these modules and of all first-party modules that they import, by name.
+    """Return by full name the sources of these modules, their packages and all first-party modules that they import.
 
-    First party is this library except AROUND_RANKS, and everything below root that is not installed. If root itself is
-    installed, only the modules' own packages are first party.
+    First party is this library except AROUND_RANKS (its modules that no rank runs), and everything below root that is
+    not installed. If root itself is installed, only the modules' own packages are first party. No module is imported.
 
     Args:
         modules: full names. One that is not found is left out.
@@ -197,13 +201,19 @@ def faults_named(file: str) -> Iterator[None]:
 def _read_source(file: str, package: str, content: bytes) -> Source:
     """Hash a module's source, and list what it imports.
 
+    A file of this library is hashed by its bytes, with Unix line ends, and any other file by its code, without comments
+    and docstrings. The result is cached.
+
     Args:
         file: the path of the module's file.
         package: the full name of the package that relative imports start from.
         content: the content of the file.
 
+    Returns:
+        The path, the hash (64 hex digits) and the full names that the file imports.
+
     Raises:
-        InputError: The file has a syntax error.
+        InputError: The file, not one of this library, has a syntax error.
     """
     if package.partition(".")[0] == LIBRARY:
         text = content.replace(b"\r\n", b"\n")  # git may check files out with these ends of lines
@@ -261,7 +271,10 @@ def _imports_of_library(text: str) -> Iterator[str]:
 
 
 def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:
-    """Yield the full names of modules that code may import. A name in a from-import may also be an attribute.
+    """Yield the full names of modules that code may import, by statements or by import_module() of a literal name.
+
+    A name in a from-import may turn out to be an attribute. Code of a user that imports flyte_ddp itself, or * from it,
+    also yields all public names of flyte_ddp.
 
     Args:
         nodes: the nodes of the code's syntax tree.

@@ -125,16 +125,17 @@ def join_codes(codes: Sequence[UserCode]) -> UserCode:
 
 @contextmanager
 def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
-    """Check that the block imports no first-party module below root that find_code has not found.
+    """Check, at the end of the block, that it imported no first-party module below root that find_code did not find.
 
-    Modules that were imported before the block belong to others, such as torchrun's script or Flyte's entry point.
+    Such a module was imported by a computed name. Modules imported before the block are not checked: they belong to
+    others, such as torchrun's script or Flyte's entry point. If the block raises, nothing is checked.
 
     Args:
-        root: the root of the code; an empty root allows all imports.
+        root: the root of the code; with "", nothing is checked.
         files: the files that find_code has found.
 
     Raises:
-        InputError: a module was imported by a computed name.
+        InputError: There is such a module.
     """
     before = {"__main__", *sys.modules}
     yield

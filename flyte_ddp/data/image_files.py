@@ -71,8 +71,9 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tu
         (C, H, W) uint8.
 
     Raises:
-        ValueError: the values are whole numbers of 32 bits, or floats, whose range no file tells; or there are too
-            many.
+        ValueError: the values are whole numbers of 32 bits, or floats, whose range no file tells; or there are too many
+            pixels.
+        Exception: what Pillow raises for a broken file, such as OSError.
     """
     from PIL import Image, ImageOps
 

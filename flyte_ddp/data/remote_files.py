@@ -158,7 +158,16 @@ class Stored:
             yield piece
 
     def _retry(self, file: str, ask: Callable[[], T]) -> T:
-        """Return what ask() returns, which is called up to TRIES times, with growing pauses. Raises as read() does."""
+        """Call ask(), up to TRIES times with growing pauses, and return its result.
+
+        Args:
+            file: the file that is read, for messages.
+            ask: reads from the storage. Its InputError is raised at once.
+
+        Raises:
+            DataError: the file is not there, or may not be read; raised at once.
+            DownloadError: TRIES tries have failed.
+        """
         reason = ""
         for number in range(TRIES):
             if number:
@@ -177,9 +186,10 @@ class Stored:
 
 
 def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> StoredData:
-    """Return the data at a URL, with a digest of their files' names, sizes and times. The data are not read.
+    """Return a reference to data in a storage: the URL, the options, and a digest that changes when the files change.
 
-    An index of blocks is read instead, and stands for the files in its folder. The options stay set in this process, as
+    The digest is of the files' names, sizes and times; the files are not read. In a folder with an index of blocks,
+    only the index is read, and its content counts instead of the files. The options stay set in this process, as
     use_storage_options sets them.
 
     Args:
@@ -188,6 +198,8 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
 
     Raises:
         InputError: there are no data.
+        DataError: an index may not be read.
+        DownloadError: the storage fails.
     """
     use_storage_options(options or {})
     stored = Stored(url)
@@ -238,9 +250,10 @@ class StoredFile(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, by as many requests as it takes, up to the file's end, and return the number of bytes.
+        """Read from the position into the buffer, until the buffer is full or the file ends, and move the position.
 
-        Pyarrow would take fewer bytes for an error.
+        Returns the number of bytes, 0 at the file's end. The method makes as many requests as that takes, because
+        pyarrow would take fewer bytes for an error.
         """
         begin = self.position
         stop = min(begin + len(buffer), self.size)

@@ -10,8 +10,9 @@ from flyte_ddp.engine.torch_compat import prefer_deterministic
 def settle_arithmetic() -> None:
     """Turn TF32 off in this process, and make operations deterministic where torch has a deterministic version.
 
-    A recipe may set the flags otherwise. This must be called before the first product on a GPU, when cuBLAS reads its
-    variable.
+    A recipe may set the flags otherwise afterwards. Call this function before the first matrix product on a GPU,
+    because cuBLAS then reads the environment variable CUBLAS_WORKSPACE_CONFIG. This function sets the variable unless
+    it is set already.
 
     By default, cuDNN's convolutions use TF32, with its 10-bit mantissa, and algorithms that add in any order. Matrix
     products use TF32 in images that set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. Torch warns of each operation that has no

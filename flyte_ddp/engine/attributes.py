@@ -32,6 +32,8 @@ class Attributes:
 def check_attributes(recipe: Recipe) -> None:
     """Check each attribute of a recipe against its rule, and convert it to its declared type in place.
 
+    Attributes that list names, such as percent or fsdp_units, must be tuples or lists of strings.
+
     Raises:
         InputError: An attribute breaks its rule.
     """

@@ -76,8 +76,10 @@ class Audit:
     ) -> Totals:
         """Add up the gradients of a step over all ranks, and audit the step if it is due; a collective.
 
-        The audit is due in the first step and in each step whose number is a multiple of `every`. When the audit finds
-        a fault, all ranks raise the same error, and the weights are those before the step.
+        The audit is due in the first call, and in each step whose number, counted from 1 over all epochs, is a multiple
+        of `every` (never, if that is 0). Several ranks then compute the gradients of the same part of the global batch,
+        and their bits must be equal. When the audit finds a fault, all ranks raise the same error, and the weights are
+        those before the step. In the first call, ranks that differ steadily get a warning only, if `every` is 0.
 
         Args:
             backward: runs forward and backward passes of the given batches.
@@ -153,9 +155,10 @@ class Audit:
         return describe_difference(GRADIENTS, verdict.odd, verdict.others, self._places)
 
     def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
-        """Refuse ranks that differ from one another in the first step, or warn of them if only that step is audited.
+        """Refuse or accept ranks that computed different gradients of the same samples in the first step.
 
-        Different processors may compute different bits.
+        Different processors may compute different bits. If only the first step is audited (`every` is 0), the ranks are
+        accepted with a warning, and this method returns. Otherwise it raises an error.
 
         Args:
             verdict: the ranks that differ, with Cause.RANKS.

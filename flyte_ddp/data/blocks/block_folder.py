@@ -41,10 +41,14 @@ class Indexed(Blocks):
         return self.stored.name(self.files[number]["name"])
 
     def pieces(self, number: int) -> Iterator[bytes]:
-        """Yield the content of a block's file piece by piece.
+        """Yield the content of a block's file piece by piece, and check it at the end.
+
+        Args:
+            number: the number of the block, from 0.
 
         Raises:
-            DataError: all pieces are read, and their SHA-256 is not that in the index.
+            DataError: The file is missing or, after the last piece, its SHA-256 is not that in the index.
+            DownloadError: The storage fails.
         """
         file = self.files[number]
         digest = hashlib.sha256()
@@ -63,18 +67,19 @@ class BlockFolder(Indexed):
 
 
 def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
-    """Write samples as blocks for BlockFolder, and then their index.
+    """Write samples as block files, block-000000.npy and so on, and then their index, for BlockFolder to read.
 
     Args:
         folder: a path or URL, empty or not there yet. A pod's disk need not hold the blocks: write to a URL of the
             storage.
         data: a tree of arrays (N, ...), or an iterator of such trees, of any lengths but the same types. A tree is a
-            single array, or arrays in dicts and tuples.
+            single array, or arrays in dicts, lists and tuples.
         rows: samples of a block; the last block may be shorter. Blocks of 16 to 128 MiB are read at full speed, and an
             epoch mixes a few hundred blocks better than a few.
 
     Raises:
-        InputError: the folder has blocks already or cannot be written to, or there are no samples.
+        InputError: rows is no positive whole number, the folder has an index already or cannot be written to, the trees
+            differ in types or shapes, or there are no samples.
         DataError: a tree is no tree of arrays of numbers.
     """
     check_count("rows", rows)
@@ -142,9 +147,15 @@ def _cut(tree: Any, rows: slice) -> Any:
 
 
 def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
-    """Yield the samples of trees of any lengths as arrays of rows, as to_rows makes them, of `rows` samples each.
+    """Regroup the samples of many trees into arrays of rows (`rows`, …), and yield these; the last one may be shorter.
 
-    The last array may be shorter. Raises InputError if the trees differ in types or shapes.
+    Args:
+        trees: trees of arrays (n, ...), with any number n of samples each.
+        rows: the number of samples of each array.
+
+    Raises:
+        InputError: The trees differ in types or shapes.
+        DataError: A tree is no tree of arrays of numbers.
     """
     waiting: list[np.ndarray] = []
     count = 0

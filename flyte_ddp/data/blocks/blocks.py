@@ -53,19 +53,18 @@ class Blocks:
         return f"block {number}"
 
     def fetch(self, number: int, path: Path) -> None:
-        """Write a block to a new file, as an .npy of rows.
+        """Write a block to a new file: an .npy of the rows that to_rows() makes from the block's tree of arrays.
 
-        This method reads the block with the function `read`. A subclass without `read` overrides the method. It writes
-        the array that to_rows() makes from the block's tree of arrays, with lengths[number] rows. A rank calls it in
-        several threads at a time.
+        By default, the function `read` given to Blocks returns that tree. A subclass without `read` overrides this
+        method, and must write lengths[number] rows. A rank calls it in several threads at a time.
 
         Args:
             number: the number of the block, from 0.
             path: the path of the file, which must not exist yet.
 
         Raises:
-            DownloadError: The block could not be read, but another attempt may succeed.
-            DataError: The block could not be read, or has another number of samples than lengths says.
+            DataError: `read` failed with another error than InputError and ReportedError (DownloadError is one), which
+                are raised as they are; or the block has another number of samples than lengths says.
             OSError: The file could not be written.
         """
         assert self._read is not None

@@ -79,13 +79,15 @@ class TarImages(Indexed):
 def index_tars(url: str | Path) -> None:
     """Write the index.json of a folder of tar files, with each file's number of samples, size and SHA-256.
 
-    Each file is read once.
+    Each file is read once, whole.
 
     Args:
         url: the folder, on disk or in storage.
 
     Raises:
-        InputError: A tar file has no samples, or the folder has no tar file.
+        InputError: A tar file has no samples, the folder has no tar file, or it cannot be written to.
+        DataError: A tar file is damaged, cut short, has a link, or has two files of one sample with the same extension.
+        DownloadError: The storage fails.
     """
     stored = Stored(url)
     blocks = []
@@ -103,9 +105,14 @@ def index_tars(url: str | Path) -> None:
 
 
 def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield each sample's key, FOLDER/NAME, and the contents of its files by lower-case extension.
+    """Yield each sample of a tar file: its key, FOLDER/NAME, and the contents of its files by extension.
 
-    Files that follow one another and have the same key are a sample. Hidden files are left out.
+    A file's name is split at its first dot: a/b.seg.PNG has key a/b and extension "seg.png", in lower case. Files that
+    follow one another and have the same key are a sample. Hidden files are left out.
+
+    Args:
+        pieces: the content of the tar file, piece by piece.
+        name: the name of the tar file, for messages.
 
     Raises:
         DataError: the tar file is cut short or damaged, has a link, or a sample has two files of one extension.

@@ -125,10 +125,16 @@ def pixel_counts(images: np.ndarray) -> np.ndarray:
 
 
 def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel, for pixels from 0 to 1, from histograms (C, 256).
+    """Return mean and standard deviation of each channel, for pixels scaled to 0 to 1, from histograms of the values.
 
-    They are exact, so they have the same digits on every machine. They have 4 decimals, or as many as give 4 digits of
-    the standard deviation. A channel with one value only has a standard deviation of 1 instead of 0.
+    Both are rounded to 4 decimals, or to as many as give 4 digits of the standard deviation, so they are equal on every
+    machine. A channel with one value only has a standard deviation of 1 instead of 0.
+
+    Args:
+        counts: (C, 256), how often each value is in each channel.
+
+    Returns:
+        C means, and C standard deviations.
     """
     means, stds = [], []
     for channel in counts:
@@ -143,9 +149,10 @@ def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 def _write_array(path: Path, array: np.ndarray) -> str:
-    """Write a .npy file, labels as int64, and return its SHA-256.
+    """Write an array as a .npy file, synced to disk, and return the file's SHA-256 in hex.
 
-    np.save would report a full disk without saying why, and the bytes would have to be read again for the hash.
+    One-dimensional arrays of integers (labels, that is) are written as int64. np.save would report a full disk without
+    saying why, and the bytes would have to be read again for the hash.
     """
     array = np.ascontiguousarray(array, dtype=np.int64 if array.dtype.kind in "iu" and array.ndim == 1 else None)
     header = io.BytesIO()
@@ -159,9 +166,9 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 
 
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
-    """Rename the folder temporary to directory, unless another writer has put the dataset of this digest there.
+    """Rename the folder `temporary` to `directory`, in place of whatever is there, unless that is this dataset, intact.
 
-    Anything else there is replaced.
+    If another writer has put the dataset of this digest there, `temporary` stays, for the caller to remove.
     """
     sync_folder(directory.parent)
     with _locked(directory):

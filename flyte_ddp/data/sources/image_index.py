@@ -73,7 +73,14 @@ def list_images(folder: Path) -> Files:
 
 
 def _all_images(folder: Path) -> Files:
-    """Return what list_images does, before it is checked that there are enough classes."""
+    """Return names of image files by split and class, as list_images does, but without checking that there are enough.
+
+    Classes without image files are left out. A folder is divided if it has both sub-folders train and test; otherwise
+    the only split is "".
+
+    Raises:
+        InputError: The folder is not there, or sub-folders are called as splits other than train and test.
+    """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise InputError(f"folder {folder} {what}: give a folder with one sub-folder of image files per class")
@@ -88,10 +95,10 @@ def _all_images(folder: Path) -> Files:
 
 
 def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
-    """Raise InputError for sub-folders named as splits that would be left out, or taken for classes.
+    """Raise InputError if sub-folders with names of splits, such as valid, would be left out or taken for classes.
 
-    A single class may be called train or valid. Its files lie in its folder itself, while those of a split lie in
-    folders of classes.
+    Only train and test, together, are taken as splits. A single such name may be a class: then its files lie in its
+    folder itself, while those of a split lie in folders of classes.
 
     Args:
         folder: the folder, for messages.
@@ -220,7 +227,16 @@ class Readable(NamedTuple):
 
 
 def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings) -> Readable:
-    """Read all images, given by split as label and name, and sort out those that cannot be read."""
+    """Read and decode all images, and return those that can be read, by split, and those that cannot, with reasons.
+
+    The result also has a digest of the names and contents of the readable images, and a histogram (C, 256) of the
+    values of the training images.
+
+    Args:
+        folder: the folder of the images.
+        splits: label and name of each image, by split.
+        images: the settings that say the images' shape.
+    """
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
     content = hashlib.sha256()
@@ -238,7 +254,19 @@ def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], 
 
 
 def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:
-    """Write images (N, C, H, W) as PNG files, with a sub-folder per class. The folder appears whole or not at all."""
+    """Write images as PNG files NUMBER.png, with a sub-folder per class. The folder appears whole or not at all.
+
+    If the folder exists already, because another process has written it, that folder stays, and no error is raised.
+
+    Args:
+        folder: the new folder.
+        classes: the names of the classes, in the order of the labels.
+        images: (N, C, H, W) uint8, C being 1 or 3.
+        labels: (N,) integers, places in `classes`.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
     from PIL import Image
 
     beside = temporary_beside(folder)
@@ -257,7 +285,15 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
 
 
 def _large_classes(paths: Files, least_images: int) -> list[str]:
-    """Return the classes with enough images to train on. Raises InputError if they are fewer than two."""
+    """Return the classes that have at least `least_images` images in train, or in a folder that is not divided.
+
+    Args:
+        paths: what list_images returned.
+        least_images: the smallest number of images of a class.
+
+    Raises:
+        InputError: They are fewer than two.
+    """
     classes = [name for name, files in next(iter(paths.values())).items() if len(files) >= least_images]
     if len(classes) < 2:
         raise InputError(

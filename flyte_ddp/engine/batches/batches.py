@@ -35,12 +35,15 @@ class Batch:
     seed: int = 0
 
     def parts(self, most: int, ranks: int = 0) -> list["Batch"]:
-        """Cut the batch into parts of consecutive samples.
+        """Cut the batch into parts of at most `most` consecutive samples, and return them.
+
+        All ranks must run equally many parts, because each part may have collectives. So the list is filled up to the
+        number that the largest share of any rank has, with copies of the first part that are marked as borrowed and
+        count for nothing.
 
         Args:
-            most: how many samples a part has at most; 0 gives a single part.
-            ranks: the number of ranks that must have equally many parts of the global batch. If others have more parts,
-                the first part is repeated, marked as borrowed, so that it counts for nothing. 0 repeats none.
+            most: how many samples a part has at most; 0 gives [self].
+            ranks: the number of ranks that divide the global batch; with 0, the list is not filled up.
         """
         if not most:
             return [self]
@@ -165,20 +168,21 @@ class _Batches:
         return self._cut(step, self.rank, self.world_size)
 
     def _cut(self, step: int, number: int, count: int = 0) -> slice:
-        """Return the positions of one part of a step's global batch.
+        """Return one part of a step's global batch, as a slice of positions in the epoch. It may be empty.
 
         Args:
-            step: the step.
-            number: the number of the part.
-            count: the number of parts; by default the number of virtual ranks.
+            step: the number of the step in the epoch, from 0.
+            number: the number of the part, from 0.
+            count: the number of parts that divide the global batch evenly; 0 is the number of virtual ranks.
         """
         start, stop = self.samples_until(step), self.samples_until(step + 1)
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks))
 
     def sizes(self) -> list[int]:
-        """Return how many samples this rank's share has in the first step, and in the last, which may be shorter.
+        """Return [first, last], how many samples this rank's share has in the first and last step; each may be 0.
 
-        With virtual ranks, return all sizes above 0 that a part of any rank has, each once, ascending.
+        With virtual ranks, return all different sizes above 0 that the parts of any rank have in these two steps,
+        ascending.
         """
         ends = 0, len(self) - 1
         if not self.virtual_ranks:
@@ -200,20 +204,30 @@ class _Batches:
         return [number for number, cut in cuts if cut.start < cut.stop]
 
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
-        """Return the order of an epoch.
+        """Return an order of the split's samples: a BlocksInOrder for a split in blocks, otherwise a Shuffled.
 
         Args:
             keys: the key of each pass over the samples; None leaves them in the split's order.
-            origin: origin(step) returns the sample_seeds.Origin of this rank's samples.
+            origin: origin(step) says where in the training this rank's samples of a step are read
+                (sample_seeds.Origin); random numbers follow from it. A split in blocks does not use it.
+
+        Raises:
+            InputError: The split is in blocks, and there is more than one pass.
         """
         if isinstance(self.split, BlockSplit):
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
-        """Yield each step with this rank's shares: the tensors of each, and its place in the global batch.
+        """Read this rank's samples, and yield each step's number with a list of this rank's shares of the global batch.
 
-        A rank without samples of its own in a step gets one sample of another rank, marked as borrowed.
+        A share is a tree of tensors (n, ...), padded if the split has lengths, and its place in the global batch. There
+        is one share, or with virtual ranks one for each that has samples. A rank without samples of its own in a step
+        gets one sample of another rank, marked as borrowed.
+
+        Args:
+            order: the order of the epoch.
+            steps: the numbers of the steps, from 0.
         """
         lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
@@ -230,13 +244,14 @@ class _Batches:
             yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
 
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
-        """Cut this rank's samples of a step into those of its virtual ranks, and yield those that are not empty.
+        """Yield, for each virtual rank that this rank computes in a step, a copy of its samples and their place.
 
-        If all are empty, yield the borrowed sample as it is.
+        Virtual ranks without samples are left out. If `tree` has only a borrowed sample, yield that with its share as
+        they are.
 
         Args:
-            step: the step.
-            tree: the tensors of all of this rank's samples of the step.
+            step: the number of the step in the epoch, from 0.
+            tree: the tensors (n, ...) of all of this rank's samples of the step.
             share: their place in the global batch.
         """
         if share.borrowed:
@@ -329,10 +344,12 @@ class TrainBatches(_Batches):
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
     def count_tokens(self, epoch: int, first_step: int, end: int) -> int:
-        """Return the sum of the lengths of the samples of an epoch's steps; the split has lengths.
+        """Return the sum of the samples' lengths in some steps of an epoch, over all ranks and without padding.
+
+        Call it only if the split has lengths.
 
         Args:
-            epoch: from 0.
+            epoch: the number of the epoch, from 0.
             first_step: the first step, from 0.
             end: the step after the last.
         """
@@ -342,7 +359,10 @@ class TrainBatches(_Batches):
         return int(lengths.each[self._make_order(epoch).at(positions)].sum())
 
     def _make_order(self, epoch: int) -> Order:
-        """Return the order of an epoch: shuffled and, if that is wanted, with similar lengths in each batch."""
+        """Return the shuffled order of an epoch (numbered from 0).
+
+        If the split has lengths and length_window is not 0, samples of similar lengths come together in a batch.
+        """
         keys = self._keys(epoch)
         lengths = get_lengths(self.split)
         order = self._order(keys, lambda step: (keys[0], self._computed(step).start))
@@ -385,10 +405,11 @@ class EvaluationBatches(_Batches):
             yield [Batch(tree, share, derive_key(Use.TEST_STEP, step)) for tree, share in shares]
 
     def whole(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """Yield the indices of the samples of each global batch, (n,) int64, and which of these this rank evaluates.
+        """Yield the indices of all samples of each global batch, and which of these this rank evaluates.
 
         Yields:
-            The indices in the split, and the first and last place, exclusive, of this rank's own among them.
+            (n,) int64, the indices in the split; and (start, stop), the range of places among these indices, stop
+            excluded, that this rank evaluates. The range may be empty.
         """
         for step in range(len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)

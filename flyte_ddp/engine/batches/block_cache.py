@@ -47,9 +47,13 @@ class BlockCache:
         self._alive: IO[bytes] | None = None  # a file that is locked for as long as this rank lives
 
     def open(self) -> None:
-        """Create this rank's folder, lock it, and remove folders that killed runs have left; a collective.
+        """Create and lock this rank's folder, set `budget`, and remove what killed runs have left; a collective.
 
-        It also sets budget. A second call does nothing. Without a process group, the process is a rank of its own.
+        The budget is this rank's share, in bytes, of cache_bytes, or else of half of the free disk. A second call does
+        nothing. Without a process group, the process is a rank of its own.
+
+        Raises:
+            InputError: The folder cannot be written to.
         """
         if self._alive:
             return
@@ -95,13 +99,15 @@ class BlockCache:
         return self.folder / f"{name}.npy"
 
     def fetch(self, name: str, write: Callable[[Path], None]) -> None:
-        """Provide a block's file at path(name), from another rank of the node if one has it.
+        """Provide a block's file at path(name): nothing happens if it is there, and another rank's file is linked.
 
-        Threads and ranks may call this at the same time; each block is written once.
+        Threads and ranks of the node may call this at the same time; one of them writes the block while the others
+        wait.
 
         Args:
             name: the name of the block.
-            write: write(path) writes the block to a new file. It is called if no rank of the node has the block.
+            write: write(path) writes the block to a new file. It is called if no rank of the node has the block, or the
+                disk has no links. Its errors are raised.
 
         Raises:
             InputError: The file cannot be written. The message names DDP_CACHE_DIR.
@@ -177,10 +183,10 @@ class Prefetcher:
         self._is_closed = False
 
     def start(self, fetch: Callable[[int], None], delete: Callable[[int], None]) -> None:
-        """Start the threads.
+        """Start the threads that fetch the blocks in the background.
 
         Args:
-            fetch: fetch(block) brings a block into the cache.
+            fetch: fetch(block) brings a block into the cache. Its error ends the fetching, and wait() raises it.
             delete: delete(block) removes a block that no later step needs.
         """
         self._fetch = fetch
@@ -220,7 +226,10 @@ class Prefetcher:
             self._delete_finished()
 
     def _work(self) -> None:
-        """Fetch one block after the other, in one of the threads, until all are fetched, one fails, or close()."""
+        """Fetch one block after the other as there is room, until all are fetched, one fails, or close() is called.
+
+        Each thread runs this method. An error is kept for wait() to raise.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._failure or self._may_go_on())

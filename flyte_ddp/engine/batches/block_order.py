@@ -35,7 +35,7 @@ class Uses:
     last: np.ndarray
 
     def also(self, blocks: np.ndarray, step: int) -> "Uses":
-        """Return these uses, with further blocks that a step needs, too.
+        """Return new uses, with `step` as the last step of the given blocks, and as the first one of new blocks.
 
         Args:
             blocks: (k,) int64, which may be among these already.
@@ -88,11 +88,14 @@ class BlockOrder:
         return self._sort_batches(positions.numpy()) % self.used_streams
 
     def uses(self, streams: range, steps: range) -> Uses:
-        """Return the blocks that some streams need in some steps, and the first and last step that needs each.
+        """Return the blocks that some streams need in some steps, by first use, with their first and last step.
+
+        A whole window of a stream needs all of its blocks, because its samples are shuffled.
 
         Args:
             streams: the numbers of the streams.
-            steps: the steps. The first or last use of a block may be outside of them.
+            steps: the steps; blocks that none of them needs are left out. The first or last use of a block may be
+                outside of them.
         """
         first = np.full(len(self._blocks), np.iinfo(np.int64).max)
         last = np.full(len(self._blocks), -1)
@@ -124,9 +127,9 @@ class BlockOrder:
 
     @cached_property
     def _blocks(self) -> np.ndarray:
-        """Return the numbers of the permuted blocks, (blocks,) int64.
+        """Return the numbers of all blocks in the epoch's order, (blocks,) int64: permuted, or ascending without a key.
 
-        Laid end to end, the blocks begin and end at _starts and _ends.
+        When the blocks are laid end to end in this order, _starts and _ends say where each one begins and ends.
         """
         blocks = torch.arange(len(self.lengths))
         if self.key is not None:
@@ -143,23 +146,23 @@ class BlockOrder:
 
     @cached_property
     def _cuts(self) -> np.ndarray:
-        """Return where streams begin and end in the row of samples, (streams + 1,) int64.
+        """Return where streams begin and end in the row of all blocks' samples, laid end to end: (streams + 1,) int64.
 
-        Streams that are a sample longer come first.
+        Stream k is from _cuts[k] to before _cuts[k + 1]. Streams that are a sample longer come first.
         """
         each, longer = divmod(int(self._ends[-1]), self.used_streams)
         streams = np.arange(self.used_streams + 1)
         return streams * each + np.minimum(streams, longer)
 
     def _sort_batches(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions after the samples of each batch are sorted by their stream.
+        """Sort the samples of each batch by their stream, and return the samples that are then at these positions.
 
         Args:
-            positions: (n,) int64, ascending.
+            positions: (n,) int64, ascending positions of the epoch.
 
         Returns:
-            (n,) int64, the samples' numbers before the sorting. Number k is place k // used_streams of stream k %
-            used_streams.
+            (n,) int64, the samples' numbers, which are their positions before the sorting. Number k is the sample at
+            place k // used_streams of stream k % used_streams.
         """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
         return np.concatenate([self._sort_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps])
@@ -169,11 +172,14 @@ class BlockOrder:
         return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
 
     def _shuffle_windows(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
-        """Return which place of its stream each place has after each window of the stream is shuffled: (n,) int64.
+        """Shuffle places within their windows, spans of `window` successive places of a stream; return the new places.
 
         Args:
-            places: (n,) int64, places in their streams.
+            places: (n,) int64, places in their streams, from 0.
             streams: (n,) int64, the stream of each place.
+
+        Returns:
+            (n,) int64, for each place a place of the same window of its stream.
         """
         windows = places // self.window
         each = int(windows.max()) + 1

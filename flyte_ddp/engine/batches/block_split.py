@@ -115,7 +115,8 @@ class BlockSplit:
     def spread(self, count: int) -> Tensor:
         """Choose samples for a trial, evenly from a few blocks that are far apart: (count,) int64 indices, ascending.
 
-        Only a few blocks, SPREAD_BLOCKS if these have enough samples, must be fetched to read them.
+        Only a few blocks, SPREAD_BLOCKS if these have enough samples, must be fetched to read them. An index comes
+        several times if the chosen blocks have fewer samples than `count`.
         """
         blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
