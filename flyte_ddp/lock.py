@@ -21,15 +21,15 @@ class HeldError(Exception):
 def held(folder: Path) -> Iterator[bool]:
     """Hold the folder's lock, a file in it, while the block runs. Never waits for the lock.
 
-    The operating system releases the lock when this process ends in whatever way, even if children of the process live
-    on.
+    The file has this process's id and host, for the message to others, and is removed at the end. The operating system
+    releases the lock when this process ends in whatever way, even if children of the process live on.
 
     Yields:
         True, or False if the file system has no locks: then nothing keeps other processes out.
 
     Raises:
         HeldError: another process, or another block of this one, holds the folder.
-        OSError: the folder cannot be written to, or has been removed.
+        OSError: the folder cannot be written to, or is not there.
     """
     path = folder.resolve() / LOCK
     token = object()
@@ -53,10 +53,17 @@ def held(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
-    """Create and lock the file at the path. Yields the open file, and whether the file system could lock it.
+    """Create the file at the path if there is none, and lock it while the block runs. Never waits for the lock.
 
-    If the holder before removes the file in between, the path is opened again: a lock on the removed file would keep
-    nobody out. Raises HeldError, with what the holder has written into the file, if another process has locked it.
+    If the previous holder removes the file meanwhile, the path is opened again: a lock on a removed file would keep
+    nobody out.
+
+    Yields:
+        The file, open for reading and writing, and whether it is locked: False if the file system has no locks.
+
+    Raises:
+        HeldError: another process has locked the file. The message is what that process has written into the file.
+        OSError: the file cannot be opened, or is a symbolic link.
     """
     while True:
         # O_NOFOLLOW: never lock the target of a symlink

@@ -65,9 +65,15 @@ def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def split_mix(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return SplitMix64's words first, first + 1, … as (count,) int64, computed on the device.
+    """Return words of SplitMix64 as (count,) int64, with 64 random bits each, computed on the device.
 
-    Torch's int64 wraps around, as the algorithm wants, but shifts in the sign, which is masked out.
+    Torch's int64 wraps around, as the algorithm needs. Torch shifts in the sign, which is masked out.
+
+    Args:
+        key: the seed, 64 bits.
+        first: the position of the first word, from 0.
+        count: how many words to return.
+        device: where to compute.
     """
     values = torch.arange(first + 1, first + count + 1, device=device).mul_(signed(INCREMENT)).add_(signed(key))
     for shift, factor in ROUNDS:

@@ -159,7 +159,7 @@ class Recipe:
     ) -> nn.Module:
         """Load the trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-        Nothing in the file is executed, but the file names the module of the settings' class, and that module is
+        Nothing in the file is executed. Without `settings`, the module of the settings' class, which the file names, is
         imported.
 
         Args:
@@ -167,6 +167,9 @@ class Recipe:
             settings: the settings of the training; by default those in the file's metadata.
             data_path: the training's data, if model() needs them.
             init_path: the training's init, if model() needs it.
+
+        Raises:
+            InputError: the file is damaged, does not fit the network, or has no settings that can be loaded.
         """
         if settings is None:
             settings = needs_metadata(path, "give the settings of the training").load_settings(path)
@@ -181,6 +184,9 @@ class Recipe:
             path: the file.
             called: what messages call the file.
             remedy: what messages tell the user to do.
+
+        Raises:
+            InputError: the file cannot be read, or its weights do not fit the network.
         """
         return load_weights(self.initial_model(), path, called, remedy).eval()
 
@@ -191,11 +197,16 @@ class Recipe:
             return self.model()
 
     def data(self, split: str) -> Any:
-        """Return the samples of a split: "train", "test", or "validation" if has_validation is set.
+        """Return the samples of a split. Each recipe defines this method; here it raises InputError.
 
-        Tensors and arrays, single or in tuples, lists and dicts, are kept on the device. Memory maps (numpy.memmap)
-        stay on disk and are read batch by batch. A torch.utils.data.Dataset with a length is read sample by sample, by
-        options.loader_workers processes per rank. Blocks are fetched from a storage as they are needed.
+        Args:
+            split: "train", "test", or "validation" if has_validation is set.
+
+        Returns:
+            One of these. Tensors and arrays, single or in tuples, lists and dicts, which are kept on the device. Memory
+            maps (numpy.memmap), which stay on disk and are read batch by batch. A torch Dataset with a length, which is
+            read sample by sample by options.loader_workers processes per rank. Blocks, which are fetched from a storage
+            as they are needed.
         """
         raise _undefined(self, "data(split)")
 
@@ -216,11 +227,20 @@ class Recipe:
         raise _undefined(self, "model()")
 
     def measure(self, outputs: Any, batch: Tree) -> Measures:
-        """Return the measures of each sample. "loss" is one of them, and is minimized unless there is an "objective".
+        """Return the measures of each sample, among them "loss".
 
-        Each measure is reported for the whole split, as the sum of its values over the sum of its weights (1 by
-        default). The same ratio over the global batch is minimized, by its values: its weights must not need a
-        gradient.
+        Each recipe defines this method; here it raises InputError.
+
+        A measure is reported for the whole split: the sum of its values over the sum of its weights. Training minimizes
+        the same ratio of "objective", or else of "loss", over the global batch.
+
+        Args:
+            outputs: what forward() returned for the batch.
+            batch: the batch of this rank, n samples.
+
+        Returns:
+            For each measure its values (n,), or a pair of values (n,) and weights (n,). Weights are 1 by default, and
+            must not need a gradient.
         """
         raise _undefined(self, "measure(outputs, batch)")
 

@@ -89,15 +89,17 @@ def train(
 ) -> Result:
     """Train a recipe with options.nproc ranks, or as one rank if a launcher has set WORLD_SIZE.
 
+    If `output` has a checkpoint, which the same call has left when it was interrupted, training continues from it,
+    unless options.resume is off. The checkpoint is removed after a success.
+
     Args:
         recipe: a class, or its name "package.module:Name"; or a function, a loop of your own, as Loop describes it.
         settings: what determines the result.
         options: how to run the training.
         data: file or folder, passed to the recipe as data_path; or its URL (s3://, gs://, abfs://, file://), for a
             recipe that returns Blocks.
-        output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint that the same call
-            resumes from. One training uses it at a time. It is refused if an unfinished training has left its
-            checkpoint there.
+        output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint; it is created if
+            it is not there. Only one training uses it at a time.
         data_files: files that the recipe reads, relative to its module's file; a checkpoint is only valid for the same.
         on_event: receives every event; without it, or with a report, lines go to standard error.
         init: what to start with: the model_state of an earlier training; or a checkpoint (final-checkpoint in its
@@ -107,8 +109,13 @@ def train(
             they cannot hurt the run: an exception is reported once, and observers run in a thread of their own.
         report: whether output also gets report.html, live while it trains, and options.tracking chooses a tracker.
 
+    Returns:
+        The history of evaluations, the paths of the weights and of `output`, and the measures of the test samples.
+        Under a launcher every rank returns them.
+
     Raises:
-        InputError: the caller can fix it.
+        InputError: the caller can fix it. For instance, another process trains into `output`, or it has the checkpoint
+            of another training.
         RankError: a rank has failed.
         PreemptedError: the process has received a SIGTERM.
     """
@@ -142,7 +149,17 @@ def train(
 
 
 def _check_arguments(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
-    """Find the code of the recipe. Raises InputError if recipe, settings or options are of another type."""
+    """Check the arguments of train(), and return the code behind the recipe.
+
+    Args:
+        recipe: the name "package.module:Name", or the class or function.
+        settings: must be TrainingSettings.
+        options: must be RunOptions.
+        data_files: files that the recipe reads, relative to its module's file; they count as its code.
+
+    Raises:
+        InputError: an argument is of another type, or the recipe's code cannot be found or imported by ranks.
+    """
     if not isinstance(settings, TrainingSettings):
         raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
     if not isinstance(options, RunOptions):
@@ -178,10 +195,13 @@ def run_in(
     on_event: Callable[[Event], None] | None = None,
     report: bool = False,
 ) -> Result:
-    """Run a job whose files are all in one folder, and tell the user and the observers.
+    """Run a job whose files are all in one folder, tell the user and the observers, and return the outputs.
+
+    If the folder has the checkpoint of an earlier attempt, the job continues that. The first rank's process removes the
+    checkpoint after a success, and the drafts that killed processes left there before the training.
 
     Args:
-        folder: the folder. If it has the checkpoint of an earlier attempt, the job continues that.
+        folder: the folder, which the caller has locked by alone_in().
         job: the job, as job_in() makes it for this folder.
         watching: the user's observers.
         on_event: gets every event.
@@ -298,10 +318,14 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
 
 
 def find_import_name(kind: Any, what: str = "recipe") -> str:
-    """Return the name by which ranks can import the class or function.
+    """Return the name "module:qualified name" by which ranks can import the class or function.
+
+    Args:
+        kind: the class or function.
+        what: what the message calls it.
 
     Raises:
-        InputError: only this process has it.
+        InputError: ranks cannot import it, because it is defined in __main__ or within a function.
     """
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise InputError(

@@ -129,14 +129,15 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 
 def link_or_copy(file: Path, other: Path) -> None:
-    """Give a file a second name, or copy it if there can be no link, as on another disk.
+    """Give a file a second name by a hard link, or copy the file if there can be no link, as on another disk.
 
     Args:
         file: the file.
-        other: the new path.
+        other: the new path. A file that is there already is overwritten, in place.
 
     Raises:
-        FileNotFoundError: the file is not there.
+        FileNotFoundError: the file, or the folder of the new path, is not there.
+        OSError: the copy cannot be written.
     """
     try:
         os.link(file, other)

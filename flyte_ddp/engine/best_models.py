@@ -94,10 +94,16 @@ class BestModels(Observer):
                 file.unlink(missing_ok=True)
 
     def publish(self) -> list[KeptModel]:
-        """Link or copy the files into job.logs, and return their descriptions, the best first.
+        """Link or copy the files of the best models into the folder job.logs, at the end of a training.
 
-        Files there of an earlier training are removed. An evaluation whose file could not be written is left out. Ranks
-        other than 0 do nothing and return an empty list.
+        Files in the folder from an earlier training are removed. An evaluation whose file could not be written is left
+        out. Ranks other than 0 do nothing.
+
+        Returns:
+            On rank 0, a description of each file, the best first. On the other ranks, an empty list.
+
+        Raises:
+            InputError: The folder cannot be written to.
         """
         if not self._is_first:
             return []
@@ -115,9 +121,15 @@ class BestModels(Observer):
         return models
 
     def _keep(self, number: int, weights: Weights) -> None:
-        """Write an evaluation's weights if it is among the best, and forget the one it displaces; a collective.
+        """Write the weights of an evaluation to a file, if it is among the best so far; a collective.
 
-        If the file cannot be written, emit an event about that.
+        The evaluation that it displaces no longer counts as kept, but that one's file is deleted only later, once there
+        is a checkpoint that does without it. If the file cannot be written, CheckpointFailed is emitted, and training
+        goes on.
+
+        Args:
+            number: the evaluation's place in the history.
+            weights: the weights that were evaluated.
         """
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:

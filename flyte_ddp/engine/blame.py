@@ -32,16 +32,21 @@ class Verdict:
 
 
 def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] = ()) -> Verdict:
-    """Return whether code, a processor or a difference between ranks makes the digests differ.
+    """Judge why ranks have computed different digests of the same thing, and which ranks are to blame.
 
-    - PROCESSOR: a rank to blame also multiplies wrongly; or a single rank is unsteady (not always the same digest), but
-      mostly has the others' digest.
-    - CODE: any other case with unsteady ranks.
-    - RANKS: every rank always has the same digest, but not all the same one.
+    A rank is unsteady if its digests differ from one another. A rank is odd if the digest that it mostly has is another
+    one than that of most ranks.
 
     Args:
         digests: for each rank the digests that it computed of the same part, several times. Some of them differ.
         wrong_products: the ranks that multiply two matrices wrongly.
+
+    Returns:
+        The Verdict, with one of three causes.
+        PROCESSOR: an odd rank multiplies wrongly, or an unsteady one does where no rank is odd; or a single rank is
+            unsteady, but mostly has the others' digest.
+        CODE: any other case with unsteady ranks. The verdict names these.
+        RANKS: no rank is unsteady. The verdict names the odd ranks, and the ranks that agree.
     """
     usual = {rank: _usual(own) for rank, own in digests.items()}
     odd, others = minority(usual)

@@ -7,7 +7,10 @@ from flyte_ddp.recipe import Recipe
 
 
 def code_location(recipe: Any, method: str) -> str:
-    """Return 'Name.method (file, line n)' of the user's code.
+    """Return a text that names a method and its place in the user's code: 'Name.method (file, line n)'.
+
+    The place is left out if the method has no Python code. If the recipe has not overridden forward(), "forward" gives
+    'the network of Name.model (file, line n)'.
 
     Args:
         recipe: a recipe, or its class.

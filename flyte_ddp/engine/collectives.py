@@ -13,13 +13,16 @@ from flyte_ddp.engine.torch_compat import broadcast_together
 
 
 def broadcast_tensor(value: Tensor, device: torch.device, receivers: Any = None) -> Tensor:
-    """Broadcast the tensor of the group's first rank to `device` on all its ranks; a collective of the group.
+    """Broadcast a tensor from a group's first rank, and return it on `device`; a collective of the group.
 
     Args:
-        value: on the first rank, the tensor to send. On the others, a tensor of the same shape and dtype, which may
-            be on torch's meta device.
+        value: on the first rank, the tensor to send. On the others, a tensor of the same shape and dtype, which may be
+            on torch's meta device. A real one that is on `device` and contiguous is overwritten.
         device: the device that sends and receives.
         receivers: the process group; by default all ranks.
+
+    Returns:
+        The first rank's tensor, contiguous. It may be `value` itself.
     """
     sent = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
     distributed.broadcast(sent.view(-1).view(torch.uint8), group=receivers, group_src=0)

@@ -30,14 +30,20 @@ def measure(
 ) -> Measured:
     """Measure a network on a split, without other ranks, on the same batches as the evaluations of a training.
 
+    No gradients are computed. The recipe's `share` is changed, and the global random generators are seeded.
+
     Args:
         recipe: the recipe that measures the outputs.
         network: the trained network, on the split's device and in evaluation mode.
         split: the samples.
         link: told after each batch that the process is alive.
-        forward: forward(network, tree) returns the outputs of a batch. By default it is the recipe's own. A network of
-            another recipe needs that recipe's.
-        look: called with each batch, and with the values and weights, each (samples,), of its measures by name.
+        forward: forward(network, tree) returns the outputs of a batch; by default the recipe's own. If the network is
+            of another recipe, give that recipe's forward.
+        look: called with each batch, and with the values and weights, (samples,) each, of its measures by name.
+
+    Returns:
+        The measures by name, the name of the main one, those that are shown in per cent, the number of samples, and for
+        each measure whether lower is better, where that is known.
     """
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)

@@ -108,6 +108,11 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
         split: this rank's batches of the split.
         link: told after each batch that the process is alive. It may ask for a stop.
 
+    Returns:
+        The measures of the whole split, which all ranks have alike; the loss of guessing, 0 if it was not measured;
+        this rank's predictions on the host, or None; the names of the measures that are not finite; and whether any
+        rank was asked to stop at the end. If the loss is not finite, it is the only measure.
+
     Raises:
         StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with buffers as before.
     """
@@ -148,12 +153,17 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
 def _forward_all(
     state: TrainingState, split: EvaluationBatches, is_over: Callable[[], bool]
 ) -> Iterator[tuple[Batch, Any]]:
-    """Yield each of this rank's shares of a split's global batches, and what forward returns for it; a collective.
+    """Yield each batch that this rank evaluates, with the outputs of the recipe's forward() for it; a collective.
+
+    With virtual ranks, a global batch has a batch for each part of this rank. If the recipe also calls all_gather(),
+    each batch comes with the rows that the other parts have gathered. Before each yield, recipe.share is set for the
+    batch.
 
     Args:
-        state: the training whose network computes. If the recipe gathers rows with virtual ranks, the shares have them.
+        state: the training whose network computes.
         split: this rank's batches of the split.
-        is_over: called after each global batch; returns whether to leave out the others, alike on all ranks.
+        is_over: called after each global batch. If it returns True, which it must do on all ranks alike, the rest is
+            left out.
     """
     recipe, model = state.recipe, state.evaluated
 

@@ -54,10 +54,10 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The facts that determine the result of the training.
+        """The facts that determine the result of the training: settings, recipe, data, code and initial weights.
 
-        They must be equal for a run to resume from the checkpoint of another run. The settings have a dict of their
-        own, because a recipe's settings may have any name.
+        A run can resume from another run's checkpoint only if these are equal. The settings are a dict; the recipe is
+        its name; data, code and init are digests, empty if there is none.
         """
         return {
             "settings": asdict(self.settings),
@@ -123,7 +123,9 @@ def _choose_name(code: UserCode) -> str:
 
 
 def compute_data_digest(data: Path | StoredData | None) -> str:
-    """Return the hash of the data; an empty text without data.
+    """Return the hash of a file's or folder's content, the recorded digest of stored data, or "" without data.
+
+    Stored data are not read.
 
     Raises:
         InputError: The data cannot be read for lack of permission.
@@ -208,7 +210,15 @@ def make_job(
     checkpoint_path: str | Path = "",
     logs: str | Path = "",
 ) -> Job:
-    """Make a job of what is trained, how, and where its files go."""
+    """Return a Job that has all of the subject's attributes, the options, and the paths as texts.
+
+    Args:
+        subject: what is trained.
+        options: how to run the training.
+        model_path: where the trained weights go.
+        checkpoint_path: where the checkpoint is kept, and looked for. Empty if this rank writes none.
+        logs: the folder for predictions, pictures and all else.
+    """
     return Job(
         **vars(subject),
         options=options,

@@ -23,16 +23,19 @@ SETTLE_SECONDS = 0.1
 
 @record  # so that torchrun's report has the error of the rank that failed first
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
-    """Join the ranks that torchrun has started, train as one of them, and return the result.
+    """Join the ranks that torchrun has started, train as one of them, and return the result as this rank knows it.
 
-    The rank's place is in the variables RANK, WORLD_SIZE and so on. A watchdog ends it if ranks hang or are lost.
+    Every rank calls it in its main thread. The rank's place is in the variables RANK, WORLD_SIZE and so on. A watchdog
+    ends the rank if others hang or are lost.
 
     Args:
         job: the training.
         on_event: called with each event, on rank 0 alone.
 
     Raises:
+        InputError: There are more ranks than can share a batch.
         PreemptedError: The rank was asked to stop by a signal. If it could, it has written a checkpoint first.
+        RankError: Another rank is lost, or has been silent for too long.
     """
     settings = job.settings
     environment = environment_from_variables(settings.backend)

@@ -29,10 +29,11 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 
 def load_named(job: Job) -> Any:
-    """Import what the job names: a recipe's class, or a function.
+    """Import the recipe's class, or the function, that job.recipe names as "module:name", and return it.
 
-    Before that, all sources of random numbers are seeded, since data and weights may be drawn from any of them, and
-    job.root comes first on sys.path.
+    Before that, all global random generators are seeded with settings.seed, since data and weights may be drawn from
+    any of them; job.root is put first on sys.path; and HF_HUB_OFFLINE is set to 1 unless it is set, so that not every
+    rank downloads.
 
     Raises:
         InputError: The module has no such name, or imports code that the job's files lack.
@@ -52,10 +53,18 @@ def load_named(job: Job) -> Any:
 
 
 def load_recipe(job: Job, device: torch.device) -> Recipe:
-    """Make the recipe that the job names, with its settings and data.
+    """Import the recipe that the job names, and make it with the job's settings and data.
+
+    Before that, all global random generators are seeded. The recipe gets the device, and init_path if the training
+    starts from a folder of weights. Errors of its __init__ are raised as they are.
+
+    Args:
+        job: the training.
+        device: the rank's device.
 
     Raises:
-        InputError: The job names something else, or the recipe does not take settings and data_path.
+        InputError: The job names something other than a recipe, or the recipe's __init__ does not take settings and
+            data_path, or does not call Recipe's.
     """
     with checked_imports(job.root, job.files):
         kind = load_named(job)
@@ -156,7 +165,10 @@ def make_split(
 
 
 def is_dataset(data: Any) -> bool:
-    """Return whether data are a Dataset, which is read sample by sample, or an object like one, as Hugging Face has."""
+    """Return whether data are a Dataset of torch, or an object with a length and items, such as one of Hugging Face.
+
+    Tensors, arrays, lists, dicts, networks, classes and DataFrames are none.
+    """
     if isinstance(data, torch.utils.data.Dataset):
         return True
     if isinstance(data, (torch.Tensor, np.ndarray, Sequence, Mapping, torch.nn.Module, type)):
@@ -167,10 +179,18 @@ def is_dataset(data: Any) -> bool:
 
 
 def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:
-    """Give the samples their lengths in place, if the recipe has any, and return the samples.
+    """Set samples.lengths if the recipe has lengths for this split, and return the same samples.
+
+    The samples of a Dataset are then padded, too, when they are read.
+
+    Args:
+        samples: the samples, which are changed.
+        recipe: the recipe, whose lengths(split) is called.
+        split: "train", "validation" or "test".
 
     Raises:
-        InputError: The lengths are not those of these samples, or length_window is set without lengths.
+        InputError: The lengths are not those of these samples, or the recipe has a length_window but no lengths of
+            "train".
     """
     each = recipe.lengths(split)
     if each is not None:

@@ -19,10 +19,15 @@ from flyte_ddp.recipe import Random, Recipe
 
 
 def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
-    """Call a recipe's method, such as lr_lambda, with these arguments, and return the number that it returns.
+    """Call a recipe's method, such as lr_lambda, with these arguments, and return its result as a float.
+
+    Args:
+        recipe: the recipe.
+        method: the name of the method.
+        arguments: what it is called with.
 
     Raises:
-        InputError: The method returns no finite number.
+        InputError: The result is no number, or NaN or infinite. Errors of the method itself are raised as they are.
     """
     returned = getattr(recipe, method)(*arguments)
     number = math.nan
@@ -56,10 +61,13 @@ def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:
-    """Augment a batch as the recipe does, and set recipe.share.
+    """Augment a batch by the recipe's augment(), and return the new batch.
+
+    If the recipe does not define augment(), the batch is returned as it is, and nothing else happens. Otherwise
+    recipe.share is set, and the global random generators are seeded.
 
     Args:
-        recipe: the recipe; if it does not define augment(), the batch is returned as it is.
+        recipe: the recipe.
         tree: the batch.
         seed: the seed of the random numbers that augment() draws.
         share: the part of the global batch that this is.
@@ -86,19 +94,21 @@ def trained_measure(names: Sequence[str]) -> str:
 def compute_pairs(
     recipe: Recipe, outputs: Any, batch: Batch, names: Sequence[str] = ()
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Compute values and weights of each measure for the rank's own samples, none if these are borrowed.
+    """Call the recipe's measure() on the outputs of a batch, and return each measure's values and weights.
 
     Args:
-        recipe: the recipe, whose measure() is called.
+        recipe: the recipe.
         outputs: what the recipe's forward returned for the batch.
-        batch: n samples.
+        batch: n samples. A rank without samples of its own computes borrowed ones, whose entries are left out.
         names: the measures in order; by default all of them, with "loss" first.
 
     Returns:
-        Values and weights by name, each one entry a sample, float32.
+        Values and weights by name, (n,) float32 each, or (0,) if the samples are borrowed. Without weights from
+        measure(), the weights are 1.
 
     Raises:
-        InputError: measure() returns anything else; the message names the place in the recipe.
+        InputError: measure() returns something else, or other measures than `names`; or the outputs are None. The
+            message names the place in the recipe.
     """
     if outputs is None:
         raise InputError(f"{code_location(recipe, 'forward')} must return the network's outputs, got None")
@@ -152,9 +162,10 @@ def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
 
 
 def mismatched(outputs: Any) -> Any:
-    """Return the outputs, each given to the next sample of the batch, as if they were guesses.
+    """Return the outputs, each moved to the next sample of the batch, and the last one to the first.
 
-    Tensors without dimensions, and leaves that are no tensors, stay as they are.
+    Measured against the batch, they have the loss of guessing. Tensors without dimensions, and leaves that are no
+    tensors, stay as they are.
 
     Args:
         outputs: what the recipe's forward returned.
@@ -170,7 +181,7 @@ def sum_measures(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
 def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:
     """Compute the measures to report from their sums, and let the recipe's derive() change or add measures.
 
-    A measure whose weights add up to 0 is NaN. The objective is left out.
+    A measure whose weights add up to 0 is NaN. A measure "objective", which is trained but not reported, is left out.
 
     Args:
         recipe: the recipe.
@@ -204,10 +215,16 @@ def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict
 
 
 def find_headline(recipe: Recipe, measures: dict[str, float]) -> str:
-    """Return the name of the main measure.
+    """Return the name of the main measure: recipe.headline if it is set, else the first measure other than the loss.
+
+    If there is only the loss, the name is "loss".
+
+    Args:
+        recipe: the recipe.
+        measures: the measures by name.
 
     Raises:
-        InputError: The recipe names a measure that does not exist.
+        InputError: recipe.headline is none of the measures.
     """
     if recipe.headline and recipe.headline not in measures:
         raise InputError(

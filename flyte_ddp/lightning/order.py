@@ -22,9 +22,10 @@ OWN = re.compile(r"self\.(?!generator\.manual_seed)\w+( = |\.(manual_)?seed\()")
 
 
 def can_skip(loader: object) -> bool:
-    """Return whether a loader can begin in the middle of an epoch, by an Order.
+    """Return whether a loader can begin in the middle of an epoch, once an Order replaces its batch sampler.
 
-    Only a DataLoader can that has torch's __iter__, no state of its own, and a Dataset with __getitem__.
+    Only a DataLoader can whose class keeps torch's __iter__ and has no load_state_dict, and whose dataset is no
+    IterableDataset.
     """
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False  # a class with an __iter__ of its own may read in an order of its own
@@ -58,11 +59,14 @@ class Order:
         self._first: tuple[int, int] | None = None
 
     def begin_at(self, step: int, has_cycles: bool) -> None:
-        """Have the next iteration leave out what the epoch's first steps have read.
+        """Make the next iteration begin in the middle of its epoch, after `step` steps.
+
+        Later iterations begin at the start.
 
         Args:
-            step: the number of these steps.
-            has_cycles: whether the loader begins anew within the epoch when its batches end before those of others.
+            step: how many batches training has read in this epoch. The iteration leaves them out.
+            has_cycles: whether training starts this loader again when it ends before a longer one. Batches of its
+                complete passes then count in `step`, too, if the loader has a length.
         """
         length = sized_len(self._batches) if has_cycles else 0
         self._first = divmod(step, length) if length else (0, step)
@@ -82,11 +86,16 @@ class Order:
         yield from self._read((*self._key, epoch, self._pass), skipped)
 
     def _read(self, key: tuple[int, ...], skipped: int) -> Iterator[Any]:
-        """Yield the batches of one pass over the samples, without the first ones.
+        """Yield the index batches of one pass over the samples, without the first `skipped` ones.
+
+        The order is drawn from generators seeded with `key`. Before each yielded batch, the reading of its samples is
+        seeded with `key`, the batch's number and the rank.
 
         Args:
-            key: the numbers that the pass's random numbers follow from.
-            skipped: how many batches to leave out. The sampler draws these, too.
+            key: integers to seed from: those of the training and loader, the epoch, and the number of the pass within
+                it.
+            skipped: how many batches are left out. The sampler still draws them, so the later ones are those of a whole
+                pass.
         """
         for generator, seed in self._generators:
             generator.manual_seed(derive_key(Use.LIGHTNING_ORDER, *key, 0, seed))
@@ -130,13 +139,14 @@ def _list_generators(loader: object) -> list[torch.Generator]:
 
 
 def check_sampler_state(loader: object, where: str) -> None:
-    """Raise InputError if a sampler of the loader has a generator of its own, which no checkpoint has.
+    """Raise InputError if a sampler of the loader draws from a generator that a resume could not bring back.
 
-    A sampler with set_epoch() is taken to seed it there.
+    Such a generator is an attribute of the sampler, other than `generator`, which Order seeds. A sampler with
+    set_epoch() is not checked, because that method is expected to seed the generator.
 
     Args:
-        loader: the loader.
-        where: the method that has returned the loader, for the message.
+        loader: the loader, whose batch sampler and sampler are checked.
+        where: the method that returned the loader, for the message.
     """
     for sampler in list_samplers(loader):
         if hasattr(sampler, "set_epoch"):

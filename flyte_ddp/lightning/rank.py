@@ -54,8 +54,8 @@ def run(environment: Environment, link: Link, job: LightningJob) -> TrainingResu
 def train(environment: Environment, device: torch.device, link: Link, job: LightningJob) -> TrainingResult:
     """Train and test the module under Lightning's Trainer, as this rank of the process group; a collective.
 
-    Rank 0 writes the weights to job.model_path. Sets filters of warnings, environment variables and the number of
-    threads for the whole process.
+    A training that has a checkpoint goes on from it. Rank 0 writes the final weights to job.model_path. The call also
+    sets warning filters, log levels, torchrun's environment variables and the number of threads for the whole process.
 
     Args:
         environment: this rank.
@@ -63,8 +63,12 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
         link: receives the events.
         job: the training.
 
+    Returns:
+        What this rank knows of the result: the epochs, the test measures and the digest of the weights.
+
     Raises:
         InputError: Something is wrong with the module, its data or callbacks, or with the settings.
+        NonFiniteError: The loss is not finite.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not

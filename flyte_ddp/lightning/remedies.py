@@ -42,12 +42,14 @@ def problem_of_ranks(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
 
 
 def check_schedules(trainer: Trainer, step: int, other_ranks: str) -> None:
-    """Raise InputError if a schedule, such as OneCycleLR, ends before the training, as the number of ranks differs.
+    """Raise InputError if a schedule would end before a training that goes on on another number of ranks.
+
+    Only schedules with total_steps, such as OneCycleLR, can be too short: on fewer ranks an epoch has more steps.
 
     Args:
-        trainer: the trainer, at the start of a training.
-        step: the number of batches of the first epoch that are done.
-        other_ranks: what problem_of_ranks() has returned. If it is empty, nothing is checked.
+        trainer: the trainer, at the start of this attempt, with the schedules restored.
+        step: how many batches of the current epoch are done.
+        other_ranks: the text from problem_of_ranks(), which ends the message. If it is empty, nothing is checked.
     """
     for config in trainer.lr_scheduler_configs if other_ranks else ():
         schedule, accumulated = config.scheduler, trainer.accumulate_grad_batches

@@ -15,9 +15,14 @@ SLOW_DATA = "look at what its host reads from, or raise num_workers of the DataL
 
 
 def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
-    """Return the plan of a training that is about to start, for Progress.start().
+    """Return the plan of a training that is about to start, for Progress.start(): its epochs, steps and sample counts.
 
-    The plan has no test_samples, because the test split is opened once training has ended.
+    samples_per_epoch is the steps times the ranks times the loader's batch size, or the size of the datasets if the
+    loader has no batch size. test_samples is missing, because the test split is opened after the training.
+
+    Args:
+        job: the training.
+        trainer: the trainer, with its loaders set up.
     """
     steps = int(trainer.num_training_batches)
     loader = trainer.train_dataloader

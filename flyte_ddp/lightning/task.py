@@ -87,7 +87,9 @@ class LightningTraining(NamedTraining[RecipeOutputs]):
             options: how to run the training.
             data: the file or folder whose path the module or its data get as data_path; None if they need none.
 
-        Raises what launcher.launch raises.
+        Raises:
+            InputError: the training cannot be done as asked.
+            Exception: a rank has failed, or the training was stopped. On a cluster it is the platform's error for that.
         """
         # Whatever is around the ranks needs but what both kinds of settings have
         return super().run(cast(TrainingSettings, settings), options, data)

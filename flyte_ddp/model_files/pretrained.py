@@ -15,7 +15,11 @@ REMEDY = "write it anew with save_pretrained"
 
 
 def check_pretrained(folder: Path) -> None:
-    """Raise InputError if a configuration, weights or their index is missing, or a file was cut off or damaged."""
+    """Raise InputError unless a folder has a pretrained model: configuration, safetensors files and their index.
+
+    The headers and lengths of the safetensors files are read, to notice a file that was cut off, but not the weights. A
+    file of a numbered series needs an index, and every weight in an index must be in its file.
+    """
     configs = [folder / name for name in CONFIGS if (folder / name).is_file()]
     if not configs:
         raise InputError(f"init must have a {' or '.join(CONFIGS)}, but {folder} has none: {REMEDY}")

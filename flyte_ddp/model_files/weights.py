@@ -83,7 +83,10 @@ def is_cut_short(path: str | Path) -> bool:
 
 
 def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
-    """Return for each name the first name of the same tensor; it differs from the name for tied weights alone."""
+    """Map each name to the first name of the same tensor. Only names of tied weights are mapped to another name.
+
+    Two names have the same tensor if device, address, dtype, shape and stride are equal. Empty tensors are never tied.
+    """
     firsts: dict[Any, Name] = {}
     return {
         name: firsts.setdefault((value.device, value.data_ptr(), value.dtype, value.shape, value.stride()), name)
@@ -94,16 +97,16 @@ def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
 
 
 def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None = None) -> dict[Name, Tensor]:
-    """Copy weights to the host's memory. All names of tied weights share one copy.
+    """Copy weights to the host's memory, and wait until the copies are complete. Tied weights share one copy.
 
     Args:
-        weights: tensors by name.
-        room: tensors of an earlier call, which are overwritten if they have the right shape and dtype. The dict gets
-            the new ones. They are in page-locked memory, into which a GPU copies at ten times the speed. With None, all
-            tensors are new and in ordinary memory.
+        weights: tensors by name, on any device.
+        room: a dict to reuse between calls; empty at first. Its tensors are overwritten where shape and dtype fit, and
+            new ones are added to it. Those for weights on a GPU are page-locked, which makes the copy about ten times
+            as fast. With None, all copies are new and in ordinary memory.
 
     Returns:
-        Copies by name, which are complete: the call waits for the GPU.
+        Copies by name. With `room` they are its tensors, so the next call with the same `room` overwrites them.
     """
     firsts = first_names(weights)
     is_kept = room is not None
@@ -131,10 +134,22 @@ def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
 def with_base(
     weights: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
 ) -> dict[str, Tensor]:
-    """Return a file's weights, and with them the network's frozen weights if training has left these out of the file.
+    """Return a file's weights, completed by the network's frozen weights if the training left those out of the file.
 
-    The file's metadata tell, by a digest of what is left out. Raises InputError if the network's frozen weights are not
-    the same.
+    The file's metadata then have a digest of what was left out. Without such a digest, `weights` are returned as they
+    are.
+
+    Args:
+        weights: the file's weights.
+        model: the network, whose frozen weights have their values.
+        path: the file, whose metadata are read.
+        called: what messages call the file.
+
+    Returns:
+        The weights by name: `weights` itself, or a new dict.
+
+    Raises:
+        InputError: the network's frozen weights differ from those of the training.
     """
     base = {name: value for name, value in frozen_weights(model).items() if name not in weights}
     metadata = read_metadata(path) if base else None
@@ -155,7 +170,14 @@ def misfits(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[st
 
 
 def describe_misfits(names: Sequence[str], weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Return why tensors of these names do not fit: "missing keys a, b; wrong shapes c (2,) instead of (3,)"."""
+    """Describe tensors that do not fit: "missing keys a, b; unexpected keys d; wrong shapes c (2,) instead of (3,)".
+
+    Args:
+        names: the tensors that do not fit, as misfits() returns them. A name in both mappings is listed as a wrong
+            shape.
+        weights: the given tensors.
+        own: the network's tensors.
+    """
     both = [name for name in names if name in weights and name in own]
     kinds = {
         "missing keys": [name for name in names if name not in weights],

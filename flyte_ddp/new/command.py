@@ -79,7 +79,13 @@ def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
 
 
 def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path, str]]:
-    """Yield each file's path in the new project, and its text, with the package's name in place of the template's."""
+    """Yield the path, relative to the project, and the text of each file of a new project.
+
+    Args:
+        name: the package's name, which replaces the template's in paths and texts.
+        library: the requirement for this library, which goes into pyproject.toml.
+        flyte2: whether to take the files for Flyte 2, where the template has its own for that.
+    """
     for common in sorted(TEMPLATE.rglob("*")):
         if common.is_file() and common.suffix != ".pyc":  # pip compiles the template along with the library
             place = common.relative_to(TEMPLATE)
@@ -92,7 +98,11 @@ def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path,
 
 
 def check_name(name: str) -> None:
-    """Raise InputError for a name that is not valid for a package, a distribution and an image, or hides another."""
+    """Raise InputError for a name that a new project cannot have.
+
+    It must be a Python package name of at most 100 lower-case letters, digits and single underscores, which an image
+    and a distribution can also have. It must be no keyword, and not the name of an installed or standard package.
+    """
     if len(name) > 100 or not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise InputError(
             "NAME must be a Python package name of at most 100 lower-case letters, digits and single underscores, not "
@@ -112,10 +122,13 @@ REMEDY = f"write it as '{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT'"
 
 
 def check_requirement(text: str) -> str:
-    """Return the text if it is a requirement of this library. Only pip can find out whether it can be installed.
+    """Return the text unchanged if it is a requirement of this library with a version or a URL.
+
+    Examples are 'flyte-ddp-training==0.1.0' and 'flyte-ddp-training @ git+https://…'. Whether pip can install it is not
+    checked.
 
     Raises:
-        InputError: the text is something else.
+        InputError: the text is something else, such as the bare name.
     """
     if not re.fullmatch(rf"{DISTRIBUTION}(\[[a-z0-9,]+\])? *(@|[=<>~!]=?) *[^\s\"\\]+", text):
         raise InputError(f"--library must be a requirement of {DISTRIBUTION}, got {text!r}: {REMEDY}")

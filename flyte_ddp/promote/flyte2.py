@@ -68,7 +68,24 @@ def resolve_place(place: str) -> str:
 def promote_images(
     model_state: File, data: Dir, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promote the weights of hp.model, if they are better than those promoted at the place."""
+    """Promote the image classifier's weights if they are better on the test split than those promoted at the place.
+
+    A workflow calls it inside a task. The first model at a place is always promoted.
+
+    Args:
+        model_state: the candidate's weights.
+        data: the prepared dataset, with the test split.
+        hp: the candidate's hyperparameters.
+        place: a URL, or an absolute path.
+        options: the measure, margin and registered name.
+
+    Returns:
+        The outcome: whether the candidate was promoted, the weights that are promoted now, the figures and a report.
+
+    Raises:
+        Exception: what promotion.promote raises. On a cluster, the platform's error for it; in a local run, a
+            FinalError, which is not retried.
+    """
     with one_attempt():
         check_gpus(visible_gpus())
         folder = downloaded(data)
@@ -77,13 +94,19 @@ def promote_images(
 
 
 def promote_model(subject: Subject, model_state: File, place: str, options: PromotionOptions) -> PromotionOutputs:
-    """Promote the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does.
+    """Promote a training's weights if they are better on its test split than those promoted at the place.
+
+    The first model at a place is always promoted. The function downloads the weights, and writes a report. A task calls
+    it within one_attempt().
 
     Args:
-        subject: what was trained.
-        model_state: the weights.
+        subject: the training: its recipe, settings and data.
+        model_state: the candidate's weights.
         place: a URL, or an absolute path.
         options: when to promote.
+
+    Returns:
+        The outcome: whether the candidate was promoted, the weights that are promoted now, the figures and a report.
     """
     model = downloaded(model_state)
     assert model

@@ -64,16 +64,20 @@ class Verdict:
 
 
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
-    """Compare the candidate with the promoted model by options.measure, or else by the recipe's headline.
+    """Compare the candidate with the promoted model by options.measure or, if that is empty, the recipe's main measure.
 
     Args:
         candidate: the candidate's measures on the test split.
-        current: the promoted model's; None if there is none. If its value or loss is not finite, the candidate wins.
-        options: the measure, its better direction and the margin.
+        current: the promoted model's measures, by the same recipe; None if there is no promoted model. The candidate
+            wins against None, and against a measure or loss that is not finite.
+        options: the measure, which direction is better, and the margin.
+
+    Returns:
+        The verdict, whose is_better says whether the candidate wins: it must be better by more than the margin.
 
     Raises:
-        InputError: the measure or its better direction is unknown, or the candidate's value or loss is not finite.
-            Outputs that are NaN have the accuracy of always guessing the first class.
+        InputError: the measure is unknown, its better direction is not given, or the candidate's value or loss is not
+            finite. The loss is checked, too, because a model whose outputs are NaN still has an accuracy.
     """
     name = options.measure or candidate.headline
     if name not in candidate.measures:

@@ -54,7 +54,12 @@ class Pointer:
 
     @classmethod
     def parse(cls, text: bytes) -> "Pointer":
-        """Parse current.json. Raises one of UNREADABLE."""
+        """Parse the content of current.json, and check that its version is the last one in its history.
+
+        Raises:
+            NewerFormatError: a newer program has written the content. This is a ValueError.
+            ValueError, KeyError, TypeError, AttributeError, RecursionError: the content is damaged.
+        """
         content = json.loads(text)
         check_format(content["format"])
         history = tuple(Change(**change) for change in content["history"])
@@ -90,11 +95,15 @@ class Place:
         self._files, _ = files_at(platform, self.root)
 
     def read(self) -> Pointer:
-        """Read current.json.
+        """Read current.json, and return the pointer: the promoted version and the history.
+
+        Returns:
+            The pointer. Its version is "" and its history empty if nothing has been promoted here yet.
 
         Raises:
             ReportedError: the file is damaged, or missing although there are versions.
-            InputError: a newer program has written the file.
+            InputError: a newer program has written the file, or the place cannot be read.
+            RecoverableError: the storage fails.
         """
         problem = "is missing"
         for _ in range(2):  # another process may write current.json and a version between the two checks
@@ -129,7 +138,16 @@ class Place:
         return sorted(str(path).split("/")[-2] for path in paths if str(path).endswith("/version.json"))
 
     def facts(self, version: str) -> dict[str, Any]:
-        """Return the content of a version's version.json. Raises ReportedError if it is missing or unreadable."""
+        """Return the content of a version's version.json. It always has "sha256", the digest of the weights.
+
+        Args:
+            version: the name of the version.
+
+        Raises:
+            ReportedError: the file is missing or unreadable, or of a newer format. RecoverableError, which derives from
+                this error, means that the storage fails.
+            InputError: the place cannot be read.
+        """
         text = self._read(f"versions/{version}/version.json")
         if text is None:
             raise self._damaged(version, "has no version.json")
@@ -145,10 +163,12 @@ class Place:
 
         Args:
             version: the name of the version.
-            into: the file to write.
+            into: the file to write. It stays there, with the wrong content, if the SHA-256 differs.
 
         Raises:
             ReportedError: version.json is missing or unreadable, or model.pt is missing or has changed.
+            InputError: the place cannot be read, or the file cannot be written.
+            RecoverableError: the storage fails.
         """
         facts = self.facts(version)
         path = f"{self.root}/versions/{version}/model.pt"
@@ -164,12 +184,18 @@ class Place:
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
         """Copy a model into the place as a new version, without promoting it.
 
-        The file version.json is written last, so an incomplete version is never listed.
+        version.json is written last, so versions() never lists an incomplete version. In a new place, an empty
+        current.json is written first. A version of this name is overwritten.
 
         Args:
             version: the name of the version.
             model: the file with the weights.
-            facts: the content of version.json.
+            facts: the content of version.json, to which "format" and "name" are added. It needs "sha256", the file's
+                digest.
+
+        Raises:
+            InputError: the place cannot be written to.
+            RecoverableError: the storage fails.
         """
         self.begin()
         path = f"versions/{version}/model.pt"
@@ -182,18 +208,18 @@ class Place:
         self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> bool:
-        """Promote a version atomically, if the pointer is still the one that the caller has read.
+        """Promote a version, unless the pointer (the content of current.json) has changed since the caller read it.
 
-        In a folder this is exact. In object storage two promotions may both write after both have read. The last write
-        then wins, and the other promotion is missing from the history, but its version stays.
+        In a folder, a lock makes this exact. In object storage, two promotions can both find the pointer unchanged. The
+        last write then wins, and the history lacks the other promotion, but its version stays in the place.
 
         Args:
             seen: the pointer that the caller has read.
-            version: the version to promote.
-            how: the kind of change, for the history.
+            version: the version to promote, which must be complete.
+            how: PROMOTED or ROLLED_BACK, for the history.
 
         Returns:
-            False, without a change, if the pointer has changed since it was read.
+            True if the version is promoted. False, without a change, if the pointer has changed.
         """
         with self._locked():
             if self.read() != seen:
@@ -259,7 +285,10 @@ class Place:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the pointer against other processes while the block runs. In object storage nothing is locked."""
+        """Hold a lock on the place against other processes while the block runs, and wait for it if another has it.
+
+        In object storage nothing is locked. If the lock cannot be created, the errors are those of _own_errors().
+        """
         if self._in_storage:
             yield
             return
@@ -270,9 +299,14 @@ class Place:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Turn errors of storage and disk in the block into this library's.
+        """Replace errors of storage and disk in the block by this library's errors.
 
-        InputError: the place cannot be written to, which a retry would not mend. RecoverableError: all others.
+        An error that already is one of this library's, or click's, passes unchanged.
+
+        Raises:
+            InputError: the place cannot be read or written to, which a retry would not mend, such as for want of
+                permission or space.
+            RecoverableError: any other exception.
         """
         try:
             yield

@@ -120,10 +120,14 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
         options: when to promote.
 
     Returns:
-        The outcome, whose `summary.promoted` says whether the candidate was promoted.
+        The figures, the weights that are promoted now (the candidate's or the previous ones), and the page.
+        `summary.promoted` says whether they are the candidate's.
 
     Raises:
-        Exception: What launcher.launch, Place and judge raise.
+        InputError: the measure is unknown, the candidate's is not finite, the promoted model has another recipe or
+            other data, or the place cannot be used.
+        ReportedError: the promoted version or current.json is damaged, or, as a RecoverableError, the storage fails.
+        RankError: the process that measures has failed.
     """
     digest = content_digest(model)
     with run_folder(platform, f"{subject.dataset}-promotion") as folder:
@@ -166,8 +170,16 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
 def roll_back(place: Place, version: str) -> Pointer:
     """Promote an earlier version again, and return the new pointer.
 
-    In MLflow's registry, the models under which this version or the one promoted before were registered follow.
-    Raises what Place.roll_back raises.
+    If this version, or the one that it replaces, was registered in MLflow, the alias there moves to this version, too.
+    If MLflow fails, a warning says so.
+
+    Args:
+        place: the place of the promoted models.
+        version: the version to promote. Its weights are verified first.
+
+    Raises:
+        InputError: The place has no versions, or none of this name.
+        ReportedError: The version is damaged.
     """
     try:
         before = [place.read().version]
@@ -186,7 +198,17 @@ def roll_back(place: Place, version: str) -> Pointer:
 def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
     """Roll back to a version, or only show the history if `version` is "". Print the versions, and write a page.
 
-    Returns the version that is promoted now, "" if none is, and the path of the page.
+    Args:
+        platform: the platform.
+        place: the URL or folder of the promoted models; "" is the default of a local run.
+        version: the version to promote again, or "".
+
+    Returns:
+        The version that is promoted now, "" if none is, and the path of the page.
+
+    Raises:
+        InputError: The place or version does not exist or cannot be used.
+        ReportedError: The version or current.json is damaged.
     """
     with run_folder(platform, "roll-back") as folder:
         models = open_place(platform, place)
@@ -201,22 +223,23 @@ def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
 def measure_both(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> list[tuple[str, Measured]]:
-    """Measure the candidate, and the version `against` if there is one, in a single process.
+    """Measure the candidate, and the version `against` if there is one, in one new process.
 
     Args:
         subject: the training of the candidate.
         model: the candidate's weights.
         place: the place with the promoted versions.
-        against: the name of the version to compare with; empty is none.
-        copy: the new file that the version's weights are copied to.
+        against: the name of the version to compare with; "" if there is none.
+        copy: the file that the version's weights are copied to. Without a version it is not written.
         options: the timeout of the process.
 
     Returns:
-        The name and the measures of each model: "Candidate", then the version.
+        The name and the measures of each model: "Candidate", then the version if there is one.
 
     Raises:
         InputError: The version has another recipe or other data than the candidate.
         ReportedError: The version is damaged, or this code does not know its settings.
+        RankError: The process has failed or has taken longer than the timeout.
     """
     jobs = {"Candidate": make_job(subject, model_path=model)}
     if against:

@@ -23,10 +23,17 @@ SECONDS = 30.0  # the time limit for all requests together
 
 
 def register(place: Place, version: str, name: str) -> str:
-    """Point the registered model's alias to the promoted version, and return the version's entry, models:/NAME/NUMBER.
+    """Register a promoted version in MLflow, and set the registered model's alias to it if it is still promoted.
 
-    This never raises, because the promotion stands. If the server refuses, does not answer within SECONDS or is not
-    there, a warning says why, and how to do it later, and "" is returned. A registered model of a new name is created.
+    Never raises, because the promotion stands. A failure, or no answer within SECONDS, is printed as a warning.
+
+    Args:
+        place: the place of the promoted models.
+        version: the promoted version.
+        name: the name of the registered model, which is created if there is none.
+
+    Returns:
+        The version's entry, "models:/NAME/NUMBER"; "" after a failure.
     """
     entry = [""]
     problem = [f"no answer within {SECONDS:g} s"]
@@ -54,10 +61,19 @@ def register(place: Place, version: str, name: str) -> str:
 
 
 def _register(place: Place, version: str, name: str) -> str:
-    """Create the version's entry, and the registered model, if there is none, and return the entry's number.
+    """Find or create the entry of a version in MLflow's registry, and return the entry's number.
 
-    If the version is still the promoted one, the alias is set to the entry. Any exception of MLflow is raised, and
-    RuntimeError without MLflow or an address.
+    A registered model that does not exist is created first. The alias is set to the entry only if the version is still
+    the promoted one.
+
+    Args:
+        place: the place of the promoted models.
+        version: the version.
+        name: the name of the registered model.
+
+    Raises:
+        RuntimeError: MLflow is not installed, or no address of a server is set.
+        Exception: any error of MLflow, the network or the place.
     """
     if find_spec("mlflow") is None:
         raise RuntimeError(f"it needs {not_installed('mlflow-skinny', 'mlflow')}")

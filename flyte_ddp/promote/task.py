@@ -91,10 +91,22 @@ def mlflow_secret() -> list[Secret] | None:
 def check_promotion(
     place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
-    """Return the inputs of a promotion, with what was left out taken from the metadata of the weights.
+    """Check the inputs of a promotion, and fill in those that were left out from the metadata of the weights.
 
-    An empty place is the default of a local run. Without model_state, the candidate is yet to be trained. Raises
-    InputError if an input is wrong, because this task runs before anything is downloaded or trained.
+    It is a task that runs before anything is downloaded or trained. A new place gets an empty current.json.
+
+    Args:
+        place: a URL, or a folder in a local run, where "" is the default place.
+        model_state: the candidate's weights; None if the candidate is yet to be trained.
+        hp: the candidate's hyperparameters.
+        options: how the candidate is to be trained; only checked without model_state.
+
+    Returns:
+        The name of the dataset, the root of the place, and the complete hyperparameters.
+
+    Raises:
+        InputError: an input is wrong, such as a place that cannot be written to. On a cluster it is the platform's
+            error for that.
     """
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root
@@ -118,13 +130,19 @@ def promote_images(
 def promote_model(
     subject: Subject, model_state: PythonPickledFile, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promote the weights of a training of the subject, as flyte_ddp.promote.promotion.promote does.
+    """Promote a training's weights if they are better on its test split than those promoted at the place.
+
+    The first model at a place is always promoted. The function downloads the weights, and writes a report. A task calls
+    it.
 
     Args:
-        subject: what was trained.
-        model_state: the weights.
+        subject: the training: its recipe, settings and data.
+        model_state: the candidate's weights.
         place: a URL, or an absolute path.
         options: when to promote.
+
+    Returns:
+        The outcome: whether the candidate was promoted, the weights that are promoted now, the figures and a report.
     """
     promotion = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
     model = output_file(promotion.model, PythonPickledFile)

@@ -40,12 +40,12 @@ class Classifier(Recipe):
     def _check(self, outputs: Any, labels: Any) -> None:
         """Raise InputError for outputs or labels that do not fit, before torch raises a less helpful error.
 
-        Outputs must be (n, classes), and labels (n,) int64 or uint8. The range of the labels is only checked in trials,
-        because the check makes the host wait for a GPU.
+        Labels out of range are only looked for if share.alone is set, in a trial before the training: the check makes
+        the host wait for a GPU.
 
         Args:
-            outputs: what forward returned.
-            labels: the labels of the batch.
+            outputs: what forward returned; it must be a tensor (n, classes).
+            labels: the labels of the batch; they must be (n,) int64 or uint8.
         """
         owner = type(self).__name__
         count = len(labels)

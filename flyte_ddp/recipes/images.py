@@ -43,7 +43,19 @@ class ImageClassifier(Classifier):
         data_path: Path | None = None,
         init_path: Path | None = None,
     ) -> nn.Module:
-        """Load the trained network by flyte_ddp.recipes.models.load_model, which needs the file's metadata alone."""
+        """Load the trained network of an image classifier, in evaluation mode on the CPU.
+
+        Network, shape and classes come from the file's metadata, so only `path` is used.
+
+        Args:
+            path: the model_state or safetensors file.
+            settings: ignored.
+            data_path: ignored.
+            init_path: ignored.
+
+        Raises:
+            InputError: the file is damaged, or does not fit the network.
+        """
         return models.load_model(path)
 
     def facts(self) -> dict[str, Any]:
@@ -118,10 +130,12 @@ class ImageClassifier(Classifier):
 
 
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> list[dict[str, Any]]:
-    """Return the parameters as groups for torch's optimizers: one, or two if hp.norm_bias_factor is not 1.
+    """Return the network's parameters as groups for one of torch's optimizers.
 
-    The biases of batch norm are then a group of their own. The factor multiplies its learning rate, and divides its
-    weight decay.
+    Returns:
+        One group of all parameters if hp.norm_bias_factor is 1 or there is no batch norm. Otherwise two: first all
+        parameters but the biases of batch norm, then these biases, with learning rate times the factor and weight decay
+        divided by it.
     """
     biases = [layer.bias for layer in model.modules() if hasattr(layer, "running_mean")]
     if hp.norm_bias_factor == 1 or not biases:

@@ -143,17 +143,18 @@ def load_model(
 ) -> nn.Module:
     """Load the trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-    Nothing in the file is executed. But if another recipe trained the network, the modules that the file names, of the
-    recipe and its settings, are imported to build the network: any modules that this process can import. If you do not
+    Nothing in the file is executed. But if a user's recipe trained the network and `name` is None, the modules of this
+    recipe and its settings, which the file names, are imported: any modules that this process can import. If you do not
     trust a file, look at read_metadata(path).recipe and .settings_class first.
 
     Args:
         path: the file.
-        name: the name of the network; by default that in the file's metadata, or MNIST's network without metadata.
-        image_shape: (C, H, W); by default that in the metadata, or MNIST's.
-        classes: the number of classes; by default that in the metadata, or ten.
-        data_path: the training's data, if another recipe's model() needs them.
-        init_path: the training's init, if another recipe's model() needs it.
+        name: a built-in network to build, without importing a recipe; by default the one in the file's metadata, or
+            MNIST's without metadata.
+        image_shape: (C, H, W) of a built-in network; by default that in the metadata, or MNIST's.
+        classes: the number of classes of a built-in network; by default that in the metadata, or ten.
+        data_path: the training's data, if the model() of a user's recipe needs them.
+        init_path: the training's init, if the model() of a user's recipe needs it.
 
     Raises:
         InputError: the file is damaged or doesn't fit the network, or its recipe cannot be imported or lacks its data.

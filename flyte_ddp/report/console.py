@@ -328,9 +328,13 @@ def next_step(info: RunInfo, report: Path) -> str:
 
 @contextmanager
 def download_progress() -> Iterator[Progress]:
-    """Yield a function that shows downloads, which calls it as show(filename, bytes_done, bytes_total or None).
+    """Show the progress of downloads while the block runs.
 
-    On a terminal each file has a live line. Elsewhere a line is printed when a file's download begins.
+    On a terminal, each file has a live line. Elsewhere, a line is printed when a file's download begins.
+
+    Yields:
+        A function to call as show(filename, bytes_done, bytes_total) whenever a download has advanced. bytes_total may
+        be None.
     """
     if not on_terminal():
         yield _plain_download

@@ -22,9 +22,10 @@ MOST_ATTEMPTS = 8
 
 
 def tiles(record: Record) -> list[tuple[str, str]]:
-    """Return (value, label) of each figure at the top of the page, the most important first.
+    """Return (value, label) of each key number at the top of the page, the most important first, all as formatted text.
 
-    The measures are those of the test split, once it has been evaluated, or else those of the best or last epoch.
+    The measures are those of the test split if it has been evaluated, else those of the chosen epoch or, before one is
+    chosen, of the last one.
     """
     run = record.started
     description = record.info.description
@@ -102,12 +103,13 @@ def cause_bars(record: Record) -> list[tuple[str, list[str], float]]:
 
 
 def attempts_table(record: Record) -> dict[str, Any] | None:
-    """Return where the seconds of each of the last MOST_ATTEMPTS attempts have gone, as a figure and as a table.
+    """Return where the seconds of each of the last MOST_ATTEMPTS attempts have gone, as a bar chart and as a table.
 
     Returns:
-        None if there was only one attempt. Otherwise the title, and for the figure "bars", a name and (cause, percent
-        of the longest attempt) for each attempt, with a "legend" of (cause, label). For the table "heads" and "lines",
-        a line for each cause.
+        None if there was only one attempt. Otherwise a dict with these values. "title": the title of both. "bars": for
+        each attempt its name, and pairs of cause and per cent of the longest attempt. "legend": pairs of cause and
+        label. "heads" and "lines": the table, with a column for each attempt, a line for each cause, and a last line
+        with the sums.
     """
     attempts = record.goodput.attempts
     if len(attempts) == 1:
@@ -136,7 +138,12 @@ def ranks(record: Record) -> list[Table]:
 
 
 def data_lines(record: Record) -> list[tuple[str, Any]]:
-    """Return (label, value) of the data: for images their description and digest, otherwise the number of samples."""
+    """Return (label, value) pairs that describe the data.
+
+    Returns:
+        For an image dataset its description: name, counts, shape, classes and digest. Otherwise the name and the number
+            of samples of each split. [] if there is no description and the training has not started.
+    """
     run = record.started
     description = record.info.description
     if description is None:
@@ -159,9 +166,10 @@ def data_lines(record: Record) -> list[tuple[str, Any]]:
 
 
 def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
-    """Return the tables of hyperparameters, network, options, machine and run, by their titles.
+    """Return the tables of the set-up by title: hyperparameters, network, options, machine and this run.
 
-    A line is (label, value). A line of a setting has a third item: the default if the value differs from it, or "".
+    The network is missing until the training has started. A table's lines are (label, value). Lines of settings and
+    options have a third item: the default if the value differs from it, else "".
     """
     info = record.info
     run = record.started

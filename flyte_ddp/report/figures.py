@@ -52,9 +52,13 @@ class Curves:
 
 
 def draw(curves: Curves) -> str:
-    """Draw the curves as an SVG element, with vertical lines at `marks` and `chosen`, and a legend.
+    """Draw curves as the text of an SVG element, with a legend.
 
-    A series has at most MOST_POINTS points. One of fewer than 30 has markers. At least one series must have points.
+    Vertical lines mark each x of curves.marks, where there was a warning, and curves.chosen, the best one. A series is
+    thinned out to MOST_POINTS points. With fewer than 30 points it gets markers.
+
+    Args:
+        curves: the series, of which at least one must have points.
     """
     series = {name: thin_out(points) for name, points in curves.series.items() if points}
     pens = {name: pen(number, DASHES[number // 8 % 4]) for number, name in enumerate(series)}
@@ -84,14 +88,14 @@ def draw(curves: Curves) -> str:
 
 
 def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None], are_fractions: bool = False) -> str:
-    """Draw points as an SVG element, with a ring around the first one, which is the best.
+    """Draw points as the text of an SVG element, with a ring around the best: the first one that has a value.
 
     Args:
         x_name: what the horizontal axis shows.
-        x: numbers, or names as texts. Positive numbers that differ by a factor of 10 are on a logarithmic axis.
+        x: numbers, or names. The axis is logarithmic if the numbers are positive and differ by a factor of 10 or more.
         y_name: what the vertical axis shows.
-        y: the values; None for a failed one, which a cross stands for.
-        are_fractions: whether y is above 0, to be shown in per cent on a logarithmic axis.
+        y: the values, best first; None for a failed one, which is drawn as a cross. At least one must be a number.
+        are_fractions: whether y are positive fractions, to be shown in per cent on a logarithmic axis.
     """
     names = list(dict.fromkeys(x)) if isinstance(x[0], str) else []
     places = [names.index(one) if names else one for one in x]

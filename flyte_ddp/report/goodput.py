@@ -80,13 +80,18 @@ class Attempt:
         del self.marks[1:-MOST_MARKS]
 
     def lose(self, epoch: int, step: int) -> bool:
-        """Move the seconds of work after a position to the cause "lost", because training continues from there.
+        """Count this attempt's work after a position as lost, because the training continues from there.
 
-        What counts is the work since the newest mark up to the position; later marks are deleted. So the work after a
-        checkpoint whose event got lost counts as lost, too.
+        The seconds of work since the last mark at or before the position move to the cause "lost". Later marks are
+        deleted. Work after a checkpoint that left no mark counts as lost, too.
+
+        Args:
+            epoch: the position's epoch.
+            step: the position's step.
 
         Returns:
-            Whether this attempt began at or before the position. If not, earlier attempts have lost work, too.
+            True if this attempt began at or before the position. False if earlier attempts have lost work, too, or if
+            this attempt never started.
         """
         if not self.marks:
             return False

@@ -85,9 +85,14 @@ class MlflowRun(Tracker):
         self._tags |= world
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Queue numbers as metrics of a step, and texts as tags of the run, because MLflow has no series of texts.
+        """Queue numbers as metrics of a step and texts as tags of the run, and send the queue if a request is due.
 
-        What is queued is sent SEND_SECONDS after the previous request, or sooner if it fills a request.
+        A request is due SEND_SECONDS after the previous one (RETRY_SECONDS after a failure), or when the queue fills
+        one. The queue holds MOST_WAITING metrics and drops the oldest, which are counted as lost.
+
+        Args:
+            step: the step.
+            values: numbers and texts by name.
         """
         now = int(time.time() * 1000)
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}

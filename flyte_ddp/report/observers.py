@@ -98,9 +98,13 @@ class Observers:
             self._on_event(event)
 
     def end(self, event: RunFinished | RunFailed) -> None:
-        """Forward the last event, and close all observers, which waits until each has finished or is out of time.
+        """Forward the last event, and close all observers: wait until each has finished or is out of time.
 
-        A placeholder takes the place of a report that could not be written: without that output the task would fail.
+        The report is closed before the trackers, which may send it. If the report could not be written, a placeholder
+        is, because the task would fail without that output.
+
+        Args:
+            event: how the run ended.
         """
         self._last = event
         self._forward(event)

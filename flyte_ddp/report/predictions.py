@@ -76,10 +76,11 @@ def describe_predictions(record: Record) -> dict[str, Any]:
         record: the record of the run.
 
     Returns:
-        Template values by name. "classes" has at most MOST_BARS classes, the worst ones if there are more.
-        "mistakes" has the MOST_MISTAKES most confident mistakes. "cells" has the confusion matrix, and is empty if
-        there are more than MOST_CLASSES classes. All three are empty while there are no predictions, and for recipes
-        other than image classifiers.
+        Values for the page's template. "classes" has at most MOST_BARS classes, the worst ones if there are more.
+        "mistakes" has the MOST_MISTAKES most confident mistakes. "cells" has the confusion matrix, or nothing if there
+        are more than MOST_CLASSES classes. "names" has the classes' names, and "roomy" says whether cells need more
+        space. Without predictions (the run is not finished, or no image classifier), the first three are empty and the
+        other two missing.
     """
     predictions = load_predictions(record.info, record.finished) if record.finished else None
     if predictions is None:

@@ -154,7 +154,14 @@ class TimesRead:
         self.goodput: Goodput | None = None
 
     def read(self, line: dict[str, Any]) -> None:
-        """Count the seconds up to the event of the file's next line, which is parsed."""
+        """Add the next line of a progress file to the seconds by cause in `goodput`.
+
+        The first "attempt" line creates `goodput`. A later one corrects the seconds of the earlier attempts. Any other
+        line counts the time until its event; before an "attempt" line it is ignored.
+
+        Args:
+            line: the parsed line.
+        """
         if line["event"] == "attempt":
             begun = Goodput.begun(line)
             if self.goodput:  # the line comes again once it is known what earlier attempts have lost

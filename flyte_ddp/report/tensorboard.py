@@ -95,9 +95,10 @@ class TensorBoard(Tracker):
         self._writer.close()
 
     def _read(self, file: Path) -> None:
-        """Read the last step and those of each group from an earlier attempt's file.
+        """Read the last step, and the last step of each group of values, from an earlier attempt's file.
 
-        A record at its end that a killed attempt left incomplete is cut off.
+        They are stored in self._step and self._earlier. An incomplete record at the file's end, which a killed attempt
+        has left, is cut off.
         """
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 

@@ -74,9 +74,14 @@ class WandbRun(Tracker):
         return step <= int(self._earlier.get(f"{AXIS}/{group}", -1))
 
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
-        """Add the machine to the run's config, and show the network as wandb.watch would.
+        """Add the machine to the run's config, and show the network's layers as wandb.watch would.
 
         wandb.watch needs the network itself, which this process does not have.
+
+        Args:
+            world: facts about the attempt by name, such as the backend. One with the name of a setting is renamed,
+                unless it replaces an "auto".
+            layers: name, type and number of parameters of each layer.
         """
         settings = {field.name for field in fields(self.info.settings)}
         chosen = {"backend", "precision", *(["dataset"] if self.info.description else [])}  # in place of auto
@@ -87,10 +92,15 @@ class WandbRun(Tracker):
         self._run.summary["graph_0"] = graph
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log the values as one row, with the step as a value steps/GROUP of each of their groups.
+        """Log the values as one row of the W&B run.
 
-        The first values of a group make this the group's axis. A row that has W&B's own step would be held back until
-        the next step.
+        A group is the part of a name before the first slash. The row also has a value steps/GROUP, the step, for each
+        group: W&B draws the group over that value. W&B's own step is not used, because W&B would hold the row back
+        until the next step.
+
+        Args:
+            step: the step.
+            values: the values by name.
         """
         groups = {first_part(name) for name in values}
         for group in groups - self._groups:

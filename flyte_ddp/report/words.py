@@ -74,14 +74,14 @@ class Table(NamedTuple):
 
 
 def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Table]:
-    """Return a table of each rank's seconds by use and, with several hosts, one of the means of each host's ranks.
+    """Return a table of each rank's seconds by use and, with several hosts, one of each host's means over its ranks.
 
-    A table that would be longer than `most` ranks, or MOST_HOSTS hosts, has those that the others waited for longest.
+    A table has at most `most` ranks, or MOST_HOSTS hosts: those that the others waited for longest.
 
     Args:
         hosts: the host of each rank.
-        times: the seconds of each rank.
-        most: how many ranks the table has.
+        times: the seconds of each rank: for data, computing and waiting, and those that others waited for it.
+        most: how many ranks the first table has at most.
 
     Raises:
         ValueError: hosts and times differ in the number of ranks.

@@ -126,9 +126,14 @@ def as_typed(message: str) -> str:
 
 
 def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
-    """Return a command's option for a field, with `said` as its help. A value is parsed as JSON, unless it is text.
+    """Return the command-line option for a field of the settings or options.
 
-    The settings themselves check the value, so that it is refused in the same words as everywhere.
+    If the user leaves the option out, its value is None. The given value is parsed as JSON, unless the field's default
+    is text. The type is not checked here: the settings check it, in the same words as everywhere.
+
+    Args:
+        field: the field; its default tells the type.
+        said: the option's help.
     """
     default = field.default_factory() if callable(field.default_factory) else field.default
 

@@ -172,15 +172,19 @@ def classifier_trials(
 
 
 def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:
-    """Run the trials of each rung one after another, and print each before it runs.
+    """Run the trials of each rung one after another, and print each trial's values before it runs.
 
     Args:
         sweep: the sweep.
         trials: the settings of all trials.
         run: trains an entrant. If it raises InputError or RankError, the trial has failed, and the sweep continues.
+            Other exceptions end the sweep.
 
     Returns:
         The results of each rung's entrants, in their order.
+
+    Raises:
+        ReportedError: all trials have failed before the last rung.
     """
     rungs: Rungs = []
     for rung in plan_rungs(sweep, trials):
@@ -230,12 +234,16 @@ def failed_result(failure: Failure, seconds: float = 0.0) -> TrialResult:
 def choose_entrants(
     sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]
 ) -> dict[int, Entrant]:
-    """Return the trials of the next rung, in their original order, by their numbers in the sweep, from 1.
+    """Choose the trials of the next rung by the results so far.
 
     Args:
         sweep: the sweep.
         trials: the settings of all trials.
-        rungs: the results of the rungs so far.
+        rungs: the results of the rungs so far, in the order of each rung's entrants; None is a lost result. If it is
+            empty, all trials enter.
+
+    Returns:
+        The entrants by their numbers in the sweep, from 1, in ascending order.
 
     Raises:
         ReportedError: all trials have failed.
@@ -269,9 +277,10 @@ def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[Tri
 
 
 def _check_measure(sweep: Sweep, result: TrialResult) -> TrialResult:
-    """Return the result, as a failure if the sweep's measure is missing in it or not finite.
+    """Return the result, turned into a failure if the sweep's measure is not finite or missing among its measures.
 
-    Otherwise such a trial could come out as the best.
+    Otherwise such a trial could come out as the best. A result that has failed already, or has no measures at all, is
+    returned unchanged.
     """
     value = result.measures.get(sweep.measure, math.nan if result.measures else 0.0)
     reason = f"{sweep.measure} after the last epoch is not finite ({value})"
@@ -281,9 +290,15 @@ def _check_measure(sweep: Sweep, result: TrialResult) -> TrialResult:
 
 
 def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:
-    """Return the best `rung.trials` trials that have not failed, by number, in their original order.
+    """Return the best `rung.trials` trials of all, without failed ones, by number in ascending order.
 
-    A trial cut in an earlier rung can replace a failed one.
+    All trials are ranked by their latest results, so one that was cut in an earlier rung takes part again if too many
+    others have failed. There are fewer than `rung.trials` entrants if fewer trials are left.
+
+    Args:
+        sweep: how results are compared.
+        rung: the rung. Its stop_after, unless it is 0, goes into the entrants' settings.
+        latest: the latest result of each trial.
     """
     best = rank_trials(sweep, latest)[: rung.trials]
     stop = {"stop_after": rung.stop_after} if rung.stop_after else {}

@@ -37,9 +37,20 @@ class Best(NamedTuple):
 
 
 def write_comparison(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
-    """Rank the trials by the sweep's measure, write the table and the page, and print which trial is the best.
+    """Rank the trials by the sweep's measure, write trials.csv and the page, and print which trial is the best.
 
-    Raises ReportedError if all trials have failed.
+    Args:
+        platform: the platform.
+        sweep: the sweep.
+        trials: the settings of all trials.
+        rungs: the results of each rung's entrants, in their order.
+        subject: the name of what the trials train on, for the title.
+
+    Returns:
+        The number of the best trial, from 1, and the paths of the table and the page.
+
+    Raises:
+        ReportedError: all trials have failed.
     """
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = latest_results(sweep, trials, rungs)
@@ -64,9 +75,15 @@ def list_heads(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
 
 
 def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
-    """Write a CSV file with a line per trial, best first as they are given.
+    """Write a CSV file with a header and a line for each trial, in the given order.
 
-    The best trial's measures are columns. They are empty for a failed trial.
+    The columns are the number, the values tried, the epochs if trials were cut, the best trial's measures, seconds,
+    report and failure. A failed trial's measures are empty.
+
+    Args:
+        sweep: the sweep.
+        trials: the trials, best first.
+        path: the file, which is overwritten.
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)

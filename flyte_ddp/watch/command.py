@@ -166,7 +166,16 @@ def printable(value: Any) -> Any:
 
 
 def follow_lines(file: File, timeout: float | None) -> Iterator[bytes]:
-    """Yield each whole line as it comes, without its newline, until nothing has come for `timeout` seconds."""
+    """Yield each whole line of a growing file as it comes, without its newline.
+
+    Args:
+        file: the file, which is read from its start, then about once a second.
+        timeout: return after this many seconds without new content; None never returns.
+
+    Raises:
+        InputError: the file cannot be read at first.
+        ReportedError: the file can no longer be read, or another run has begun it anew.
+    """
     read = 0
     begun = b""
     heard = time.monotonic()

@@ -43,7 +43,14 @@ class Recorded:
 
 
 def collect_run_facts(event: RunStarted) -> dict[str, str]:
-    """Return by name, as text, the settings, all else that determines the result, and what the training has run on."""
+    """Return what may explain a difference between two trainings, as text by name.
+
+    These are the settings, all else that determines the result, such as data and code, and the machines that the
+    training has run on, under "ran on: ...".
+
+    Args:
+        event: the start of the training.
+    """
     rest = {name: value for name, value in event.identity.items() if name != "settings"}
     named = {"dataset": event.dataset, **rest, **event.identity.get("settings", {})}
     facts = {name: json.dumps(value, ensure_ascii=False) for name, value in named.items()}
@@ -54,9 +61,14 @@ def collect_run_facts(event: RunStarted) -> dict[str, str]:
 
 
 def read(place: str) -> Recorded:
-    """Read the progress file at a place, a folder or URL as of the command, to its last whole line.
+    """Read the digests and facts in the progress file of a training, up to the file's last whole line.
 
-    Raises InputError if there is no such file, or it has no digests, or lines of a newer version.
+    Args:
+        place: the file, the training's folder or logs, or a URL of them in Flyte's storage.
+
+    Raises:
+        InputError: there is no such file, it is no progress file, a newer version has written it, or it has no digests,
+            as before the first step.
     """
     file = File(place)
     recorded = Recorded()
@@ -80,7 +92,7 @@ def read(place: str) -> Recorded:
 @click.argument("second", metavar="RUN")
 @click.pass_context
 def compare(context: click.Context, first: str, second: str) -> None:
-    """Say from which evaluation on the weights of two trainings differ, and in what the trainings do.
+    """Say from which evaluation on the weights of two trainings differ, and which settings, data or hardware do.
 
     RUN is a training's folder, its output `logs`, the `output` of train(), or the URL of one in Flyte's storage. The
     exit status is 0 if both have finished with the same weights at each evaluation and in model.pt, 1 if not, and 2 for

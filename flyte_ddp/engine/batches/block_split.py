@@ -208,9 +208,16 @@ class BlocksInOrder:
         self.at = order.at
 
     def uses(self, steps: range) -> Uses:
-        """Return the blocks that this rank needs in these steps, and the first and last step that needs each.
+        """Return which blocks of data this rank reads in some steps, with the first and last step that needs each.
 
-        A rank's samples are from a range of streams, and it needs all blocks of these.
+        A batch takes its samples from several streams, each of which reads its blocks in turn. This rank's samples may
+        come from a range of streams, so all blocks of these streams count as needed.
+
+        Args:
+            steps: the steps of the epoch.
+
+        Returns:
+            The Uses: the blocks in the order of their first use, and the two steps of each.
         """
         # Which streams a share begins and ends with depends on where its batch begins, modulo the number of streams
         last_step, is_short = divmod(self.order.samples, self.order.batch_size)

@@ -21,8 +21,9 @@ def reopen_in_forks() -> None:
 def reopen_files() -> None:
     """Reopen each regular file that this process has open for reading only, at the same offset and descriptor.
 
-    A fork shares offsets with its parent and siblings, so one process would move the offset between another's seek and
-    read. Files that are open for writing stay shared, since processes append to them in turn.
+    A forked process shares offsets with its parent and siblings, so one process would move the offset between another's
+    seek and read. Files that are open for writing stay shared, since processes append to them in turn. A file that
+    cannot be reopened stays shared, too, and without /proc nothing happens.
     """
     with suppress(OSError):  # /proc may not be mounted
         for number in map(int, os.listdir("/proc/self/fd")):
@@ -31,7 +32,16 @@ def reopen_files() -> None:
 
 
 def _reopen(number: int) -> None:
-    """Reopen the file of this descriptor, if it is a regular file that is open for reading only."""
+    """Give a descriptor a file offset of its own, at the same position, by opening its file anew.
+
+    The descriptor keeps its number. A file that is not a regular one, or is open for writing, stays as it is.
+
+    Args:
+        number: the descriptor.
+
+    Raises:
+        OSError: The file cannot be opened again.
+    """
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
         return

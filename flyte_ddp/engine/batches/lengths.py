@@ -70,15 +70,19 @@ class Lengths:
         return part
 
     def padded(self, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
-        """Pad a rank's samples with zeros, or cut padding off, to the length of the global batch's longest sample.
+        """Return a rank's samples, padded with zeros or cut to the length of the global batch's longest sample.
 
         Args:
-            tree: the tensors (n, length, ...) of the rank's samples; some may have no lengths.
+            tree: the tensors (n, length, ...) of the rank's samples. A tensor that has no lengths stays as it is.
             own: (n,) the indices of these samples.
             global_indices: (N,) the indices of all samples of the global batch.
 
+        Returns:
+            The tree with tensors (n, longest, ...), which all ranks have alike.
+
         Raises:
-            DataError: A tensor is not as long as the lengths say.
+            DataError: A tensor is shorter than the rank's longest sample, or longer than that although the Dataset does
+                not pad its samples itself.
         """
         longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)
@@ -139,7 +143,14 @@ class SimilarLengths:
         return samples
 
     def _sort(self, number: int) -> Tensor:
-        """Return the samples of a window in their new order, (n,) int64. Only the epoch's last batch may be short."""
+        """Return the samples of a window, arranged in batches of similar lengths that follow one another at random.
+
+        Args:
+            number: the window's number in the epoch, from 0.
+
+        Returns:
+            (n,) int64 indices. If the last window has a short batch, that one is at the end.
+        """
         first = number * self._width
         some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))
         *batches, last = some[self._each[some].argsort(stable=True)].split(self._batch_size)

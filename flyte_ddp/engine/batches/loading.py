@@ -105,9 +105,13 @@ class Streamed:
 
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield the items, of which a thread computes so many before they are asked for.
+    """Yield the items of an iterator, of which a thread computes up to `count` in advance.
 
-    An error that an item raises in the thread is raised here.
+    An error that an item raises in the thread is raised here in the item's place.
+
+    Args:
+        items: the iterator, which only the thread advances.
+        count: how many items to compute before they are asked for, at least 1.
     """
     asked: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Future[T]] = SimpleQueue()
@@ -175,17 +179,22 @@ class _Reader(Dataset[Any]):
 def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, origin: Origin = None) -> Any:
     """Read samples from a Dataset and stack them to a tree of arrays (n, ...).
 
-    Each sample draws from generators that are seeded for it alone. Afterwards the generators are as before.
+    Before each sample, the global random generators are seeded for this sample alone. Afterwards they are as before. A
+    dataset with a method read_batch(indices) returns the tree itself: is_padded and origin are ignored then.
 
     Args:
-        dataset: the Dataset, or an object with read_batch(indices), which returns the tree itself.
-        indices: (n,) the samples.
+        dataset: the Dataset.
+        indices: (n,) the samples, at least one.
         is_padded: whether samples of different lengths are padded with zeros to the longest of them.
-        origin: where in the training the samples are read, from which their random numbers follow; None is an
-            evaluation.
+        origin: the key and the position in the epoch by which the samples' generators are seeded in a training; None in
+            an evaluation.
+
+    Returns:
+        The tree, built as a sample is, with a NumPy array in place of each number, array or tensor.
 
     Raises:
-        DataError: Samples differ in structure or shape, or are no numbers. Errors of the Dataset stay as they are.
+        DataError: Samples differ in structure or shape, or have something other than numbers. Errors of the Dataset
+            itself are raised unchanged.
     """
     if hasattr(dataset, "read_batch"):
         return dataset.read_batch(indices)
@@ -209,7 +218,18 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
 
 
 def _stack(dataset: Any, indices: np.ndarray, leaves: Sequence[Any], is_padded: bool) -> np.ndarray:
-    """Stack one leaf of each sample to an array (n, ...), padded if is_padded, or raise DataError."""
+    """Stack one leaf of each sample's tree to an array (n, ...).
+
+    Args:
+        dataset: the Dataset, for messages.
+        indices: (n,) the samples, for messages.
+        leaves: the leaf of each sample: a number, array or tensor.
+        is_padded: whether leaves of different lengths are padded with zeros at the end of their first dimension, to the
+            longest.
+
+    Raises:
+        DataError: A leaf has something other than numbers, or the shapes differ otherwise than padding can mend.
+    """
     arrays = [np.asarray(leaf) for leaf in leaves]
     for index, leaf, array in zip(indices, leaves, arrays, strict=True):
         if array.dtype.kind not in KINDS:

@@ -93,7 +93,9 @@ class Resident:
 
 
 def _convert_leaf(leaf: Any) -> Tensor | np.memmap:
-    """Return a leaf of the data as a tensor, but a memory map as it is.
+    """Return a tensor or array of the data as a tensor without a graph of gradients, and a memory map as it is.
+
+    Memory is shared with the leaf where torch can hold the array's type.
 
     Raises:
         InputError: The leaf is no dense tensor, or array of numbers.

@@ -38,18 +38,22 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
-    """Write the content to a temporary file beside path, and return that file. finish_draft() makes it the checkpoint.
+    """Write a checkpoint's content to a temporary file beside path, which finish_draft() then makes the checkpoint.
 
-    Tensors may change once this has returned: the kernel has them, though perhaps not yet the disk. If any tensors are
-    Shards, rank 0 calls it, and the other ranks call fill(None, content, device): rank 0 writes the rows of all ranks.
+    The caller may change the tensors once this has returned: the kernel has them, though perhaps not yet the disk. The
+    content may have Shards, whose rows other ranks have. Rank 0 then calls write_draft() while each other rank calls
+    fill(None, content, device), which sends its rows to rank 0.
 
     Args:
         path: where the checkpoint will be.
-        content: what to write.
+        content: what to write, without the format, which is added.
         device: the device that exchanges the rows of Shards.
 
+    Returns:
+        The temporary file.
+
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written. The temporary file is removed.
     """
     draft = temporary_beside(path)
     content = {"format": FORMAT, **content}
@@ -132,9 +136,10 @@ def _changed_files(saved: Any, ours: Mapping[str, str] | None) -> str:
 
 
 def compare_identities(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield the path, the saved value and our value of each entry in which two identities of trainings differ.
+    """Yield each entry in which two identities of trainings differ, as its path, its saved value and our value.
 
-    A path is ("code",) or ("settings", "seed"), say. Entries that ours lacks are not compared.
+    A path is ("code",) or ("settings", "seed"), say. An entry that `saved` lacks is yielded with None; an entry that
+    `ours` lacks is not compared.
     """
 
     def parts(identity: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
@@ -152,7 +157,7 @@ def compare_identities(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Ite
 def refuse(
     error: CheckpointError, options: RunOptions, emit: Callable[[Event], None], output: Path | None = None
 ) -> None:
-    """Emit CheckpointRefused, which says why training starts anew, or raise InputError where it must not do so.
+    """Emit CheckpointRefused, after which training starts anew, or raise InputError if that would be wrong.
 
     Args:
         error: why the checkpoint is refused.
@@ -161,8 +166,8 @@ def refuse(
         output: the output folder of train(), if the checkpoint is there.
 
     Raises:
-        InputError: the user has asked for this very checkpoint, by RunOptions.resume_from; or it is another training's
-            and would be lost in the output folder.
+        InputError: RunOptions.resume_from names this checkpoint; or the checkpoint in `output` belongs to another
+            training, which would be lost.
     """
     if options.resume_from:
         raise InputError(f"RunOptions.resume_from: the checkpoint in {options.resume_from} {error}")
@@ -192,7 +197,8 @@ def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
         expected: the checksum that the other rank has.
 
     Returns:
-        The content, as read_checkpoint() returns it; None if there is no such file here, or another one.
+        The content, as read_checkpoint() returns it; None if the file is missing, cannot be read, or has another
+        checksum. No error is raised.
     """
     try:
         return _content(path) if checksum(path) == expected else None
@@ -204,7 +210,8 @@ def restore(state: TrainingState, saved: dict[str, Any]) -> None:
     """Load a checkpoint's state, as copy_in_place() has returned it, into the training.
 
     Raises:
-        CheckpointError: The saved state does not fit. The training's state is half loaded then.
+        CheckpointError: The saved state does not fit. The training's state is half loaded then. Errors of the device,
+            such as a lack of its memory, are raised as they are.
     """
     try:
         state.load_state_dict(saved)

@@ -29,8 +29,8 @@ def fetch_shards(
 ) -> Iterator[dict[str, Any]]:
     """Download the files that have rows of this rank, verify them, and yield the checkpoint's content; a collective.
 
-    The host's ranks share a temporary folder for the files, which is removed after the block. The content's tensors
-    are StoredTensors: the block may read this rank's rows, and no others.
+    The host's ranks share a temporary folder for the files. After the block the ranks wait for one another, and the
+    folder is removed. The content's tensors are StoredTensors: the block may read this rank's rows, and no others.
 
     Args:
         manifest: the checkpoint's manifest, whose "url" is the folder in the storage.
@@ -39,7 +39,9 @@ def fetch_shards(
         environment: this rank.
 
     Raises:
-        CheckpointError: a rank's file is damaged or missing. It is raised on all ranks.
+        CheckpointError: Some rank's file is damaged or missing. All ranks raise it.
+        RecoverableError: The storage fails. Only the rank that meets this raises it, and the other ranks wait for that
+            rank.
     """
     name = broadcast_value(f"checkpoint-{uuid.uuid4().hex}")
     folder = Path(tempfile.gettempdir(), name)  # this job's ranks on this host share the folder

@@ -44,13 +44,18 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
         link: receives the event.
 
     Returns:
-        - None: training can go on, from the checkpoint if it was restored, or else from the start.
-        - "float32" or "bfloat16": the checkpoint was trained in this precision. Nothing was restored: the caller has to
-          set up the training in this precision, and call resume() again.
-        - "": restoring has failed half-way. The caller has to set up the training anew, and start from the beginning.
+        None if training can go on, from the checkpoint if it was restored, or else from the start.
+
+        "float32" or "bfloat16" if the checkpoint was trained in this precision. Nothing was restored: the caller has to
+        set up the training in this precision, and call resume() again.
+
+        An empty text if restoring has failed half-way. The caller has to set up the training anew, and start from the
+        beginning.
 
     Raises:
-        InputError: The user has asked for the checkpoint that is refused. See refuse().
+        InputError: The refused checkpoint is that of RunOptions.resume_from, or another training's in the output folder
+            of train(). Rank 0 alone raises it if the file itself is refused; all ranks do if it is refused later.
+        RecoverableError: The platform's storage fails. This rank alone raises it.
     """
     path = Path(job.checkpoint_path)
     content = None
@@ -142,18 +147,18 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
 def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None) -> dict[str, Any]:
     """Copy a checkpoint's state into the training's weights and buffers, and into new tensors where those don't fit.
 
-    restore() still has to load the result: the optimizer's state is in new tensors, for instance. Of sharded tensors,
-    this rank's rows are copied.
+    Weights and buffers have the saved values after this. The rest, such as the optimizer's state, is in new tensors,
+    which restore() has to load. Of sharded tensors, this rank's rows alone are copied.
 
     Args:
         state: the training that resumes.
-        saved: the checkpoint's state, with tensors or StoredTensors. Receivers other than the first may have meta
+        saved: the checkpoint's state, with tensors or StoredTensors. A rank that cannot read the checkpoint has meta
             tensors.
-        receivers: a process group, whose first rank sends the content to the others, so that this is a collective of
+        receivers: a process group, whose first rank sends the tensors to the others, so that this is a collective of
             the group; None if each rank can read `saved`.
 
     Returns:
-        The state, in these tensors.
+        The state like `saved`, in the training's own tensors and the new ones.
     """
     networks = {"model": state.model, "average": state.average.model if state.average else None}
     own = {name: network.state_dict() for name, network in networks.items() if network}

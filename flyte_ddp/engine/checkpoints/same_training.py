@@ -16,17 +16,18 @@ OPTIONS = ("sharding", "compile", "audit_every", "odd_hosts")
 
 
 def check_same_training(environment: Environment, job: Job) -> None:
-    """Check that each rank's settings, code, data, initial weights and OPTIONS are those of rank 0; a collective.
+    """Check that all ranks have rank 0's settings, code, data, initial weights and some options; a collective.
 
-    With another learning rate, say, a rank would silently drift apart from the others. Another version of torch changes
-    the code's version but is accepted here, because hosts/places.py warns of it.
+    With another learning rate, say, a rank would silently drift apart from the others. The options are sharding,
+    compile, audit_every and odd_hosts. A rank with another version of torch is accepted, though its code's version
+    differs then, because hosts/places.py warns of it.
 
     Args:
         environment: this rank.
         job: the training that this rank has been started for.
 
     Raises:
-        InputError: a rank differs. It is raised on all ranks.
+        InputError: A rank differs from rank 0. All ranks raise it, with the first such rank and its host.
     """
     own = {**job.identity, **{name: getattr(job.options, name) for name in OPTIONS}, "torch": str(torch.__version__)}
     first = broadcast_value(own)

@@ -152,16 +152,17 @@ class ShardWriter:
     def begin(self, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
         """Copy this rank's rows of the state, and return a function that writes the checkpoint; a collective.
 
-        On a CPU, the copy is this rank's file itself. The training may go on after this has returned.
+        On a CPU, this rank's file is written at once, as the copy. On a GPU, the copy is in the host's memory. The
+        training may change its tensors once this has returned.
 
         Args:
-            content: the checkpoint's content, with Shards.
+            content: the checkpoint's content, in which sharded tensors are Shards.
             device: where the Shards' rows are.
 
         Returns:
-            A function that a thread of each rank has to call: another collective, in a group of its own. The thread
-            waits for the disk and for the other ranks' files. Rank 0 then commits the manifest, or raises OSError if
-            any rank has failed. On ranks that don't write, the function does nothing.
+            A function that a thread of each rank has to call, since it is another collective, in a process group of its
+            own. It waits for the disk and for the other ranks' files. Rank 0 then commits the manifest, or raises
+            OSError if any rank has failed. On ranks that don't write, the function does nothing.
         """
         description, tensors = describe_state(content)
         progress = content["state"]["progress"]
@@ -180,9 +181,12 @@ class ShardWriter:
         return lambda: self._finish(manifest, file, _try_to_write(file, copied))
 
     def _entry(self, tensor: Tensor | Shard) -> dict[str, Any]:
-        """Return what the manifest says of a tensor: its dtype, its whole shape, and how many rows each file has.
+        """Return a tensor's entry in the manifest of the checkpoint.
 
-        The first file has all rows of a tensor that is not sharded.
+        Returns:
+            A dict with "dtype", such as "float32"; "shape", that of the whole tensor; and "each", how many rows each
+            file has, at least 1. Of a tensor that is not sharded, "each" is the number of all its rows, since the first
+            file has them all.
         """
         count = tensor.shape[0] if tensor.shape else 1
         each = count
@@ -224,10 +228,12 @@ class ShardWriter:
         )
 
     def _keep(self, file: Path) -> tuple[str, str]:
-        """Wait until a written file is on the disk, and let the destination keep it.
+        """Wait until a written file is on the disk, compute its digest, and hand the file to the destination.
+
+        A destination in a storage uploads the file and removes the local one. A shared folder has nothing more to do.
 
         Returns:
-            The file's SHA-256 in hex, and an empty text; or an empty text, and what went wrong.
+            The file's SHA-256 in hex, and an empty text; or an empty text, and what went wrong. No error is raised.
         """
         try:
             with open(file, "rb") as written:

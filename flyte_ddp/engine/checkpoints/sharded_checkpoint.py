@@ -51,9 +51,10 @@ class StoredTensor:
         return replace(self, shape=(last - first, *self.shape[1:]), first=self.first + first)
 
     def parts(self) -> Iterator[tuple[Path, int, int]]:
-        """Yield each file that has some of these rows, with the index of the file's first row and that after its last.
+        """Yield each file that has some of these rows, as its path, its first row and the row after its last.
 
-        The indices are those of the whole tensor. A number counts as one row.
+        Both are indices in the whole tensor. They enclose all rows that the file can have, so the second index may be
+        past the tensor's end. A tensor without dimensions counts as one row.
         """
         count = len(self) if self.shape else 1
         for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():

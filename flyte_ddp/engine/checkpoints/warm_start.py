@@ -31,10 +31,12 @@ JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_frac
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the file is a checkpoint, which has its format in it, rather than just weights.
+    """Return whether a file is a checkpoint in one file, which has this package's number of a format, or anything else.
+
+    False does not say that the file has weights: a file that torch cannot load gives False, too.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: The file is missing or may not be read.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -46,19 +48,22 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
-    """Load a model_state's weights into the network, except those that leave_out names.
+    """Load the weights of a file into the network, except those that leave_out names.
+
+    The rest of the network keeps its initial values.
 
     Args:
-        model: the network.
-        path: the file of weights.
-        leave_out: patterns of the names of tensors, or "mismatching", separated by commas, as in
-            TrainingSettings.init_leave_out.
+        model: the network, which is changed.
+        path: the file of weights, such as a model_state.
+        leave_out: patterns (fnmatch) of the names of tensors or layers, separated by commas. The word "mismatching"
+            among them leaves out every tensor that is missing on one side, or has another shape.
 
     Returns:
-        The names of the tensors that the file has replaced, and a remark for the user.
+        The names of the tensors that were taken and that the file itself has, and a remark for the user.
 
     Raises:
-        InputError: the weights do not fit the network.
+        InputError: The file cannot be read, weights do not fit the network, a pattern matches nothing, or no weight is
+            left to load.
     """
     inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
     own = model.state_dict()
@@ -87,7 +92,8 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
 def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
     """Load another training's checkpoint, to continue with this training's settings, and return a remark for the user.
 
-    The optimizer's state is the checkpoint's; its learning rates and the schedule are this training's own.
+    Weights, the optimizer's state and the position in the training are the checkpoint's. The optimizer's
+    hyperparameters, its learning rates and the schedule are this training's own.
 
     Args:
         state: the state to load into, as a fresh start has it.
@@ -95,8 +101,12 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
         job: this training.
         steps_per_epoch: the number of steps of an epoch of this training.
 
+    Returns:
+        A sentence that says after which epoch, or at which step, the training continues.
+
     Raises:
-        InputError: this training cannot continue the other one.
+        InputError: The checkpoint is damaged, its network, optimizer or settings do not suit this training, or nothing
+            is left to train.
     """
     try:
         return _continue_from(state, path, job, steps_per_epoch)
@@ -105,7 +115,21 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 
 
 def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
-    """Do what continue_from does, but raise CheckpointError for what is wrong with the file itself."""
+    """Load another training's checkpoint, to continue with this training's settings, and return a remark for the user.
+
+    Args:
+        state: the state to load into, as a fresh start has it.
+        path: the checkpoint.
+        job: this training.
+        steps_per_epoch: the number of steps of an epoch of this training.
+
+    Returns:
+        A sentence that says after which epoch, or at which step, the training continues.
+
+    Raises:
+        CheckpointError: The file is damaged, of another recipe, or of a network with another base.
+        InputError: The checkpoint is sound, but its network, optimizer, measures or settings do not suit this training.
+    """
     content = read_checkpoint(path, {"recipe": job.recipe})
     saved, other_identity = content["state"], content["identity"]
     progress = saved["progress"]
@@ -168,10 +192,11 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 
 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Drop the other training's best epoch if it does not count here, or else reset the patience if it ran out there.
+    """Decide whether the best epoch of the training that is continued still counts, and whether patience begins anew.
 
-    The best epoch does not count if the data, choose_by or validation_fraction differ. The patience is kept if the
-    other training had a stop_after. Without a best_tracker nothing happens.
+    If the data, choose_by or validation_fraction differ, the best_tracker is reset to `fresh`. Otherwise its best epoch
+    stays. If the other training has ended because its patience ran out, the count of epochs without improvement becomes
+    0, unless that training had a stop_after. Without a best_tracker nothing happens.
 
     Args:
         state: the state, with the other training's checkpoint loaded.
@@ -189,9 +214,20 @@ def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any]
 
 
 def freeze(model: nn.Module, patterns: str) -> str:
-    """Freeze the parameters with these names, or in layers with these names, and return a remark for the user.
+    """Freeze the parameters that the patterns name, alone or by their layer, and return a remark for the user.
 
-    A batch norm layer whose parameters are all frozen keeps its running statistics, too.
+    A batch norm layer whose parameters are all frozen keeps its running statistics, too: a hook sets the layer to
+    evaluation mode before each forward pass.
+
+    Args:
+        model: the network, which is changed.
+        patterns: patterns (fnmatch) of the names of parameters or layers, separated by commas.
+
+    Returns:
+        "Frozen: " and the names of the parameters.
+
+    Raises:
+        InputError: A pattern matches nothing.
     """
     names = matching("freeze", split_patterns(patterns), [name for name, _ in model.named_parameters()])
     for name, parameter in model.named_parameters():

@@ -76,17 +76,22 @@ def begin_file(
 ) -> Callable[[], None]:
     """Copy the content of a checkpoint, and return a function that writes the copy to a single file.
 
-    The training may change the tensors once begin_file has returned. With path and room given, it is a Begin.
+    The training may change the tensors once begin_file has returned. partial(begin_file, path, {}) is what
+    CheckpointWriter takes as `begin`.
 
     Args:
-        path: the checkpoint's path. On a CPU, the copy is a draft of the file beside it.
-        room: the copies from a GPU in the host's memory, which this fills, and which later checkpoints overwrite. Give
-            an empty dict at first, and the same one again.
+        path: the checkpoint's path. On a CPU, the copy is a temporary file beside it.
+        room: the host's memory for copies from a GPU. Give an empty dict for the first checkpoint, and the same dict
+            for later ones, whose copies overwrite those in it.
         content: what to write.
         device: where the tensors are.
 
     Returns:
-        A function that replaces the file at the path, and removes the shards of an earlier sharded checkpoint there.
+        A function for a thread, which replaces the file at the path, and removes the files of an earlier sharded
+        checkpoint there.
+
+    Raises:
+        OSError: The copy cannot be written. The function that is returned may raise it, too.
     """
     if device.type == "cpu":
         write = partial(finish_draft, write_draft(path, content, device), path)
@@ -138,11 +143,13 @@ class CheckpointWriter:
     def save(self, state: Resumable, is_last: bool = False) -> None:
         """Wait until the checkpoint before is written, copy the state, and have a thread write the copy.
 
-        An event tells of the outcome. If the copy fails with an OSError, nothing is written, and training goes on.
+        An event tells whether the checkpoint was written. If the copy fails with an OSError, CheckpointFailed is
+        emitted, nothing is written, and training goes on.
 
         Args:
             state: the training, which may go on once this has returned.
-            is_last: whether training ends with this checkpoint.
+            is_last: whether training ends with this checkpoint. It makes no difference here, only to a writer that
+                would skip the checkpoint because an upload is still running.
         """
         started = time.monotonic()
         self.close()

@@ -244,14 +244,21 @@ def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.nd
 
 
 def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Read samples twice, and compare the samples and the states of the random number generators.
+    """Read samples twice as in an evaluation, and tell whether the second reading differs from the first.
 
-    The states are compared because a flip of half of the images may leave these few as they are. A Dataset that sets a
-    seed for each sample ends up in the same state both times.
+    The readings differ if any sample does, or if the global random generators, or generators that the Dataset holds,
+    end up in another state. The states count because a flip of half of the images may leave these few as they are. A
+    Dataset that sets a seed for each sample ends up in the same state both times.
+
+    Args:
+        is_padded: whether samples of different lengths are padded.
+        dataset: the Dataset.
+        indices: (n,) the samples.
 
     Returns:
-        Whether the two readings differ, (1,) bool; the code that seeds the Dataset's own generator, (n,) uint8 of
-        UTF-8, empty if none is found; and what _sample_digests returns for the samples.
+        Whether the readings differ, (1,) bool; the code that would seed the Dataset's own generator, (k,) uint8 of
+        UTF-8, empty if none of its own has changed; and (n,) int64, a digest of each sample as a training reads it, in
+        the order of increasing indices.
     """
     readings, held = [], []
     for _ in range(2):

@@ -24,10 +24,11 @@ MOST_ITEMS = 50  # the items of a container to look at: a list of a million path
 def find_held_generators(dataset: Any) -> dict[str, bytes]:
     """Find the generators of NumPy, Python and torch that an object holds, in its attributes and in what these hold.
 
-    Generators that one call of an owner's method seeds, such as self.transform.set_random_seed(...), count as one.
+    If an owner has a method that seeds all that it holds, such as self.transform.set_random_seed(...), its generators
+    count as one.
 
     Args:
-        dataset: the object. Of a large one, only the first 1,000 inner objects are searched.
+        dataset: the object. Only about the first 1,000 inner objects are searched.
 
     Returns:
         The state of each generator as bytes, by the code that seeds it, with the object as `self`. The generators that

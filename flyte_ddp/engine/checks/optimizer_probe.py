@@ -71,9 +71,9 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
 
 
 def numbers_outside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return the numbers that an optimizer keeps in attributes other than those of each torch.optim.Optimizer.
+    """Return the numbers that an optimizer keeps in attributes of its own, which its state_dict may lack.
 
-    Private attributes are left out, and so are flags, such as whether there was a step.
+    The attributes state, param_groups and defaults are left out, as are private ones. Flags are no numbers here.
 
     Returns:
         For each attribute that has any: its numbers and, in place of each tensor, a digest of its bits.
@@ -151,9 +151,10 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _among_ranks(rank: int, size: int) -> Iterator[None]:
-    """Make this process look like another rank while the block runs, to code that asks for rank or world size.
+    """Make this process look like another rank while the block runs, to code that asks for its rank or the world size.
 
-    Both torch.distributed and torchrun's variables RANK and WORLD_SIZE, if they are set, say so.
+    torch.distributed gives the new values. The variables RANK and WORLD_SIZE do so, too, if they are set. After the
+    block all is as before.
 
     Args:
         rank: the rank to look like.
@@ -185,7 +186,10 @@ class _Group:
 
 
 def _lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of attributes that are missing, or have other numbers, in a new optimizer with the state_dict.
+    """Return the attributes of an optimizer that its state_dict does not restore in a new optimizer, by name.
+
+    An attribute counts if it has numbers, and if the new optimizer lacks it, or has other numbers there after loading
+    the state_dict. The list is sorted.
 
     Args:
         recipe: builds the new optimizer.

@@ -88,6 +88,12 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         steps: the number of steps of the whole training, for lr_lambda.
         constant_loss: the loss of guessing; 0 if it is unknown.
 
+    Returns:
+        The findings: the names of the measures and of the main one, warnings for the user, the floating-point
+            operations of a training step per sample, which frozen weights and which buffers a forward pass changes,
+            whether a sample leaves trained weights unused, whether the recipe calls all_gather(), and whether
+            evaluation has to measure the loss of guessing.
+
     Raises:
         InputError: The recipe would fail in the first step, or only after an epoch, or ranks have other data. It names
             the place and the remedy.
@@ -189,13 +195,13 @@ def _refuse_gathering(trials: Trials) -> None:
 
 
 def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
-    """Raise InputError if a resume would lose a part of the network's state.
+    """Raise InputError if a checkpoint could not hold all of the network's state.
 
-    It refuses three things: a state_dict with more than tensors, a buffer that a step changes but that is not
-    persistent, and a persistent buffer that a step creates or reshapes.
+    Three things are refused: a state_dict that has anything but tensors, a buffer with persistent=False that a step has
+    changed without reshaping it, and a persistent buffer that a step has created or reshaped.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe, for the message.
         network: the network, after a training step.
     """
     kept = network.model.state_dict()
@@ -236,12 +242,13 @@ def _refuse_changed_weights(recipe: Recipe, network: Network) -> None:
 
 
 def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) -> None:
-    """Raise InputError if the loss cannot be differentiated as training needs it.
+    """Raise InputError if the measure that is trained, usually the loss, has no usable gradient.
 
-    It refuses a trained measure without a gradient, weights of that measure that need a gradient, and sparse gradients.
+    Three things are refused: values of the measure that no gradient comes from, weights of the measure's samples that
+    require a gradient, and a sparse gradient of a parameter.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe, for the message.
         network: the network, with the trial's gradients.
         whole: the trial of all samples.
     """
@@ -379,10 +386,11 @@ def _refuse_unsteady(training: Trials, whole: Trial) -> None:
 
 
 def _find_moving(training: Trials) -> frozenset[str]:
-    """Return the names of the frozen weights that a forward pass changes after the trained weights have changed.
+    """Return the names of the frozen weights that a forward pass changes, such as those of a teacher.
 
-    Such weights follow the trained ones, as a teacher's do. A first pass may not show it, because a teacher starts as a
-    copy. Nothing is found under sharding.
+    A teacher follows the trained weights. It starts as their copy, so a first pass may not change it. Therefore this
+    function changes the trained weights, and runs a trial. Under sharding, or without frozen weights, it returns an
+    empty set at once.
 
     Args:
         training: runs the trials; this function runs one more.
@@ -398,10 +406,10 @@ def _find_moving(training: Trials) -> frozenset[str]:
 def _find_alike(training: Trials, whole: Trial) -> list[str]:
     """Return a warning for each transform of torchvision that changes all samples by the same random numbers.
 
-    Such a transform draws as often for half of the samples as for all.
+    Such a transform draws as often for half of the samples as for all. With fewer than 4 samples, nothing is found.
 
     Args:
-        training: the trials; this function may run one more.
+        training: the trials; this function runs one more if the first has used such transforms.
         whole: the trial of all samples, which has counted the draws of each transform.
     """
     if not whole.transforms or training.size < 4:

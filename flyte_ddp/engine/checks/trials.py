@@ -60,7 +60,9 @@ class Network:
 
     @torch.no_grad()
     def start_afresh(self, is_training: bool, is_moved: bool) -> None:
-        """Put back weights and buffers, and remove the gradients. Weights of a sharded network are left alone.
+        """Restore the weights and buffers that the network had before all trials, and remove its gradients.
+
+        Weights of a sharded network, and buffers whose shape has changed, stay as they are.
 
         Args:
             is_training: whether to set the network to training mode, or else to evaluation mode.
@@ -299,9 +301,9 @@ def _calling_transform() -> list[tuple[str, str]]:
 
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call of an operation draws random numbers, which it doesn't with a dropout of 0.
+    """Return whether this call of an operation draws random numbers: not with a dropout of 0, nor in evaluation mode.
 
-    Attention and recurrent layers always call operations that may draw.
+    Attention and recurrent layers always call operations that may draw. The call's arguments tell whether it does.
 
     Args:
         func: the operation, one that torch tags as drawing.
@@ -334,13 +336,15 @@ def choose_tolerance(model: nn.Module) -> float:
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Return whether two tensors have the same shape, and numbers that differ by little.
 
-    A number may differ by `tolerance` times its own size, and by as much of the lower quartile of all sizes, because a
-    number near 0 may be the difference of two large ones. Integers must be equal.
+    Each number may differ by `tolerance` times the sum of its own size and the lower quartile of the sizes of all
+    numbers. The second part is for numbers near 0 that are the difference of two large ones. Integers must be equal.
+    NaN equals NaN.
 
     Args:
-        one: the first tensor, whose dtype decides.
+        one: the first tensor, whose dtype decides how it is compared.
         other: the second tensor.
-        tolerance: the relative difference, such as choose_tolerance() returns.
+        tolerance: the relative difference, such as choose_tolerance() returns. It is raised to a few roundings of the
+            dtype if it is below them.
     """
     if one.shape != other.shape:
         return False

@@ -16,10 +16,10 @@ BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
 
 
 def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[float, float]:
-    """Measure how fast this rank exchanges data with the next rank of its two rings; a collective.
+    """Measure how fast this rank sends to the next rank of its two rings; a collective.
 
     The first ring has the ranks of one host. The second has one rank of each host, those at the same place on their
-    hosts. The speed is that in both directions at once, while the other ranks exchange, too, as in training.
+    hosts. Data go in both directions at once, and other ranks exchange at the same time, as in training.
 
     Args:
         hosts: the host of each rank.
@@ -27,8 +27,8 @@ def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[
         device: the rank's device.
 
     Returns:
-        GB/s in the host's ring, which is measured between GPUs alone, and in the ring of hosts; 0 if a ring has one
-            rank, or was not measured.
+        GB/s in one direction: first in the host's ring, 0 without the backend nccl, then in the ring of hosts. Both are
+        0 if this rank is alone in the ring.
     """
     if distributed.get_backend() != "nccl":
         return 0.0, _measure_speed(rings_of_hosts(hosts), rank, torch.device("cpu"))
@@ -45,7 +45,9 @@ def group_by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def rings_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
-    """Return the first ranks of all hosts, then the second ranks of those that have two, and so on.
+    """Return the ranks of each ring of hosts: first the first rank of each host, then each host's second, and so on.
+
+    Hosts with fewer ranks than others are missing in the last rings, which may have a single rank.
 
     Args:
         hosts: the host of each rank.
@@ -55,14 +57,14 @@ def rings_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
-    """Return the slowest speed that ranks have measured between each pair of neighbouring hosts, in GB/s.
+    """Return the slowest speed between each pair of hosts that are neighbours in a ring, in GB/s.
 
     Args:
         hosts: the host of each rank.
-        speeds: GB/s from each rank to the next of its ring of hosts.
+        speeds: GB/s that each rank has measured to the next rank of its ring of hosts.
 
     Returns:
-        Speeds by the hosts (from, to).
+        Speeds by (sending host, receiving host); empty for a single host.
     """
     found: dict[tuple[str, str], float] = {}
     for ring in rings_of_hosts(hosts):

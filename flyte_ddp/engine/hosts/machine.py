@@ -10,7 +10,17 @@ from flyte_ddp.settings import RunOptions
 
 
 def describe_machine(places: Sequence[Place], precision: str, options: RunOptions) -> dict[str, Any]:
-    """Return what all ranks together run on, and what else a result's bits may depend on, as plain values by name."""
+    """Return what all ranks together run on, and what else a result's bits may depend on, as plain values by name.
+
+    Args:
+        places: the place of each rank.
+        precision: the precision of the training, "float32" or "bfloat16".
+        options: the options of the run.
+
+    Returns:
+        "hardware" (each kind of processor once), "torch" (the version), "precision", "ranks" and "threads" (their
+        numbers), "sharding" and "compile" (the options).
+    """
     return {
         "hardware": " and ".join(dict.fromkeys(place.hardware for place in places)),
         "torch": str(torch.__version__),

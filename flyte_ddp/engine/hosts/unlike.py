@@ -135,7 +135,10 @@ def name_ranks(ranks: Sequence[int], places: Sequence[Place]) -> str:
 
 
 def _wrong_gpus(places: Sequence[Place]) -> Iterator[str]:
-    """Yield a sentence on each kind of GPU of which some multiply wrongly."""
+    """Yield a sentence on each kind of GPU whose ranks have different products of the same matrices.
+
+    If most agree, the sentence names the other ranks as wrong. Without a majority it names all ranks of the kind.
+    """
     for odd, others in wrong_products(places, [place.product for place in places]):
         if others:
             yield (

@@ -54,9 +54,11 @@ class BestTracker:
         return 0 < self.patience <= self.waited
 
     def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
-        """Keep a copy of the weights if this evaluation is the best so far, and count how long none has improved.
+        """Copy the weights to the host if this evaluation is the best so far, and update the count for patience.
 
-        An evaluation whose measure is missing or not finite is never the best.
+        Any better value makes an evaluation the best. The count `waited` goes back to 0 only if the value improves by
+        more than minimum_delta, and grows by 1 otherwise. An evaluation whose measure is missing or not finite is never
+        the best.
 
         Args:
             number: the number of the evaluation, from 0.

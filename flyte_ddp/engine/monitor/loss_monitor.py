@@ -57,14 +57,18 @@ class LossMonitor:
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
         """Record the mean training loss of the latest steps, and return a warning if the loss has leapt.
 
-        A loss has leapt if the mean of a window of at least WINDOW samples exceeds the lowest such mean by LEAP times
-        the loss of a constant prediction.
+        The steps are collected in windows of at least WINDOW samples. A window's mean has leapt if it exceeds the
+        lowest mean since the last leap by more than LEAP times constant_loss, or, if that is 0 for unknown, LEAP times
+        the first window's mean.
 
         Args:
             epoch: the epoch, from 0.
             step: the number of the epoch's steps so far.
-            loss: the mean loss of these samples; NaN if none counts.
+            loss: the mean loss of these samples; NaN if none counts, so that nothing is recorded.
             samples: the number of samples since the last call.
+
+        Returns:
+            The warning in a list; an empty list if there is none.
         """
         if math.isnan(loss):
             return []

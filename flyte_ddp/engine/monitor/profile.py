@@ -54,10 +54,16 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
 
 def operators(profiler: Any) -> list[dict[str, Any]]:
-    """Return the MOST_OPERATORS operators that took most time themselves, on the GPU if it was used, else on the CPU.
+    """Return the MOST_OPERATORS operators with most time of their own, on the GPU if it was used, else on the CPU.
+
+    Their own time is that without other operators that they call.
+
+    Args:
+        profiler: a torch.profiler.profile that has recorded steps.
 
     Returns:
-        For each operator its name, number of calls, and microseconds, those of all recorded steps together.
+        For each operator, the slowest first: "name"; "calls"; and microseconds, of all recorded steps together:
+            "cpu_us" with the operators that it calls, "self_cpu_us" and "device_us" its own.
     """
     rows = [
         {

@@ -66,19 +66,20 @@ class StepClock:
     def waiting(self) -> Iterator[None]:
         """Count the time of the block as waiting for other ranks, and the time before it as computing.
 
-        The block is a collective in the middle of a step.
+        The block is a collective in the middle of a step. The time before it begins where the last counted part of the
+        step ended.
         """
         self.lap(StepPart.COMPUTING)
         yield
         self.lap(StepPart.WAITING)
 
     def timed(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
-        """Yield the rank's shares of each step, and count the time until they are there as waiting for data.
+        """Yield each step's batches for this rank, and count the time to fetch them as waiting for data.
 
-        The clock begins anew. The time between the end of a step and the next one counts as OTHER.
+        The clock begins anew. The time between the end of a step and the next fetch counts as OTHER.
 
         Args:
-            steps: the shares of each step. Fetching them may take time.
+            steps: the batches of each step. Fetching them may take time.
         """
         self._marks.clear()
         self._set_to_zero()

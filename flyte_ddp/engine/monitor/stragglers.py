@@ -85,7 +85,15 @@ class Stragglers:
         return new
 
     def _judge(self, epoch: int, step: int) -> list[SlowRank]:
-        """Return a warning of each rank that was late in all of the last IN_A_ROW windows."""
+        """Return a warning of each rank that was late in all of the last IN_A_ROW windows; none with fewer windows.
+
+        A warning compares the rank's time in each step with a fast rank's, in reading data or in computing, whichever
+        differs more.
+
+        Args:
+            epoch: the epoch, from 0.
+            step: the number of the epoch's steps so far.
+        """
         if len(self._last) < IN_A_ROW:
             return []
         each, were_late, steps = zip(*self._last, strict=True)
@@ -115,10 +123,13 @@ class Stragglers:
 def find_late(times: np.ndarray, steps: int) -> np.ndarray:
     """Return which ranks were late in some steps: (ranks,) bool.
 
-    A late rank took much longer than a fast rank, and than its share of the samples explains.
+    A rank needs the seconds in which it waits for its data or computes. It is late if these exceed FACTOR times those
+    of a fast rank, and are at least LEAST_STEP_SECONDS longer in each step. If it has more samples than a fast rank,
+    the fast rank's seconds are scaled up by that.
 
     Args:
-        times: (ranks, 4), as in Stragglers.after_steps.
+        times: (ranks, 4), each rank's seconds of waiting for data, of computing, and of waiting for the others in these
+            steps together; and its number of samples.
         steps: the number of the steps that the times are from.
     """
     needed = needed_seconds(times)

@@ -120,7 +120,8 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:
     """Return a batch of each size that this rank's shares can have, filled with the samples of one batch.
 
-    All ranks get equally many batches, because layers may exchange something in each of them.
+    Samples are repeated, or left out, to reach a size. A size of 0 becomes 1. All ranks get equally many batches,
+    because layers may exchange something in each of them.
 
     Args:
         batches: the batches, which know the sizes.

@@ -28,15 +28,21 @@ First = tuple[nn.Module, set[str], list[str]]  # as first_model returns it
 def first_model(recipe: Recipe, job: Job) -> First:
     """Build the network on the CPU, with the values of model() and of the weights that init names; a collective.
 
-    If init names a checkpoint, its values are not loaded here. With sharding, ranks other than 0 build the network on
-    torch's meta device, unless model() needs values.
+    If init names a checkpoint, its values are not loaded here. With sharding, only rank 0 does so: the other ranks
+    build the network on torch's meta device, without values. A rank where that fails builds the network on the CPU with
+    values, and all ranks remark on it.
+
+    Args:
+        recipe: the recipe.
+        job: the training.
 
     Returns:
         The network; the names of the frozen weights that keep model()'s values, which files of weights leave out; and
         remarks for the user.
 
     Raises:
-        InputError: The network, or the settings of init, cannot be used.
+        InputError: The network, or the settings of init, cannot be used. With sharding, rank 0 may be the only rank
+            that raises it.
     """
     rank = distributed.get_rank()
     size = distributed.get_world_size()
@@ -79,7 +85,21 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _with_values(recipe: Recipe, job: Job) -> First:
-    """Build the network on the CPU, load what init names, and freeze layers. Returns and raises as first_model does."""
+    """Build the network on the CPU, load the weights that init names, and freeze the layers that the settings name.
+
+    If init names a checkpoint, its values are not loaded here. This is not a collective.
+
+    Args:
+        recipe: the recipe.
+        job: the training.
+
+    Returns:
+        The network; the names of the frozen weights that keep model()'s values, which files of weights leave out; and
+        remarks for the user.
+
+    Raises:
+        InputError: The network, or the settings of init, cannot be used.
+    """
     settings = job.settings
     init = job.init
     if settings.init_leave_out and not init:
@@ -102,7 +122,14 @@ def _with_values(recipe: Recipe, job: Job) -> First:
 
 
 def _without_values(recipe: Recipe, job: Job) -> nn.Module:
-    """Build the network on torch's meta device, where tensors have no values, and try to give it memory there.
+    """Build the network on torch's meta device, where tensors have no values and take no memory, and return it.
+
+    The layers that the settings freeze are frozen. Nothing is loaded from init. A trial makes sure that each tensor can
+    later be given real memory.
+
+    Args:
+        recipe: the recipe.
+        job: the training.
 
     Raises:
         InputError: Something other than the network keeps a tensor of model().
@@ -127,7 +154,18 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
 
 
 def _call_model(recipe: Recipe, seed: int) -> nn.Module:
-    """Call the recipe's model() with seeded random numbers. Raises InputError for what cannot be trained."""
+    """Seed torch's generators, call the recipe's model(), and return the network.
+
+    It also sets recipe.has_read_init to False, which becomes True if model() reads the folder of init.
+
+    Args:
+        recipe: the recipe.
+        seed: the seed.
+
+    Raises:
+        InputError: model() returns something other than an nn.Module, or a lazy layer whose parameters have no shape
+            yet.
+    """
     torch.manual_seed(seed)
     recipe.has_read_init = False  # what was read before is not the network, but a tokenizer perhaps
     model: Any = recipe.model()

@@ -80,8 +80,13 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 def _fits(state: TrainingState, part: Batch) -> bool:
     """Return whether this rank has memory to compute the gradients of these samples, and for the optimizer's state.
 
-    Buffers are put back afterwards, and no weight or gradient changes. With sharding all ranks must call it. Even then
-    each returns its own answer.
+    It runs a forward and backward pass. False means that torch raised OutOfMemoryError. Buffers are put back
+    afterwards, and no weight or gradient changes. With sharding all ranks must call it. Even then each returns its own
+    answer.
+
+    Args:
+        state: the training.
+        part: the samples.
     """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
     before = state.copy_buffers()
