@@ -178,7 +178,7 @@ def describe_fields(kind: type[Settings]) -> dict[str, str]:
         for name, field in vars(base).get("__dataclass_fields__", {}).items():
             texts[name] = field.metadata.get("help") or texts.get(name, "")
     defaults = {name: f"[default: {json.dumps(value)}]" if value != "" else "" for name, value in vars(kind()).items()}
-    return {name: f"{texts[name]} {default}".strip() for name, default in defaults.items()}
+    return {name: f"{texts.get(name, '')} {default}".strip() for name, default in defaults.items()}
 
 
 def _check_declaration(kind: type[Settings]) -> None:

@@ -119,7 +119,10 @@ def test_the_help_has_a_line_for_each_setting_and_no_schema():
         for name, text in describe_fields(kind).items():
             assert not text.startswith("[default"), f"{name} has no help"
             assert words(f"- {name}: {text}") in said
-    assert "--hp JSON what determines the result; omitted fields keep their defaults. - backend: process group" in said
+    assert (
+        "--hp JSON the settings that determine the result; omitted fields keep their defaults. - backend: process group"
+        in said
+    )
     assert '"properties"' not in said
 
 

@@ -112,7 +112,7 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         seconds=finished.seconds,
         goodput=compute_goodput(finished.seconds),
         samples_per_second=rate,
-        tokens_per_second=result.tokens / train_seconds if result.tokens else None,
+        tokens_per_second=result.tokens / train_seconds if result.tokens and train_seconds else None,
         world_size=world.size,
         backend=world.backend,
         device=world.device,

@@ -61,7 +61,7 @@ def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int = 0) -> Any:
-    """Augment a batch by the recipe's augment(), and return the new batch.
+    """Augment a batch as the recipe does, and return the new batch.
 
     If the recipe does not define augment(), the batch is returned as it is, and nothing else happens. Otherwise
     recipe.share is set, and the global random generators are seeded.

@@ -49,8 +49,9 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         first, last = rank_slice(0, len(source), number, count)
         size = settings.test_batch_size
         parts: list[Tensor] = []
-        # Where there are more shards than samples, one that has none takes the last sample, for the shape of its rows
-        for tree in source.fetch(torch.arange(min(first, len(source) - 1), last).split(size)):
+        # Where there are more shards than samples, one that has none takes a sample for the shape of its rows
+        start = min(first, len(source) - 1)
+        for tree in source.fetch(torch.arange(start, max(last, start + 1)).split(size)):
             predictions = recipe.predictions(recipe.forward(model, tree), tree)
             if predictions is None:
                 raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")

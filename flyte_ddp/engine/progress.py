@@ -391,7 +391,7 @@ class Progress:
         )
         new = figures.skipped_updates - self.skipped_updates
         self.skipped_updates = figures.skipped_updates
-        if new:
+        if new > 0:
             self._link.emit(
                 NotLearning(self.epoch, self.step, LEFT_OUT.format(new, before.step + 1, now.step, self.epoch + 1))
             )

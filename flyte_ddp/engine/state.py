@@ -306,7 +306,7 @@ class TrainingState:
         norms = self.gradient_norms()
         learning_rate = float(self.schedule.get_last_lr()[0])
         largest = dict(heapq.nlargest(MOST_NORMS, norms.items(), itemgetter(1)))
-        left_out = self.spikes.count() if self.spikes else 0
+        left_out = self.spikes.count() if self.spikes else self.progress.skipped_updates
         shown = norms if self.log_gradients else largest
         return StepFigures(learning_rate, math.hypot(*norms.values()), shown, left_out)
 

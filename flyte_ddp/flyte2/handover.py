@@ -8,6 +8,7 @@ import json
 import os
 from contextlib import suppress
 
+from flyte_ddp.attempt.checkpoints import point_to_previous
 from flyte_ddp.attempt.pod import HANDOVER_VARIABLE
 from flyte_ddp.attempt.storage_folder import StorageFolder, patiently
 from flyte_ddp.errors import RecoverableError
@@ -25,6 +26,7 @@ def leave_place() -> None:
         RecoverableError: The storage fails.
     """
     if folder := os.environ.get(HANDOVER_VARIABLE):
+        point_to_previous(platform)  # before: once the next action knows this place, it looks nowhere else
         try:
             StorageFolder(platform, folder).put_text(platform.checkpoint_url(), PLACE)
         except OSError as error:  # without the record, the next action would not find this one's checkpoints

@@ -207,7 +207,7 @@ class Place:
                     shutil.copyfileobj(source, copy)
         self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
-    def point(self, seen: Pointer, version: str, how: str) -> bool:
+    def point(self, seen: Pointer, version: str, how: str) -> Pointer | None:
         """Promote a version, unless the pointer (the content of current.json) has changed since the caller read it.
 
         In a folder, a lock makes this exact. In object storage, two promotions can both find the pointer unchanged. The
@@ -219,13 +219,14 @@ class Place:
             how: PROMOTED or ROLLED_BACK, for the history.
 
         Returns:
-            True if the version is promoted. False, without a change, if the pointer has changed.
+            The new pointer; None, without a change, if the pointer has changed.
         """
         with self._locked():
             if self.read() != seen:
-                return False
-            self._write("current.json", encoded(asdict(seen.to(version, how))))
-            return True
+                return None
+            pointer = seen.to(version, how)
+            self._write("current.json", encoded(asdict(pointer)))
+            return pointer
 
     def roll_back(self, version: str) -> Pointer:
         """Promote an earlier version again. A current.json that is damaged or missing begins anew, without its history.

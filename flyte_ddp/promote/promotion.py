@@ -146,8 +146,8 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
             metadata = read_metadata(model)
             facts |= {"registered_model": options.registered_model, "metadata": metadata.digest if metadata else ""}
             place.add(version, model, {"sha256": digest, "run": run, **facts})
-            if place.point(pointer, version, PROMOTED):
-                pointer = place.read()
+            if written := place.point(pointer, version, PROMOTED):
+                pointer = written  # another process may have promoted its own model since
                 done = True
                 break
             say(f"{place.root} has changed in the meantime: comparing with the model that is promoted now")

@@ -277,16 +277,19 @@ def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[Tri
 
 
 def _check_measure(sweep: Sweep, result: TrialResult) -> TrialResult:
-    """Return the result, turned into a failure if the sweep's measure is not finite or missing among its measures.
+    """Return the result, turned into a failure if the sweep's measure is missing or not finite.
 
-    Otherwise such a trial could come out as the best. A result that has failed already, or has no measures at all, is
-    returned unchanged.
+    Otherwise such a trial could come out as the best. A result that has failed already is returned unchanged.
     """
-    value = result.measures.get(sweep.measure, math.nan if result.measures else 0.0)
-    reason = f"{sweep.measure} after the last epoch is not finite ({value})"
+    if result.failure:
+        return result
     if sweep.measure not in result.measures:
-        reason = f"it has no measure {sweep.measure}, but {', '.join(result.measures)}"
-    return result if result.failure or math.isfinite(value) else replace(result, failure=reason)
+        others = f", but {', '.join(result.measures)}" if result.measures else ""
+        return replace(result, failure=f"it has no measure {sweep.measure}{others}")
+    value = result.measures[sweep.measure]
+    if math.isfinite(value):
+        return result
+    return replace(result, failure=f"{sweep.measure} after the last epoch is not finite ({value})")
 
 
 def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:

@@ -271,6 +271,7 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
         mistaken("evaluates_nan")
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # in this process torch warns once
 @pytest.mark.parametrize(
     ("loop", "words"),
     [

@@ -159,6 +159,7 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
         "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
         "progress": progress if step else {**progress, **{name: fresh["progress"][name] for name in NEW_WITH_EPOCH}},
         "choice": saved["choice"] or fresh["choice"],
+        "spikes": fresh["spikes"] if saved["spikes"] is None else saved["spikes"],
     }
     restore(state, copy_in_place(state, continued))
     _judge_best(state, fresh["choice"], other_identity, job.identity)

@@ -282,6 +282,8 @@ class Loop:
             )
         own, state.measured, state.evaluated = state.measured, {}, {}
         for name, pair in _pairs(measures).items():
+            if name in own:
+                raise InputError(f"loop.evaluated: {name} was given to loop.measured, too: give it to one of them")
             own[name] = torch.zeros(parts, 2, dtype=torch.float64)
             own[name][0] = torch.tensor(pair, dtype=torch.float64)
         names = names_on_all_ranks("loop.evaluated", own, may_lack=not measures)
