@@ -42,15 +42,17 @@ def setting(
 ) -> Any:
     """Declare a field of a settings class, as dataclasses.field() does, with its default, its rules and its help.
 
+    The rules are stored in the field's metadata. The settings class checks them when it is constructed.
+
     Args:
-        default: the value of a field that is left out.
+        default: the value of a field that is left out. Each instance gets its own copy of a dict.
         minimum: the smallest number allowed.
         above: a limit that a number must exceed.
         maximum: the largest number allowed.
         below: a limit that a number must stay under.
         choices: the strings that are allowed; empty allows all.
-        help: what the field means, for commands' --help and the API's page. It is code, so a new text is a new version
-            of a recipe that imports the class.
+        help: what the field means, for commands' --help and the API's page. The text is code, so another text is a new
+            version of a recipe that imports the class.
     """
     limits = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     rules = {**limits, "choices": tuple(choices), "help": help}
@@ -62,11 +64,11 @@ def setting(
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON text.
+    """Parse JSON text and return the value.
 
     Raises:
         InputError: an object has a name twice.
-        ValueError: the text is not JSON.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,7 +120,16 @@ class Settings(DataClassJsonMixin):
 
     @classmethod
     def from_json(cls: type[S], s: Any, **_: Any) -> S:
-        """Read a JSON object; missing fields take their defaults. Raises InputError for anything else."""
+        """Build settings from the text of a JSON object. Missing fields take their defaults.
+
+        Args:
+            s: the text.
+            _: accepted and ignored, as dataclasses_json passes options.
+
+        Raises:
+            InputError: The text is not a JSON object, has an unknown or repeated name, or a value breaks its field's
+                rules.
+        """
         try:
             values = read_json(s)
         except InputError as error:
@@ -169,9 +180,13 @@ def _find_rules(kind: type, name: str) -> Mapping[str, Any]:
 
 
 def describe_fields(kind: type[Settings]) -> dict[str, str]:
-    """Return each field's help and default, by the field's name.
+    """Return a text for each field, by the field's name: its help, and its default as in "[default: 0.1]".
 
-    A field that a subclass declares without help has the help of the base class.
+    A field that a subclass declares without help has the help of the base class. An empty string as default is not
+    shown.
+
+    Args:
+        kind: the settings class. All its fields have defaults.
     """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
@@ -182,10 +197,14 @@ def describe_fields(kind: type[Settings]) -> dict[str, str]:
 
 
 def _check_declaration(kind: type[Settings]) -> None:
-    """Check that a settings class, and its bases, declare their fields in a way that dataclasses notices.
+    """Raise InputError if a field of a settings class, or of its bases, is declared such that dataclasses ignores it.
+
+    Args:
+        kind: the class.
 
     Raises:
-        InputError: A class with fields lacks the dataclass decorator, or a new default has no type.
+        InputError: A class declares fields without the decorator @dataclass(frozen=True), or gives a field a new
+            default without repeating its type.
     """
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for one in kind.__mro__[: kind.__mro__.index(Settings)]:
@@ -206,16 +225,19 @@ def _check_own(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any
 
 
 def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any]) -> Any:
-    """Check a value by its field's type and rules, and return it in that type: 1 becomes 1.0 for a float.
+    """Check a value by its field's type and rules, and return it in the field's type.
+
+    For a float 1 becomes 1.0, and for an int 2.0 becomes 2. Nothing else is converted.
 
     Args:
         owner: the name of the settings class, for messages.
         field: the field that the value is for.
         value: the value to check.
-        rules: the rules that setting() has declared for the field.
+        rules: the rules that setting() has declared for the field: choices, and the limits of numbers.
 
     Raises:
-        InputError: the value breaks a rule.
+        InputError: The value has another type, is not finite, doesn't fit into 64 bits or JSON, or breaks a rule; or
+            the field's type is none that settings may have.
     """
     name = f"{owner}.{field.name}"
     # With `from __future__ import annotations`, a field's type is the name of the type
@@ -243,11 +265,15 @@ def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: 
 
 
 def _as_yaml(expected: Any, value: Any) -> str:
-    """Return what to write instead of a number such as 1e-3, which YAML reads as text; empty for other values.
+    """Return the end of a message about a number such as 1e-3, which YAML reads as text: how to write it for YAML.
 
     Args:
         expected: the type of the field.
         value: the value that was given.
+
+    Returns:
+        A text such as ": write 1.0e-3, as YAML takes 1e-3 for a text". It is empty if the field's type is no number, or
+        the value is not a string of such a number.
     """
     found = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.strip().lower()) if type(value) is str else None
     if not found or expected not in (int, float):

@@ -31,10 +31,11 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         argument: the job, the name of the split, the shard's index from 0, and the number of shards.
 
     Returns:
-        The number of rows in the file: one for each sample of the shard, in order.
+        The number of rows in the file: one for each sample of the shard, in order. A shard may have no samples.
 
     Raises:
-        InputError: The recipe returns no predictions.
+        InputError: The recipe or its data are invalid, the recipe returns no predictions, or the file cannot be
+            written.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)

@@ -198,7 +198,8 @@ class Progress:
     def start(self, environment: Environment, job: Job, plan: Plan, model: nn.Module) -> None:
         """Emit RunStarted, warn of hosts that differ from the others, and start the clock; a collective.
 
-        The method also records each rank's place and the machines that the training has run on.
+        It must be called before the first step, and after a checkpoint is loaded. It also sets places, the host and
+        device of each rank, and adds this attempt's machine to ran_on.
 
         Args:
             environment: this rank's environment.
@@ -269,13 +270,15 @@ class Progress:
         self.last = self._told = none
 
     def add_up(self, pairs: Tensor) -> None:
-        """Add a step's measures and this rank's requests over all ranks, and add them to the sums; a collective.
+        """Add up a step's measures and requests over all ranks, and add the result to the sums; a collective.
 
-        The requests are a stop and a checkpoint. A recipe's own step does not call this method, because it sends its
-        measures together with the gradients.
+        The requests are this rank's to stop and to write a checkpoint; they are read here. A recipe's own step does not
+        call this method, because it sends its measures together with the gradients. The host does not wait for the
+        device.
 
         Args:
-            pairs: (2 * measures,) float64, this rank's value and weight of each measure, alternating.
+            pairs: (2 * measures,) float64, this rank's value and weight of each measure, alternating. A measure that is
+                not finite marks this step and all later ones as bad.
         """
         assert self.checkpoints
         requests = float(self._link.stop_requested), float(self.checkpoints.due())
@@ -289,15 +292,17 @@ class Progress:
     def end_step(self, training: Training, is_logged: bool) -> Asked:
         """Log the latest steps if they are due, and return the requests of all ranks; a collective.
 
-        If the latest sums hold a request or a non-finite number, or a log or checkpoint is due, the host waits for the
-        device and reads the sums. These sums may include later steps than the one in which a rank made its request.
+        Call it after each step. If the latest sums hold a request or a non-finite number, or a log or checkpoint is
+        due, the host waits for the device and reads the sums. These sums may include later steps than the one in which
+        a rank made its request.
 
         Args:
             training: the training whose sums have the step.
             is_logged: whether the latest steps are to be logged. All ranks pass the same value.
 
         Returns:
-            The requests, or NOTHING if nothing is due.
+            The requests since the sums were last read, the same on all ranks; NOTHING, without reading the sums, if
+            nothing is due.
 
         Raises:
             NonFiniteError: A number of a step was not finite. All ranks raise it.
@@ -316,14 +321,16 @@ class Progress:
         return asked
 
     def obey(self, training: Training, asked: Asked, is_evaluated: bool = False) -> None:
-        """Save a checkpoint, and stop, if ranks have asked for it; a collective.
+        """Save a checkpoint if ranks have asked for it, and stop if they have asked for that; a collective.
 
-        If the training cannot write a checkpoint yet, the request waits for a later step.
+        If the training cannot write a checkpoint yet, owes_checkpoint is set, and the checkpoint waits for a later
+        step. Before saving, the ranks' weights are compared.
 
         Args:
             training: the training to save.
             asked: the requests that end_step() returned.
-            is_evaluated: whether an evaluation comes next. A checkpoint follows that one anyway.
+            is_evaluated: whether an evaluation comes next. A checkpoint follows the evaluation anyway, so only a stop
+                is obeyed at once.
 
         Raises:
             StopRequested: A rank was asked to stop, and the checkpoint is saved.
@@ -342,9 +349,9 @@ class Progress:
         return self._told.step == self.step
 
     def check_steps(self, training: Training) -> None:
-        """Check that the numbers of all steps since the last evaluation are finite; a collective.
+        """Read the sums, and check that the numbers of all steps since the last evaluation are finite; a collective.
 
-        The host waits for the device.
+        Call it before an evaluation. The host waits for the device.
 
         Args:
             training: the training whose steps are checked.
@@ -363,7 +370,14 @@ class Progress:
         return Asked(self.last.stop, self.last.saves > before.saves, bad_step)
 
     def _log(self, training: Training) -> None:
-        """Tell of the steps since this was last called, and warn of a loss that leaps; a collective."""
+        """Emit StepLogged for the steps since the last call, and warnings if there are any; a collective.
+
+        The warnings tell of updates that were left out, of a loss that leaps, and of slow ranks. The method reads the
+        sums that end_step() has fetched; it also adds up tokens, and sets how far the host may run ahead of the device.
+
+        Args:
+            training: the training whose steps are logged.
+        """
         now, before = self.last, self._told
         self._told = now
         pairs = now.since(before)
@@ -399,10 +413,11 @@ class Progress:
         self.sums.readback.keep_pace(self._time_ranks())
 
     def _count_tokens(self, pairs: Sequence[float], first: int, end: int) -> float:
-        """Return the tokens of the epoch's steps from first up to end, all ranks together; 0 if they are not counted.
+        """Return how many tokens all ranks had in the epoch's steps from first up to end; 0 if tokens are not counted.
 
         Args:
-            pairs: the sums and weights of these steps' measures.
+            pairs: the sums and weights of these steps' measures. If "tokens" is a measure, its sum is returned; it
+                comes from all ranks.
             first: the first step, from 0.
             end: the step after the last.
         """
@@ -415,7 +430,10 @@ class Progress:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _time_ranks(self) -> float:
-        """Warn of slow ranks, and return the seconds that a step takes on the slowest rank; a collective."""
+        """Emit warnings of slow ranks, and return the seconds that a step takes on the slowest rank; a collective.
+
+        The times are those since the last call, without what is neither reading data, computing nor waiting.
+        """
         steps, times = self.clock.steps, self.clock.read_all()
         slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
         self.monitor.warnings += slow
@@ -427,12 +445,16 @@ class Progress:
     # --- evaluations ---
 
     def evaluated(self, finished: EpochFinished, broken: Iterable[str] = (), mismatched: float = 0.0) -> None:
-        """Enter an evaluation into the history, and tell of it and of how long each rank has computed and waited.
+        """Append an evaluation to the history, and emit it, the ranks' times of computing and waiting, and warnings.
+
+        Warnings tell of measures that are not finite, of a loss without any weights, and of a loss no better than
+        guessing. They are not raised.
 
         Args:
-            finished: the evaluation and the training before it.
+            finished: the evaluation, and the training before it.
             broken: names of measures that samples have made NaN or infinite.
-            mismatched: see LossMonitor.after_evaluation.
+            mismatched: the mean loss of outputs that are paired with other samples. It stands in for an unknown loss of
+                constant predictions; 0 if it is unknown, too.
         """
         self.history.append(finished)
         self._link.emit(finished)
@@ -446,10 +468,11 @@ class Progress:
         self.emit_all(warnings)
 
     def begin_next(self, fraction: float) -> None:
-        """Prepare the steps after an evaluation. After a whole epoch, go on to the next one.
+        """Reset the sums and the clock after an evaluation, and go on to the next epoch if this one has ended.
 
         Args:
-            fraction: the part of the epoch that was done at the evaluation. 1 ends the epoch.
+            fraction: the part of the epoch that was done at the evaluation. 1 ends the epoch; otherwise epoch and step
+                stay.
         """
         if fraction == 1:
             self.epoch, self.step = self.epoch + 1, 0
@@ -487,7 +510,12 @@ class Progress:
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
-        """Close the checkpoints at the end of the block, and let ranks that fail alike end together."""
+        """Close the checkpoints at the end of the block, whether it fails or not; a context manager.
+
+        If the block raises an error that all ranks raise at once (NonFiniteError or WrongBitsError), each rank first
+        waits for the others. Otherwise the first rank's report would end the others before their last checkpoint is
+        written.
+        """
         try:
             yield
         except (NonFiniteError, WrongBitsError):  # raised on all ranks at once; the first report of it ends them all
@@ -506,7 +534,18 @@ class Progress:
         chosen_epoch: int | None = None,
         kept: Sequence[KeptModel] = (),
     ) -> TrainingResult:
-        """Return what this rank knows at the end; see TrainingResult. test_samples: by default as planned."""
+        """Return the result of the training, as this rank knows it at the end.
+
+        It has the history, the warnings and the peak memory, besides what is passed here.
+
+        Args:
+            model: the network, whose parameters are counted.
+            digest: the digest of the weights that the training returns.
+            tested: the measures of the test split with these weights.
+            test_samples: the number of test samples; by default as planned at the start.
+            chosen_epoch: the epoch whose weights are returned, from 0; None if no epoch was chosen as the best.
+            kept: the best evaluations' models, the best first, as options.keep_best asked for.
+        """
         plan = self._plan
         return TrainingResult(
             epochs=self.history,
@@ -548,7 +587,13 @@ class Progress:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what state_dict has returned; tensors of saved are copied."""
+        """Restore what state_dict() has returned: position, sums, history, monitor and machines.
+
+        Requests to stop or save in the saved sums are dropped.
+
+        Args:
+            saved: the state; its tensors are copied.
+        """
         self.epoch, self.step, self.seconds = saved["epoch"], saved["step"], saved["seconds"]
         if saved["names"] != self.names:
             self.measure(saved["names"])

@@ -52,12 +52,13 @@ class Readback:
         self._copies.append((step, copied, event))
 
     def read(self) -> tuple[int, list[float]] | None:
-        """Return the step number and the values of the copy that was started `behind` copies ago.
+        """Return the step number and the values of the copy that was started `behind` copies before the newest.
 
-        The host waits until the device has made that copy. Older copies are dropped.
+        The host waits until the device has made that copy. It and all older copies leave the queue.
 
         Returns:
-            None if there have been too few copies since the last call of clear, or if that one was read already.
+            The number of the step, and the tensor's values as a list. None if there have been too few copies since the
+            last call of clear(), or if no copy was started since the last call of read().
         """
         latest = None
         while len(self._copies) > self.behind:

@@ -34,9 +34,16 @@ MOST_PICTURES = 24
 def write_last(setup: SetUp, job: Job) -> None:
     """Write the weights as they are after the last epoch, and the final checkpoint, if they are wanted; a collective.
 
-    Rank 0 writes both into job.logs. The weights are written if there is a validation split, by which another epoch may
-    be the best. The checkpoint is written with options.keep_checkpoint, or if settings.stop_after ends the training
-    before its last epoch.
+    Rank 0 writes both into job.logs. The weights are written if there is a validation split, because another epoch's
+    weights may be returned as the best. The checkpoint is written with options.keep_checkpoint, or if
+    settings.stop_after is set, which ends the training before its last epoch.
+
+    Args:
+        setup: the training, after its last epoch.
+        job: has the folder, the options and the settings.
+
+    Raises:
+        InputError: The folder cannot be written to. Rank 0 alone raises it.
     """
     state = setup.state
     with writing_to(job.logs, job.chosen_by):
@@ -52,17 +59,21 @@ def write_last(setup: SetUp, job: Job) -> None:
 
 
 def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
-    """Write weights, predictions and pictures of a trained network, by rank 0; a collective.
+    """Write a trained network's weights to job.model_path, and predictions and pictures into job.logs; a collective.
 
-    Predictions and pictures of an earlier training in the same folder are deleted.
+    Rank 0 writes the files. Predictions and pictures of an earlier training in the same folder are deleted. Predictions
+    are written if `tested` has them, pictures if the recipe draws some.
 
     Args:
-        setup: the training. It has the weights to write, those that are evaluated.
-        job: names the files, and goes into the metadata of the weights.
+        setup: the training. The weights that it evaluates are written.
         tested: the evaluation of these weights on the test split, with this rank's predictions.
+        job: names the files, and goes into the metadata of the weights.
 
     Returns:
-        The digest of the weights.
+        The digest of the weights, the same on all ranks.
+
+    Raises:
+        InputError: A file cannot be written. Rank 0 alone raises it.
     """
     path = Path(job.model_path)
     is_first = distributed.get_rank() == 0
@@ -179,9 +190,16 @@ def build_metadata(
 def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tensor]]:
     """Draw the recipe's pictures of the first test samples; a collective if the network is sharded.
 
+    The network that is evaluated runs on these samples, and is left in evaluation mode. Otherwise one rank calls it
+    alone.
+
+    Args:
+        state: the training.
+        test: the test split.
+
     Returns:
         At most MOST_PICTURES captions and pictures, as the recipe's pictures() returns them; none if the recipe does
-            not define it.
+        not define pictures().
     """
     recipe = state.recipe
     count = min(len(test), MOST_PICTURES)
@@ -213,13 +231,17 @@ def export_model(
 ) -> None:
     """Write weights as a plain state_dict of contiguous CPU tensors; the file appears whole or not at all.
 
-    If weights are sharded, rank 0 calls this while the others call fill(None, weights, device), which sends their rows.
+    If a weight is sharded, it is a collective: rank 0 calls this, while the others call fill(None, weights, device),
+    which sends their rows. Otherwise one process calls it alone. Tied weights are saved once.
 
     Args:
         weights: the weights by name.
         path: the file.
         metadata: written into the file, if given.
-        device: the device that receives rows.
+        device: the device that receives other ranks' rows.
+
+    Raises:
+        OSError: The file cannot be written. The other ranks are not left waiting.
     """
     tensors: dict[str, Tensor] = with_room(weights)
     firsts = first_names(tensors)

@@ -22,7 +22,11 @@ def generator_states() -> tuple[Any, ...]:
 
 
 def put_back_generators(states: tuple[Any, ...]) -> None:
-    """Restore the states of all generators that generator_states has returned."""
+    """Restore the states of the global generators of Python, NumPy and torch, on the CPU and the current GPU.
+
+    Args:
+        states: what generator_states() returned.
+    """
     python_state, numpy_state, torch_state, gpu_state = states
     random.setstate(python_state)
     np.random.set_state(numpy_state)
@@ -49,11 +53,14 @@ def seed_all(seed: int) -> None:
 
 
 def seed_part(step_seed: int, part: int, call: int = 0) -> None:
-    """Seed the global generators of Python, NumPy and torch for one part of a step's global batch.
+    """Seed the global generators of Python, NumPy and torch for one part of a global batch.
+
+    All calls with the same three numbers give the same random numbers, on any rank.
 
     Args:
         step_seed: the seed of the step, which follows from the training's seed, the epoch and the step.
         part: the number of the virtual rank that the part is of; without virtual ranks, that of the rank.
-        call: how many times the step has called `backward` before.
+        call: in a loop of the user's own, the number of the call of `backward` in the step, from 1. 0 outside of these
+            calls.
     """
     seed_all(derive_key(Use.PART, step_seed, part, call))

@@ -169,6 +169,11 @@ def set_up(
 def make_best_tracker(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:
     """Make the tracker that chooses the best epoch, by the headline or, if settings.choose_by says so, by the loss.
 
+    Args:
+        recipe: says which measures are better if higher, or if lower. The loss is better if lower.
+        headline: the name of the main measure.
+        settings: have choose_by, patience and minimum_delta.
+
     Raises:
         InputError: The recipe does not say whether higher or lower values of the headline are better.
     """

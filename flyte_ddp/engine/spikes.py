@@ -27,10 +27,16 @@ class Spikes:
         self.values = torch.zeros(4, dtype=torch.float64, device=device)
 
     def judge(self, norm: Tensor) -> Tensor:
-        """Return whether the norm of a step's gradients is a spike, () bool, and take it into the mean if it is none.
+        """Return whether the norm of a step's gradients is a spike, and otherwise add the norm to the running mean.
+
+        A spike is more than `deviations` standard deviations above the mean. The first FIRST norms are never spikes.
+        The host does not wait for the device.
 
         Args:
             norm: () the Euclidean norm of all gradients together, before clipping.
+
+        Returns:
+            () bool, on the device.
         """
         count, mean, variance, spikes = self.values
         value = norm.double()

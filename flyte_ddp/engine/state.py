@@ -155,8 +155,14 @@ class TrainingState:
     def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
         """Take one optimizer step with a global batch, and add its measures and requests to the progress; a collective.
 
-        If the loss or a gradient is not finite, no rank changes the weights, in this step and in all later ones. The
-        host waits for the device only if the optimizer cannot skip a step by itself.
+        It computes the gradients of the mean over the global batch, clips them if the recipe asks for it, updates the
+        weights, the learning rate and the moving average, and counts the step in progress.step. Gradients stay until
+        the next step.
+
+        If the loss or a gradient is not finite, no rank changes the weights, in this step and in all later ones.
+        Nothing is raised: Progress.end_step() does that. With settings.skip_spikes, the update of a step whose
+        gradients leap is left out. The host waits for the device only if the optimizer cannot skip a step by itself, or
+        for an average with skip_spikes.
 
         Args:
             shares: this rank's samples of the global batch; with virtual ranks one Batch for each of its virtual ranks,
@@ -203,15 +209,16 @@ class TrainingState:
         self.progress.clock.lap(StepPart.COMPUTING)
 
     def _backward(self, asked: tuple[bool, bool], before: BufferCopy | None, shares: Sequence[Batch]) -> None:
-        """Run the forward and backward passes of this rank's shares, micro-batch by micro-batch.
+        """Run the forward and backward passes of this rank's shares, and add up the gradients of their micro-batches.
 
-        With virtual ranks, buffers are those of the step's begin before each share. In the end they are as the first
-        share left them.
+        With virtual ranks, each share begins with the buffers as they were before the step. In the end the buffers are
+        as the first share left them.
 
         Args:
             asked: whether this rank asks to stop, and to save.
             before: with virtual ranks, a copy of what forward passes change, from before the step; otherwise None.
-            shares: this rank's shares of the global batch.
+            shares: this rank's shares of the global batch, one for each of its virtual ranks; without virtual ranks a
+                single one.
         """
         after: BufferCopy | None = None
         clock = self.progress.clock
@@ -237,9 +244,16 @@ class TrainingState:
             after.put_back()
 
     def cut_up(self, share: Batch) -> list[Batch]:
-        """Seed all generators for a share, and cut the share into the micro-batches that it is computed in.
+        """Seed the global random generators for a share of the global batch, and return the share's micro-batches.
 
-        With virtual ranks, all_gather() returns the rows that were gathered at the begin of the step in each of these.
+        In a step that computes the rows of all_gather() first (with virtual ranks), all_gather() returns these rows in
+        each of the micro-batches.
+
+        Args:
+            share: this rank's samples, or with virtual ranks those of one virtual rank.
+
+        Returns:
+            Batches of at most self.micro_batch samples; a single one if that is 0.
         """
         seed_part(share.seed, share.share.part)
         parts = self.parallel.parts(share, self.micro_batch)
@@ -299,9 +313,10 @@ class TrainingState:
         return self.train.samples_until(sums.steps)
 
     def figures(self) -> StepFigures:
-        """Return the last step's learning rate and norms of gradients. The host waits for the device.
+        """Return the last step's learning rate, norms of gradients, and number of updates left out so far.
 
-        Norms by name are those of all parameters if log_gradients is set, otherwise the MOST_NORMS largest.
+        The host waits for the device. Norms are those before clipping. Norms by name are those of all parameters if
+        log_gradients is set, otherwise the MOST_NORMS largest.
         """
         norms = self.gradient_norms()
         learning_rate = float(self.schedule.get_last_lr()[0])
@@ -345,9 +360,10 @@ class TrainingState:
         return False
 
     def choose(self, finished: EpochFinished) -> None:
-        """Keep the evaluated weights if they are among the best so far; a collective.
+        """Keep the evaluated weights if they are among the best so far; a collective with options.keep_best.
 
-        The single best are kept in memory and, with keep_best, the best few in files.
+        With a validation split, the best weights are kept in memory, by best_tracker. With keep_best, best_models keeps
+        the best few in files.
 
         Args:
             finished: the evaluation of these weights, the last one of the history.
@@ -430,11 +446,12 @@ class TrainingState:
         return weights_digest(self.evaluated_weights(), self.base.digest, self.device)
 
     def load_weights(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Load weights into the network or its average.
+        """Load weights into the network or its moving average.
 
         Args:
-            network: the network to train, or its average.
-            weights: all weights but those of the base, by name. Of a sharded weight they are this rank's rows.
+            network: the network to train, or its average. It is changed in place.
+            weights: all weights by name, without those that model() has frozen, which no checkpoint has. For a sharded
+                weight, this rank's rows.
         """
         self.base.load(network, fitted(weights, network))
         self._base_versions = {}  # the base was copied onto itself

@@ -98,10 +98,12 @@ class Step(nn.Module):
     def forward(self, *of_part: Any) -> Tensor:
         """Return the loss to call backward() on, (): the loss summed over the samples, times the number of ranks.
 
-        Its backward pass also gives the carrier the sums of the measures and requests as a gradient.
+        The factor makes up for DistributedDataParallel, which averages gradients over the ranks. The backward pass also
+        gives the parameter `carrier`, which is 0, the sums of the measures and requests as its gradient, so that they
+        are added up with the gradients.
 
         Args:
-            *of_part: the arguments of compute_sums().
+            *of_part: the arguments of compute_sums(): the batch, the requests, and whether it is the rank's last part.
         """
         trained, sums = self.compute_sums(*of_part)
         # backward(gradient) would save this product, but imports sympy
@@ -133,11 +135,12 @@ class Step(nn.Module):
         return reached
 
     def split(self, sums: Tensor, norms: Tensor) -> "Totals":
-        """Return the Totals of a step: split the sums into those of measures and requests, and put the norms beside.
+        """Return the Totals of a step: its sums of measures, its sums of requests, and its norms.
 
         Args:
-            sums: the carrier's gradient, summed over all ranks.
-            norms: the norm of each parameter's gradient, summed over all ranks.
+            sums: the gradient of the parameter `carrier`, summed over all ranks: values and weights of the measures,
+                then the two requests.
+            norms: the norm of each parameter's summed gradient.
         """
         measured, asked = sums.split(self.sizes)
         return Totals(measured, asked, norms)

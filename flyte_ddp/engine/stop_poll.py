@@ -39,9 +39,11 @@ class StopPoll:
         self._readback = Readback(device)
 
     def after_batch(self, stop: bool) -> bool:
-        """Exchange requests if it is time to, and return whether all ranks leave the evaluation now; a collective.
+        """Exchange stop requests if it is time to, and return whether all ranks leave the evaluation now; a collective.
 
-        Each rank calls it after each global batch.
+        Each rank calls it after each global batch. The answer is the same on all ranks. A request is obeyed some
+        batches after it was made, except on a single rank. Once a rank has left the evaluation by itself, there are no
+        more exchanges.
 
         Args:
             stop: whether this rank was asked to stop.
@@ -54,7 +56,14 @@ class StopPoll:
         return self.is_agreed
 
     def _exchange(self, stop: bool) -> None:
-        """Add up stop requests and the duration of a batch over all ranks; set is_agreed, and when to do so again."""
+        """Exchange stop requests and the time of a batch over all ranks; a collective.
+
+        It sets is_agreed if any rank was asked to stop, and the number of batches until the next exchange, alike on all
+        ranks. On a GPU both follow from the exchange before, so that the host does not wait for this one.
+
+        Args:
+            stop: whether this rank was asked to stop.
+        """
         now = time.perf_counter()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # filled without a copy that the host awaits
         sums[0] = float(stop)

@@ -64,7 +64,9 @@ class StepSums:
         bad.add_(flag)
 
     def now(self, step: int, seconds: float) -> Sums:
-        """Return the sums up to the newest step. The host waits for the device.
+        """Return the sums up to the newest step, and drop the copies that recent() has started.
+
+        The host waits for the device.
 
         Args:
             step: the number of the epoch's steps so far.

@@ -33,7 +33,10 @@ def is_batch_norm(layer: nn.Module) -> bool:
 
 @contextmanager
 def any_batch_size() -> Iterator[None]:
-    """Let batch norm train on a single sample on this rank while the block runs, which torch refuses."""
+    """Let batch norm train on a batch with a single value per channel while the block runs, which torch refuses.
+
+    It is a context manager. It changes torch in this process, so it holds for all networks.
+    """
     check = F._verify_batch_size  # type: ignore[attr-defined]
     F._verify_batch_size = lambda size: None  # type: ignore[attr-defined]
     try:
@@ -179,7 +182,7 @@ def has_forward_pre_hooks(layer: nn.Module) -> bool:
 
 
 def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
-    """Make a fused optimizer skip its steps while flag is 1, and otherwise divide the gradients in place.
+    """Make a fused optimizer skip its steps while flag is 1, and else divide the gradients in place in each step.
 
     A fused optimizer reads both tensors on the device in each step, so the host does not wait. torch.amp.GradScaler
     uses the same mechanism, but it also scales the loss and waits for the device.
@@ -190,7 +193,7 @@ def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
         divisor: () float32, what the gradients are divided by. The caller changes it in place.
 
     Returns:
-        False, without any change, if the optimizer cannot do so.
+        True if the optimizer now does so; False, without any change, if it is not fused or does not support it.
     """
     can = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not (can and all(group.get("fused") for group in optimizer.param_groups)):
@@ -225,9 +228,10 @@ def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
 
 @contextmanager
 def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
-    """Let FSDP units gather weights in the weights' own dtype while the block runs.
+    """Let FSDP units gather weights in the weights' own dtype while the block runs; a context manager.
 
-    The units' MixedPrecisionPolicy returns at the end of the block. Torch has no public way to change the policy later.
+    Without it, a unit with mixed precision gathers them in bfloat16, say. The units' MixedPrecisionPolicy returns at
+    the end of the block. Torch has no public way to change the policy later.
 
     Args:
         units: modules that fully_shard was applied to.
@@ -280,12 +284,13 @@ def prefer_deterministic() -> None:
 
 @contextmanager
 def only_deterministic() -> Iterator[None]:
-    """Make operations without a deterministic version raise an error while the block, or decorated function, runs.
+    """Turn torch's error for an operation without a deterministic version into an InputError that names the operation.
 
-    Nothing is refused if the recipe has turned deterministic algorithms off.
+    It is a context manager, and a decorator. While the block runs, torch raises an error for such an operation, where
+    it otherwise only warns. Nothing is refused if the recipe has turned deterministic algorithms off.
 
     Raises:
-        InputError: An operation has no deterministic version. The message names the operation.
+        InputError: The block uses an operation that has no deterministic version.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -354,13 +359,14 @@ def batch_order(loader: DataLoader[Any]) -> tuple[str, Any]:
 
 
 def set_batch_order(loader: DataLoader[Any], order: Iterable[Any]) -> None:
-    """Make the loader read its batches in another order, without changing its attributes.
+    """Make a loader read its batches in another order, also in each later iteration, without changing its attributes.
 
     DataLoader refuses a new sampler after it is made, and a new DataLoader would lose what a subclass has.
 
     Args:
         loader: the loader.
-        order: replaces the loader's batch_sampler, or its sampler if it has no batch_sampler.
+        order: replaces the loader's batch_sampler, or its sampler if it has no batch_sampler. It is iterated over anew
+            in each iteration.
     """
     name, _ = batch_order(loader)
 

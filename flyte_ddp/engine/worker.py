@@ -53,7 +53,23 @@ def run(environment: Environment, link: Link, job: Job) -> TrainingResult:
 def train(environment: Environment, device: torch.device, link: Link, job: Job) -> TrainingResult:
     """Train what the job names, a recipe or a user's own loop, as one rank of the process group; a collective.
 
-    If there is a checkpoint of the job, the training goes on from it. Rank 0 writes the weights to job.model_path.
+    If there is a checkpoint of the job, the training goes on from it. Rank 0 writes the weights to job.model_path. The
+    process group must exist.
+
+    Args:
+        environment: this rank.
+        device: the device of this rank.
+        link: receives the events.
+        job: the training.
+
+    Returns:
+        The result of the training, as this rank knows it.
+
+    Raises:
+        InputError: Ranks have different jobs, or the recipe or loop, its settings or its data are invalid.
+        NonFiniteError: A loss or gradient is not finite.
+        StopRequested: A rank was asked to stop; a checkpoint was written.
+        WrongBitsError: Ranks with the same hardware have computed different bits.
     """
     settle_process(environment, job)
     check_same_training(environment, job)
@@ -74,7 +90,21 @@ def settle_process(environment: Environment, job: Job) -> None:
 
 
 def _train(environment: Environment, device: torch.device, link: Link, job: Job, cache: BlockCache) -> TrainingResult:
-    """Set up the job's recipe, resume it from a checkpoint if there is one, train it, and write the results."""
+    """Set up the job's recipe, resume a checkpoint if there is one, train, and write the results; a collective.
+
+    If the checkpoint was trained in another precision, or restoring it has failed half-way, the recipe is set up once
+    more.
+
+    Returns:
+        The result of the training, as this rank knows it. Its test measures are those of the weights that are returned.
+
+    Raises:
+        InputError: The recipe, its settings or its data are invalid, the checkpoint that the user asks for is refused,
+            or a file cannot be written.
+        NonFiniteError: A number of a step, or the loss of an evaluation, is not finite.
+        StopRequested: A rank was asked to stop; a checkpoint was written.
+        WrongBitsError: Ranks with the same hardware have computed different bits.
+    """
     link.emit(StartUp("reading the recipe and its data"))
     with checked_imports(job.root, job.files):
         setup = set_up(environment, device, job, cache, link=link)
@@ -128,7 +158,12 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
 
 
 def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
-    """Return the numbers, names and remarks that are told at the start of a recipe's training."""
+    """Return the numbers, names and remarks that a recipe's training tells at its start.
+
+    Args:
+        setup: the training.
+        settings: the settings, which tell the number of epochs and whether training may end early.
+    """
     recipe = setup.state.recipe
     return Plan(
         headline=setup.probed.headline,

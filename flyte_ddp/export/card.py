@@ -25,7 +25,16 @@ class Card:
 
 
 def make_card(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
-    """Build the model card, with the measures of each format's file beside those of the weights."""
+    """Build the model card, with the measures of each format's file beside those of the weights.
+
+    Args:
+        asked: the model that was exported.
+        written: the model's facts, and the measures of the weights.
+        formats: the measures of each file, by the name of its format.
+
+    Returns:
+        The card in Markdown, and as HTML.
+    """
     subject = asked.job
     name = str(written.metadata.facts.get("network") or subject.recipe.rpartition(":")[2])
     title = f"{name}, trained on {subject.dataset}"

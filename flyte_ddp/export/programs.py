@@ -64,8 +64,8 @@ def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Ca
 def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgram:
     """Return torch.export's program of the network, traced from the call with more samples.
 
-    Dimensions that differ between the two calls are dynamic. Those that have the number of samples in both calls are
-    one dynamic dimension, "batch".
+    A dimension of an input that has the same size in both calls is fixed. One that has the number of samples in both
+    calls is "batch", a single dynamic dimension for all inputs. Any other that differs is dynamic by itself.
 
     Args:
         model: the network.
@@ -109,7 +109,15 @@ def save_weights(path: Path, model: nn.Module, header: str) -> None:
 
 
 def save_pretrained(path: Path, model: Any) -> None:
-    """Save the folder that transformers or peft writes. Raises InputError for a network of neither."""
+    """Save the folder that a network of transformers or peft writes of itself (save_pretrained).
+
+    Args:
+        path: the new folder.
+        model: the network.
+
+    Raises:
+        InputError: The network has no method save_pretrained.
+    """
     if not callable(getattr(model, "save_pretrained", None)):
         raise InputError(
             f"only networks of transformers and peft have save_pretrained, got {type(model).__name__}: leave "
@@ -148,9 +156,10 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
     """Open a file in the given format, and return a network that can be called like the recipe's own.
 
     Args:
-        name: the format of the file.
+        name: the format of the file: "safetensors", "pretrained", "pt2" or "onnx".
         path: the file, or the folder for the format pretrained.
-        model: an untrained network of the recipe.
+        model: an untrained network of the recipe. The weights of safetensors, and adapters of pretrained, are loaded
+            into it.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
@@ -164,9 +173,15 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 
 
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
-    """Load a folder with the library that wrote it: peft for adapters, otherwise transformers.
+    """Load a folder of the format pretrained by the library that wrote it: peft for adapters, otherwise transformers.
 
-    The class of model, an untrained network of the recipe, loads the folder. Adapters are put into its base network.
+    Args:
+        path: the folder. It has adapters if it has a file adapter_config.json.
+        model: an untrained network of the recipe, whose class loads the folder. Adapters are put into its base network,
+            which is changed.
+
+    Returns:
+        The network, in evaluation mode.
     """
     if (path / "adapter_config.json").exists():
         from peft import PeftModel
@@ -205,15 +220,20 @@ class OnnxNetwork(nn.Module):
 
 
 def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Return the specs of the network's input tensors and output tensors, in order.
+    """Return the name, shape and dtype of each input tensor and each output tensor of the network, in order.
 
-    An input has the name of the parameter of the network's forward. A dimension that differs between the two calls is
-    "batch" if it is the number of samples, and "any" otherwise.
+    An input has the name of the parameter of the network's forward, or "input_2" and so on for one of *args. A nested
+    tensor's name also has its place, as in "output_0"; a single output is "output". A dimension that differs between
+    the two calls is "batch" if it is the number of samples, and "any" otherwise. Other values than tensors are left
+    out.
 
     Args:
         model: the network.
         few: a call with FEW samples.
         more: a call with MORE samples, or `few` again if only the names matter.
+
+    Returns:
+        The inputs, and the outputs.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]

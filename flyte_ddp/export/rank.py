@@ -32,10 +32,19 @@ from flyte_ddp.whole_files import writing_to
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
     """Measure the weights of the job on the test split, in float32 on the CPU, and write them in each format.
 
-    Runs in a process of its own; its arguments are as run_alone passes them.
+    run_alone calls it in a process of its own.
+
+    Args:
+        environment: this process, without other ranks.
+        link: told that the process is alive.
+        asked: the model, the folder, which must exist, and the formats.
+
+    Returns:
+        The measures of the weights, and the facts of the model that the model card needs.
 
     Raises:
-        InputError: the weights or the data cannot be used, or the network cannot be exported to a format.
+        InputError: The weights or the data cannot be used, the network cannot be exported to a format, or the folder
+            cannot be written to.
     """
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
@@ -94,18 +103,19 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 
 
 def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str]) -> Measured | str:
-    """Measure a file on the test split, after trying a batch of one sample. Runs in a process of its own.
+    """Measure an exported file on the test split, after trying a batch of one sample. It runs in a process of its own.
 
     Args:
-        environment: the rank's environment.
-        link: the link to the parent.
-        argument: the job, and the file's format and path.
+        environment: this process, of which only the number of threads is used, and the cache's place.
+        link: told that the process is alive.
+        argument: the job, the file's format, and its path.
 
     Returns:
-        The measures, or why the file cannot be used.
+        The measures, or a text that says why the file cannot be used, if any other error than a ReportedError comes up.
 
     Raises:
-        ReportedError: the data cannot be read.
+        ReportedError: The data cannot be read.
+        InputError: The recipe or its data are invalid.
     """
     job, name, path = argument
     torch.set_num_threads(environment.threads)
@@ -124,11 +134,14 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
 
 
 def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return the accuracy, from 0 to 1, of each class that has samples, by its name or number; {} without batches.
+    """Return the accuracy, from 0 to 1, of each class that has samples, by the class's name or number.
 
     Args:
-        recipe: the recipe, whose facts may name the classes.
+        recipe: the recipe, whose facts() may name the classes; otherwise they are numbered from 0.
         seen: labels (n,) and hits (n,), 1.0 where the prediction is right, of each batch of a classifier.
+
+    Returns:
+        The accuracies by name; an empty dict without batches.
     """
     if not seen:
         return {}
@@ -140,9 +153,13 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> d
 
 
 def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
-    """Return the indices of FEW and of MORE test samples, repeated if the split has fewer.
+    """Return the indices of FEW (2) and of MORE (3) test samples, for two calls that are compared.
 
-    If the samples have lengths, the few are the shortest and the more are the longest ones.
+    If the samples have lengths, the few are the shortest and the more are the longest ones; otherwise they are among
+    the first samples. Indices are repeated if the split has fewer samples.
+
+    Args:
+        test: the test split.
 
     Returns:
         (FEW,) and (MORE,) int64.

@@ -78,10 +78,18 @@ class ExportOutputs(NamedTuple):
 @task(**small_resources())
 @platform_errors(platform)
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
-    """Return the name of the dataset that the model was trained on, from the weights' metadata or options.dataset.
+    """Check the inputs of an export before the dataset is downloaded, and return the name of the dataset.
 
-    This task runs before the dataset is downloaded. Raises InputError if a format's library is missing, or if the
-    weights are of another recipe or dataset.
+    Args:
+        model_state: the weights of a built-in classifier; None if the same workflow trains them.
+        options: how to export.
+
+    Returns:
+        options.dataset or, if that is "auto", the dataset that the weights' metadata names ("mnist" without metadata).
+
+    Raises:
+        InputError: A format's library is missing, or the weights are those of a recipe's training or of a folder of
+            images.
     """
     check_formats(options)
     return choose_dataset(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
@@ -92,14 +100,19 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
-    """Check the inputs of an export before the images are read.
+    """Check the inputs of an export of a classifier of a folder of images, before the images are read.
+
+    Args:
+        model_state: the weights. Without weights, or metadata in them, the images are not checked.
+        images: the size and channels that the images will be read in.
+        options: how to export.
 
     Returns:
         The argument `images`, unchanged.
 
     Raises:
-        InputError: A format's library is missing, a recipe's training wrote the weights, or the images have another
-            size or number of channels than those that the weights were trained on.
+        InputError: A format's library is missing, a recipe's training wrote the weights, or `images` has another size
+            or number of channels than the images that the weights were trained on.
     """
     check_formats(options)
     known = classifier_metadata(model_state)
@@ -139,10 +152,14 @@ def export_folder_classifier(
         model_state: the weights.
         index: the index of the images.
         folder: the images, on whose test split the files are verified.
-        options: how to export. Its network is used if the weights have no metadata.
+        options: how to export. Its network is used if the weights have no metadata, or if options.model is not "auto".
+
+    Returns:
+        A folder with the files and the model card, the figures, and the model card as a page.
 
     Raises:
-        InputError: The weights' loss is not finite, or their measures are not the reported ones.
+        InputError: The weights' loss is not finite, their measures are not the reported ones, or a format does not
+            support the network.
         ReportedError: A file cannot be used, or gives other measures than the weights.
     """
     hp = FolderHyperparameters(model=options.network)
@@ -170,16 +187,28 @@ def export_recipe(
     options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
     init: FlyteDirectory | None = None,
 ) -> ExportOutputs:
-    """Export a trained network of a recipe, in all formats or none.
+    """Export a trained network of a recipe in all formats of the options, or in none, and verify each file.
+
+    Call it within a task of your own.
 
     Args:
         training: the recipe's training.
         model_state: the weights.
-        settings: the settings of the training.
+        settings: the settings of the training. The weights' own settings replace them, if the same recipe wrote the
+            weights.
         data: the data of the training.
-        reported: the measures in the training's summary, which the weights must give again.
+        reported: the measures in the training's summary, which the weights must give again. Without them,
+            options.reported and the weights' metadata tell the measures.
         options: how to export.
-        init: the init of the training.
+        init: the init of the training, which the recipe builds its network from; None without one.
+
+    Returns:
+        A folder with the files and the model card, the figures, and the model card as a page.
+
+    Raises:
+        InputError: A format's library is missing, the weights' loss is not finite, their measures are not the reported
+            ones, or a format does not support the network.
+        ReportedError: A file cannot be used, or gives other measures than the weights.
     """
     check_formats(options)
     subject = training.subject(settings, find_data(data), downloaded(init))
@@ -196,7 +225,9 @@ def _exported(
     known: ModelMetadata | None,
     options: ExportOptions,
 ) -> ExportOutputs:
-    """Export the weights to the folder `model` of a run's folder, which appears whole or not at all.
+    """Export the weights to the folder `model` in a new folder of this run, and verify each file.
+
+    The folder `model` appears whole or not at all. In a local run its path and the report's are printed at the end.
 
     Args:
         subject: what was trained.
@@ -204,8 +235,16 @@ def _exported(
         settings: the settings of the training.
         reported: measures that the training reported.
         known: the metadata of the weights. If the same recipe wrote them, their settings replace those given, and their
-            measures are added to those reported.
+            measures are added to those reported, which take precedence.
         options: how to export.
+
+    Returns:
+        The folder, the figures, and the model card as a page.
+
+    Raises:
+        InputError: The weights' loss is not finite, their measures are not the reported ones, a format does not support
+            the network, or a folder cannot be written to.
+        ReportedError: A file cannot be used, or gives other measures than the weights.
     """
     if known and known.recipe == subject.recipe:
         settings = known.settings

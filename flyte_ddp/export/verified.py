@@ -28,25 +28,25 @@ class Exported(NamedTuple):
 
 
 def export(asked: ExportJob) -> Exported:
-    """Write a model to a new folder in each format, and verify that each file gives the model's measures.
+    """Write a model to a new folder in each format with a model card, and verify that each file gives its measures.
 
     First the weights are measured on the test split, in float32 on the CPU. Their measures must agree with those that
     the training reported, if these are known. Then each file is opened in a process of its own, and its measures must
-    agree with those of the weights.
+    agree with those of the weights. If something fails, the folder is left incomplete.
 
     The losses of two runtimes in float32 differ by about 1e-6. The default tolerance for files is 1e-4, which also
     allows for one borderline sample in 10,000. The default tolerance for the training's measures is 1e-3, because torch
     may compute convolutions on a GPU in TF32.
 
     Args:
-        asked: the model, the folder, the formats and the tolerances.
+        asked: the model, the folder, which must not exist, the formats and the tolerances.
 
     Returns:
         The written model, the measures of each format, and the model card.
 
     Raises:
-        InputError: The loss is not finite, the training's measures do not agree, or the folder cannot be written
-            to.
+        InputError: The loss is not finite, the training's measures do not agree, a format does not support the network,
+            or the folder exists or cannot be written to.
         ReportedError: A file cannot be used, or gives other measures than the weights.
     """
     folder = Path(asked.folder)
@@ -80,9 +80,17 @@ def export(asked: ExportJob) -> Exported:
 
 
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
-    """Measure the file of the format `name` in a process of its own, print that it is right, and return its measures.
+    """Check that an exported file gives the measures of the weights, print so, and return the file's measures.
 
-    Raises ReportedError if the file cannot be used, or gives measures that differ by more than options.tolerance.
+    The file is opened and measured on the test split in a process of its own.
+
+    Args:
+        name: the format.
+        asked: the model, the folder and the tolerance.
+        written: the model, with the measures of the weights.
+
+    Raises:
+        ReportedError: The file cannot be used, or gives a measure that differs by more than options.tolerance.
     """
     file = FILES[name]
     tolerance = asked.options.tolerance

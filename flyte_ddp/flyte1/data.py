@@ -42,7 +42,11 @@ def downloaded(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None
 
 
 def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None:
-    """Return the path of a copy that all ranks of this host share; None for None. The first rank downloads it."""
+    """Return the path of a copy of the file or folder that all ranks of this host share; None for None.
+
+    The first process that asks makes the copy in the temporary folder, under a hash of the URL. The others wait for the
+    copy. A later call returns it without another download, even if the original has changed.
+    """
     if file_or_folder is None:
         return None
     url = get_url(file_or_folder)
@@ -57,12 +61,16 @@ def find_data(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | St
 
 
 def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
-    """Return the input as data that ranks read where they are stored, for RecipeTraining.run.
+    """Return a StoredData, by which ranks read the input where it is stored. Pass it to RecipeTraining.run.
 
-    The recipe's data_path is the URL or path of the data. Nothing is downloaded.
+    The recipe's data_path is the URL or path of the data. The content is not downloaded; only an index of blocks, or
+    the files' names, sizes and times, are read for a digest. A checkpoint is only valid for data with the same digest.
+    For a cache key that follows the data, too, give the task folder_by_content(folder=...).
 
-    A checkpoint is only valid for the same index of blocks, or for the same names, sizes and ETags of files. For a
-    cache key that follows them, too, give the task folder_by_content(folder=...).
+    fsspec keeps Flyte's settings of that storage for the rest of this process.
+
+    Raises:
+        InputError: there are no data.
     """
     url = _url_of_table(data) if isinstance(data, StructuredDataset) else get_url(data)
     return stored_data(url, _storage_options(url))
@@ -75,7 +83,8 @@ def _url_of_table(data: StructuredDataset) -> str:
 def new_folder() -> FlyteDirectory:
     """Return a new folder in Flyte's storage, for a task to write to and to return.
 
-    write_blocks(f"{folder.path}/train", ...) can write to it, and the pod's disk need not hold the data.
+    write_blocks(f"{folder.path}/train", ...) can write to the folder, so the pod's disk need not hold the data. fsspec
+    keeps Flyte's settings of that storage for the rest of this process.
     """
     folder = FlyteDirectory.new_remote()
     use_storage_options(_storage_options(str(folder.path)))

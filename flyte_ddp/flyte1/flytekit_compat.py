@@ -96,9 +96,10 @@ def replace_html(deck: Deck, html: str) -> None:
 
 
 def borrow_error_code(other: type[FlyteException]) -> Callable[[E], E]:
-    """Return a decorator of exception classes, by which Flyte sees the error code of `other`. Subclasses inherit it.
+    """Return a class decorator that gives an exception class, and its subclasses, the Flyte error code of `other`.
 
-    The public error_code is a property that reads _ERROR_CODE.
+    The decorator sets _ERROR_CODE of the class and returns that class, because the public error_code is a property that
+    reads that attribute.
     """
 
     def decorate(own: E) -> E:
@@ -110,7 +111,7 @@ def borrow_error_code(other: type[FlyteException]) -> Callable[[E], E]:
 
 @contextmanager
 def replaced_metadata(task: PythonFunctionTask, metadata: TaskMetadata) -> Iterator[None]:
-    """Give a task other metadata while the block runs. A task's decorator fixes them otherwise."""
+    """Give a task other metadata while the block of a with statement runs, and restore its own afterwards."""
     registered = task.metadata
     task._metadata = metadata
     try:

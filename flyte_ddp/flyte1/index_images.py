@@ -47,17 +47,23 @@ class FoundImages(NamedTuple):
 def find_images(
     folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
 ) -> FoundImages:
-    """Return the folder of images to train on, and a digest of its files. Never cached: the files may have changed.
+    """Return the folder of images to train on, and a digest of its files' names, sizes and times.
+
+    The result is never cached, because the files may have changed. Without `folder`, a cluster uses the images in the
+    pods' container image, and the digest is empty. A local run on a folder of this machine also drops cache entries
+    whose files are gone.
 
     Args:
         folder: a path or URL; empty for Labeled Faces in the Wild or scikit-learn's digits, as images.source says.
         images: which images to use.
-        backend: the backend of the training, which a local run checks against this machine, as the next two.
-        nproc: the number of ranks.
-        batch_size: the batch size.
+        backend: the backend of the training. Only a local run checks whether this machine can run backend, nproc and
+            batch_size together.
+        nproc: the number of ranks; 0 for the default.
+        batch_size: the samples of a step.
 
     Raises:
-        InputError: there are no images, a cluster cannot read the folder, or this machine cannot run the training.
+        InputError: a folder is given but images.source is not "folder", there are no images, a cluster cannot read the
+            folder, or this machine cannot run the training.
     """
     if folder and images.source != "folder":
         raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
@@ -83,15 +89,19 @@ def find_images(
 )
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
-    """Read every image once, and return an index: what training needs to know of the images, without their pixels.
+    """Read every image once, and return a folder with an index of the images: names, labels, digest, no pixels.
+
+    The images are downloaded if they are in a storage.
 
     Args:
         folder: the folder of images.
-        stamp: the digest that the folder must still have when all is read; empty for any.
+        stamp: the digest from find_images, which the folder must still have when all images are read; empty skips the
+            check.
         images: which images to use.
 
     Raises:
         ReportedError: the folder has changed in the meantime.
+        InputError: too many files cannot be read, or too few images or classes are left.
     """
     name = Path(get_url(folder)).name
     is_stored = FileAccessProvider.is_remote(get_url(folder))
@@ -105,7 +115,13 @@ def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> P
 
 
 def digit_images() -> Path:
-    """Return a folder with scikit-learn's 1,797 digits as PNG files, which is written if it is missing. Prints that."""
+    """Return the folder of scikit-learn's 1,797 digits as PNG files, after writing the files if the folder is missing.
+
+    Each call prints that the run uses these images because no folder was given.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
     folder = data_dir() / "digit_images"
     say(f"No folder was given, so this run reads scikit-learn's 1,797 handwritten digits, as PNG files in {folder}.")
     if not folder.exists():
@@ -117,9 +133,17 @@ def digit_images() -> Path:
 
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
-    """Return a folder for the ranks, which gets links to the index's files and to the images when it is downloaded.
+    """Return a folder for the ranks that, when downloaded, gets links to the index's files and to the images.
 
-    The images are downloaded, too. Then, in a pod, images that are not those of the index raise an error.
+    This call creates the folder, empty, in the working folder. The download also downloads the index and the images. In
+    a pod, the download also reads every image, to check it.
+
+    Args:
+        index: the folder that index_images has returned.
+        folder: the folder of the images.
+
+    Raises:
+        DataError: from the download in a pod: an image is missing, or its content is not what was indexed.
     """
     path = Path(tempfile.mkdtemp(dir=working_folder(), prefix="images-"))
 

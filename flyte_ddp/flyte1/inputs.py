@@ -27,11 +27,11 @@ def explain_unreadable_settings() -> None:
 
 
 def explain_missing_paths() -> None:
-    """Patch `pyflyte run` so that it says if a file or folder for an optional input is missing.
+    """Patch `pyflyte run` to report a missing file or folder that was given for an optional input.
 
-    flytekit itself tries to convert the missing path to None, and shows a traceback. The patch also refuses an empty
-    path with an InputError, because flytekit would take it for the current folder. Inputs of other types are left to
-    flytekit.
+    Without the patch, flytekit tries to convert the path to None, too, and shows a traceback. The patch also raises an
+    InputError for an empty path, because flytekit would take it for the current folder. flytekit itself still reads
+    inputs of other types. A second call changes nothing.
     """
     if getattr(UnionParamType.convert, "explains", False):
         return
@@ -52,13 +52,15 @@ def explain_missing_paths() -> None:
 
 
 def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata | None:
-    """Return the metadata of the given weights; None without weights, or if their file has none.
+    """Return the metadata of a built-in classifier's weights; None without weights, or if their file has no metadata.
+
+    The file is downloaded if it is in a storage.
 
     Args:
-        model_state: the weights, if any are given.
+        model_state: the weights; None if there are none.
 
     Raises:
-        InputError: The file does not exist in a local run, or the weights are of a recipe's training.
+        InputError: the file does not exist in a local run, or its metadata are not those of a built-in classifier.
     """
     if model_state is None:
         return None
@@ -88,14 +90,15 @@ def merge_settings(known: ModelMetadata | None, asked: Hyperparameters) -> Hyper
 
 
 def choose_dataset(known: ModelMetadata | None, asked: str, remedy: str) -> str:
-    """Return the name of the dataset that is asked for or, for "auto", of the one that the weights were trained on.
+    """Return the name of a built-in dataset: `asked` or, for "auto", that which the weights were trained on.
 
-    In a local run the dataset is checked as resolve_name does it.
+    "auto" without metadata stands for mnist. A local run first deletes a damaged copy of the dataset and cache entries
+    whose files are gone. If a local run cannot download mnist for "auto", the name is "digits".
 
     Args:
-        known: the metadata of the weights; None if there are none, so that "auto" is mnist.
+        known: the metadata of the weights; None if there are no weights, or their file has no metadata.
         asked: a dataset's name, or "auto".
-        remedy: the end of the message for weights that were trained on a folder of images: what users should do.
+        remedy: the end of the error message: what users should do if the weights were trained on a folder of images.
 
     Raises:
         InputError: the weights were trained on a folder of images.

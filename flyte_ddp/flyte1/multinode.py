@@ -45,10 +45,11 @@ class MultinodeTask(PytorchElasticFunctionTask):
 
 
 def error_of_node(error: Exception) -> Exception:
-    """Return the error that this node reports to Flyte for a failed training.
+    """Return, without raising it, the error that this node reports to Flyte for a failed training.
 
-    If ranks of the node failed, the error is that of the first rank. If the rendezvous of the nodes was lost, the error
-    says so and can be retried. Any other error is returned unchanged.
+    If `error` was raised while torch's ChildFailedError was handled, ranks of this node failed: the result is Flyte's
+    error for the rank that failed first. If `error` says that the nodes' rendezvous was lost, the result is an error
+    that Flyte retries. Any other error is returned unchanged.
     """
     if isinstance(error.__context__, ChildFailedError):
         failure = failure_of_node(error.__context__)
@@ -64,10 +65,13 @@ TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)
 
 
 def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a @task so that every rank of the registered nodes runs the task's function.
+    """Return a copy of a @task's arguments with which every rank of all registered nodes runs the function.
+
+    The copy gets a task_config that starts torchrun on the registered number of nodes and ranks per node, and more
+    variables in "environment". A node restarts its ranks at most twice within an attempt.
 
     Args:
-        arguments: the arguments of a @task that trains on one node, as of training_arguments. They are not changed.
+        arguments: the arguments for one node, from training_arguments. They are not changed.
     """
     asked = registration()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)

@@ -116,9 +116,10 @@ def storage_options(protocol: str) -> dict[str, Any]:
 
 
 def publisher(title: str) -> Callable[[str], None]:
-    """Return a function that shows HTML in a Deck of this title at once.
+    """Return a function that shows HTML in the task's Deck of this title, in place of the HTML that it showed before.
 
-    In a local run, and for a task without Decks, it does nothing.
+    The Deck is published at each call, except in a process of Flyte's Elastic plugin, which publishes Decks at the end.
+    In a local run, and for a task without Decks, the function does nothing.
     """
     if is_local() or not current_context().enable_deck:
         return lambda html: None  # a local run's page is a file that one can open

@@ -45,14 +45,15 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 )
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on, after a check that the training is possible.
+    """Check that the training is possible, and return the name of the dataset to train on.
 
-    A cluster caches the result. A local run never does, because it checks this machine. It deletes the prepared dataset
-    if that is damaged, and prepares the one of "auto". If that cannot be downloaded, it returns "digits".
+    A cluster caches the result and downloads nothing here. A local run is never cached, because it checks this machine.
+    A local run deletes a damaged prepared dataset, and drops cache entries whose files are gone. For "auto", a local
+    run also prepares the dataset; if the download fails, the name is "digits".
 
     Args:
-        hp: what determines the result, with the dataset's name or "auto".
-        options: how to run it; no part of the cache key.
+        hp: the settings that determine the result, with the dataset's name or "auto".
+        options: how to run the training; no part of the cache key.
         auto: the dataset that "auto" stands for.
 
     Raises:
@@ -70,21 +71,30 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 )
 @platform_errors(platform)
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on, on many nodes. Raises InputError for what they would refuse.
+    """Return the name of the dataset to train on, on many nodes: hp.dataset, or `auto` if that is "auto".
 
     Args:
-        hp: what determines the result, with the name or "auto".
+        hp: the settings of the training, with the dataset's name or "auto".
         auto: the dataset that "auto" stands for.
+
+    Raises:
+        InputError: this is a local run, or batch_size or virtual_ranks does not suit the largest registered number of
+            ranks.
     """
     datasets.check_nodes(platform, hp)
     return resolve_name(hp.dataset, auto)
 
 
 def resolve_name(asked: str, auto: str = "mnist") -> str:
-    """Return the name of the dataset that a name or "auto" stands for.
+    """Return the name of the dataset to train on: `asked`, or `auto` if `asked` is "auto".
 
-    A local run first deletes the prepared dataset if it is damaged, and cache entries whose files are gone. If "auto"
-    cannot be downloaded there, it is "digits".
+    A cluster does nothing else. A local run deletes the prepared dataset if that is damaged, and drops cache entries
+    whose files are gone. For "auto" it also prepares the dataset if it is not prepared yet; if the download fails, it
+    says so and returns "digits".
+
+    Args:
+        asked: a dataset's name, or "auto".
+        auto: the dataset that "auto" stands for.
     """
     name = datasets.resolve_name(platform, asked, auto)
     if is_local():
@@ -93,11 +103,11 @@ def resolve_name(asked: str, auto: str = "mnist") -> str:
 
 
 def forget_lost_results() -> None:
-    """Drop local cache entries of this process's tasks whose files are gone, so that the tasks run again.
+    """Drop entries of the local cache whose files are gone, so that their tasks run again.
 
-    Flyte's local cache stores paths, never contents, and offers no such check. All projects of a user share the cache,
-    and other runs may drop entries at the same time. Entries of other projects' tasks, whose disk may be back later,
-    stay.
+    Only entries of tasks that this process has imported are dropped: all projects of a user share the cache, and
+    another project's disk may be back later. Other runs may drop entries at the same time. Flyte's local cache stores
+    paths, never contents, and offers no such check.
     """
     cache = local_cache()
     ours = tuple(f"{entity.name}-" for entity in FlyteEntities.entities)

@@ -20,12 +20,13 @@ from flyte_ddp.report.console import say_last, show_output
 
 
 def set_up_pyflyte() -> None:
-    """Let pyflyte explain wrong settings, options, paths and cache hits, print messages, and ship the whole package.
+    """Patch pyflyte for this library. A second call does no harm.
 
-    A second call does no harm.
+    pyflyte then explains wrong settings, unknown options and missing paths, shows settings in --help, prints the
+    library's messages, says when a training is taken from the local cache, and sends the whole package to a cluster.
 
     Raises:
-        ReportedError: The module flytekit is Flyte 2's shim, flyte_migrate.
+        ReportedError: the module flytekit is Flyte 2's shim, flyte_migrate.
     """
     refuse_shim()
     show_output()
@@ -54,11 +55,14 @@ def ship_whole_package() -> None:
 
 
 def ship(files: Iterable[str]) -> None:
-    """Make `pyflyte run --remote` send these files (absolute paths) without importing them.
+    """Make `pyflyte run --remote` send these files, too, without importing them.
 
-    The ranks' modules import torch. pyflyte sends the __file__ of everything in sys.modules that is below the project's
-    root, so each file gets an entry there. Without them, a pod of a user who forgets `--copy all` would run the code of
-    its image.
+    pyflyte sends the __file__ of everything in sys.modules that is below the project's root, so each file that is not
+    imported gets a placeholder entry there. The ranks' modules aren't imported here, because they import torch. If a
+    user forgets `--copy all`, the pod would otherwise run the code of its image.
+
+    Args:
+        files: absolute paths.
     """
     imported = set(loaded_files().values())  # pyflyte sends imported files anyway, and would send them twice
     for file in files:
@@ -79,10 +83,12 @@ TRAIN_AGAIN = "To train again, put --overwrite-cache before the file: pyflyte ru
 
 
 def say_cached(outputs: Mapping[str, Literal]) -> None:
-    """Print that a training was taken from the cache, and what it had measured.
+    """Print that a training was taken from the local cache, with its measures, its files and how to train again.
+
+    For outputs without model_state, summary and report, nothing is printed.
 
     Args:
-        outputs: a task's outputs by name. For tasks that do not train, nothing is printed.
+        outputs: a task's outputs by name.
     """
     if not outputs.keys() >= {"model_state", "summary", "report"}:
         return

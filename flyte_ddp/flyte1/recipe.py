@@ -73,14 +73,17 @@ class NamedTraining(FlytekitTraining[Outputs]):
             ship(one.files)
 
     def arguments(self, ignored_inputs: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-        """Return the arguments of the @task that trains or predicts: cache, retries, live report, resources.
+        """Return the keyword arguments of the @task that trains or predicts: cache, retries, live report, resources.
+
+        The values come from the registered settings. The cache also depends on the recipe's code.
 
         Args:
-            ignored_inputs: inputs of the task that the cache ignores.
-            own: your own arguments of @task, which Python refuses beside these: requests=, limits= (what you leave out
-                is registered), retries= and so on, as in arguments(requests=Resources(gpu="4")). environment=,
-                secret_requests=, labels= and annotations= are added to the registered ones. most_gpus=1 is for a task
-                that predicts.
+            ignored_inputs: names of the task's inputs that the cache ignores.
+            own: your own arguments of @task. Give them here, because Python refuses a keyword twice:
+                @task(**arguments(requests=Resources(gpu="4"))). A quantity that you leave out of requests= and limits=
+                is the registered one. environment=, secret_requests=, labels= and annotations= are added to the
+                registered ones. All others, such as retries=, replace them. most_gpus=1 is not of @task: it limits a
+                task that predicts to one GPU.
         """
         return training_arguments(self.version, f"{self.code.name} ", ignored_inputs, **own)
 
@@ -99,17 +102,26 @@ class RecipeTraining(CommonRecipeTraining[Data, RecipeOutputs], NamedTraining[Re
         split: str = "test",
         init: FlyteDirectory | None = None,
     ) -> FlyteFile:
-        """Return the predictions (n, ...) of a trained network for a shard of a split, as an .npy file in float32.
+        """Return an .npy file with a trained network's predictions (n, ...) for one shard of a split.
+
+        The network computes in float32; the file has the dtype of recipe.predictions(). The file has a row for each
+        sample of the shard, in the split's order. The files of all shards, concatenated by number, have the whole
+        split.
+
+        To compute shards in parallel, map a task over `shard`. Declare the task with arguments(ignored_inputs=(),
+        most_gpus=1).
 
         Args:
             model_state: the weights.
             settings: the settings of the training.
-            shard: the number of the shard, from 0. Map over it, in a task with arguments(ignored_inputs=(),
-                most_gpus=1).
+            shard: the number of the shard, from 0.
             shards: the number of shards, into which the split is divided as evenly as possible.
             data: the data of the training.
             split: "train", "validation" or "test".
             init: the init of the training.
+
+        Raises:
+            InputError: there is no such shard, or the recipe has no predictions.
         """
         subject = self.subject(settings, find_data(data), downloaded(init))
         return output_file(write_predictions(platform, subject, Path(model_state.download()), shard, shards, split))

@@ -26,7 +26,10 @@ IMAGE = "{{.image.trainer}}"  # flyte.config, or --image trainer=NAME, names the
 
 
 def sizes(size: Size) -> dict[str, Any]:
-    """Return a size as arguments of @task or with_overrides: requests and limits."""
+    """Return a size as keyword arguments of @task or with_overrides: requests and limits.
+
+    Both are flytekit Resources with CPUs, memory, disk and GPUs (None without GPUs).
+    """
     requests, limits = (
         Resources(
             cpu=size.cpu[which],
@@ -46,16 +49,17 @@ def training_sizes(gpus: int) -> dict[str, Any]:
 
 
 def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
-    """Return arguments of with_overrides that give a training task's pod this many GPUs. Call it in a @dynamic.
+    """Change a training task to a number of GPUs, and return the arguments of with_overrides for its pod.
 
-    It also changes the task's own environment, so that the pod expects this number: with_overrides cannot do that.
+    Call this function in a @dynamic. The number is written to the task's own environment, by which the pod knows how
+    many GPUs to expect: with_overrides cannot set variables.
 
     Args:
-        task: the training task.
+        task: the training task, which is changed.
         gpus: the number of GPUs; 0 for a small pod without any.
 
     Raises:
-        InputError: No pod can have so many GPUs.
+        InputError: gpus is negative, or more than a pod can have.
     """
     if not 0 <= gpus <= MOST_GPUS:
         raise InputError(f"gpus must be at least 0 and at most {MOST_GPUS}, got {gpus}")
@@ -77,16 +81,19 @@ def training_resources(
     """Return the arguments of @task for a training task, from the registered settings and these changes.
 
     Args:
-        code: the version of the code that determines the result, if the result is cached.
+        code: the version of the code that determines the result, which the pod checks; None checks nothing.
         most_gpus: the number of GPUs that the task can use at most. None means any number.
         requests: quantities that replace the registered ones. A quantity that is given only in requests, or only in
-            limits, counts for both.
+            limits, counts for both. The number of GPUs also decides the pod's registered size.
         limits: quantities that replace the registered limits, like requests.
         environment: variables to add. A variable replaces the registered one of the same name.
         secret_requests: secrets to add. A secret replaces the registered one of the same variable.
         labels: labels to add. A label replaces the registered one of the same name.
         annotations: annotations to add. An annotation replaces the registered one of the same name.
         own: other arguments of @task. They replace the computed ones.
+
+    Raises:
+        InputError: a registered secret is not named GROUP/KEY.
     """
     asked = registration()
     secrets = requested.training_secrets(own=[secret.env_var for secret in secret_requests])
@@ -129,18 +136,22 @@ class GracefulPod(PodTemplate):
 
 
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a training @task's arguments with the registered grace, and with variables that tell the pod its grace.
+    """Return a training @task's arguments with the grace of its pod added.
 
-    - A template in code that sets a grace keeps it. The variables give no more than the registered grace, if there is
-    one. A template in code that sets none gets registration().pod_grace.
-    - A template in the cluster stays as it is. The variables give the registered grace, or 30 s if there is none.
-    - Without a template, a registered grace adds one. Without both, the task stays a plain container, with 30 s.
+    The grace is the seconds from a SIGTERM until the pod is killed. The pod's template sets it, and two variables tell
+    the pod.
+
+    - A pod_template that sets a grace keeps it. The variables have the smaller of it and the registered grace, if one
+    is registered. A pod_template without a grace gets the registered one, or this library's default.
+    - A template in the cluster (pod_template_name) is not changed. The variables have the registered grace, or 30 s.
+    - Without a template, a registered grace adds a pod_template. If no grace is registered either, nothing is added,
+    and the variables have 30 s, Kubernetes' default.
 
     Args:
         arguments: what training_resources() has returned. They are not changed. Variables in their "environment" win.
 
     Returns:
-        A new dict: the arguments, with "pod_template" and "environment".
+        A new dict: the arguments, with "pod_template" (None without one) and "environment".
     """
     asked = registration()
     template = arguments.get("pod_template")
@@ -163,7 +174,11 @@ def _as_dict(quantities: Resources | None) -> dict[str, Any]:
 
 
 def preparation_resources() -> dict[str, Any]:
-    """Return the arguments of a @task that prepares a dataset, or otherwise needs torch but no ranks."""
+    """Return the arguments of a @task that prepares a dataset, or otherwise needs torch but no ranks.
+
+    The arguments are the container image, registered labels and annotations, requests and limits, a timeout of one
+    hour, and "environment".
+    """
     return {
         **_every_pod(),
         **sizes(requested.preparation_size()),
@@ -198,7 +213,10 @@ KINDS: Any = {"slack": Slack, "email": Email}
 
 
 def execution_options() -> dict[str, Any]:
-    """Return the arguments of a LaunchPlan: the registered notifications, labels and annotations."""
+    """Return the registered notifications, labels and annotations as arguments of a LaunchPlan.
+
+    "labels" and "annotations" are None if none are registered; "notifications" is a list.
+    """
     asked = registration()
     phases = [getattr(WorkflowExecutionPhase, name.upper()) for name in asked.notify_phases.split(",")]
     return {

@@ -30,13 +30,14 @@ def training_arguments(
     ignored_inputs: Sequence[str] = ("options",),
     **own: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of a @task that trains: cache, retries, live report, resources.
+    """Return the keyword arguments of a @task that trains: cache, retries, live report (Deck), resources and grace.
 
     Args:
-        code: the version of the code that decides the result, and so of the cache.
-        salt: more text that is a part of the cache's version, such as a recipe's name.
-        ignored_inputs: inputs of the task that the cache ignores.
-        own: arguments of training_resources, and among them arguments of @task that replace the computed ones.
+        code: the version of the code that decides the result. It is a part of the cache key.
+        salt: more text that is a part of the cache key, such as a recipe's name.
+        ignored_inputs: names of the task's inputs that the cache ignores.
+        own: keyword arguments of training_resources, such as requests and most_gpus. Others are arguments of @task;
+            they replace the computed ones, even cache and retries.
     """
     return {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),

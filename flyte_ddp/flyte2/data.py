@@ -33,7 +33,14 @@ def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path
 
 
 def downloaded_once(file_or_folder: File | Dir | None) -> Path | None:
-    """Return the path of a copy that all ranks of this host share; None for None. The first rank downloads it."""
+    """Return the path of a copy of the file or folder that all ranks of this host share; None for None.
+
+    The first process that asks makes the copy in the temporary folder, under a hash of the URL. The others wait for the
+    copy. A later call returns it without another download, even if the original has changed.
+
+    Raises:
+        DownloadError: the download has failed, which is worth another attempt.
+    """
     if file_or_folder is None:
         return None
 
@@ -50,12 +57,14 @@ def output_file(path: Path) -> File:
 
 
 def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
-    """Return a folder on this machine as a task's output. It is uploaded on a cluster, and else stays where it is.
+    """Return a folder on this machine as a task's output, after uploading it on a cluster.
+
+    In a local run, and outside of tasks, the folder stays where it is.
 
     Args:
         path: the folder on this machine.
-        url: the folder of the storage where it goes; empty leaves that to Flyte.
-        digest: the digest of its content, which is its key in the caches; None leaves the key to Flyte.
+        url: the URL in the storage where the folder goes; empty leaves that to Flyte.
+        digest: the digest of the folder's content, which is its key in the caches; None leaves the key to Flyte.
     """
     if not flyte.ctx():
         return Dir(path=str(path), hash=digest)
@@ -63,9 +72,10 @@ def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
 
 
 def by_content(file: File | None) -> File | None:
-    """Return the same file, whose SHA-256 is then its key in the caches; None for None.
+    """Return the same file with the SHA-256 of its content as its cache key; None for None.
 
-    The file is read where it is, and not copied. Call it for a model_state or checkpoint to start from.
+    The file is read where it is, and not copied. Call it for a model_state or checkpoint to start from. An input that
+    is missing, or is a folder, ends the attempt with an error.
     """
     if file is None:
         return None

@@ -36,12 +36,15 @@ PAUSES = flyte.Backoff(base=timedelta(seconds=10), factor=6.0, cap=timedelta(min
 def workflow_environment(
     name: str, *called: flyte.TaskEnvironment, secrets: Sequence[str] = ()
 ) -> flyte.TaskEnvironment:
-    """Return the environment of a task that computes little, such as one that only calls others. Sets up the SDK.
+    """Patch Flyte's SDK for this library, and return the environment of a task that computes little.
+
+    Such a task may call others.
 
     Args:
         name: the environment's name.
-        called: the environments of the tasks that it calls.
-        secrets: the variables of the secrets that it needs, as far as they are registered.
+        called: the environments of the tasks that the task calls.
+        secrets: the variables of the secrets that the task needs, such as WANDB_API_KEY; those without a registered
+            secret are left out.
     """
     set_up_flyte()
     return _environment(
@@ -53,8 +56,12 @@ def _secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Sec
     """Return a task's own secrets, and after them the registered secrets of these variables; None if there are none.
 
     Args:
-        variables: variables that have a secret in the pod, such as WANDB_API_KEY.
-        own: the task's own secrets. Each replaces the registered one of its variable.
+        variables: environment variables that get their registered secret, such as WANDB_API_KEY, if there is one.
+        own: the task's own secrets: a key or a flyte.Secret, or several. Each replaces the registered secret of its
+            variable.
+
+    Raises:
+        InputError: a registered secret is not named GROUP/KEY.
     """
     named = [own] if isinstance(own, (str, flyte.Secret)) else own
     mine = [flyte.Secret(one) if isinstance(one, str) else one for one in named]
@@ -81,20 +88,25 @@ def training_environment(
     include: Sequence[str] = (),
     **more: Any,
 ) -> flyte.TaskEnvironment:
-    """Return the environment of tasks that train.
+    """Return the environment of tasks that train, from the registered settings and these changes.
 
     Args:
         name: the environment's name.
         code: the version of the code that determines the result, which the pod checks.
         files: files to ship in addition to the library's own.
         kind: the class of the environment, from clustered().
-        variables: variables from clustered().
-        most_gpus: the number of GPUs that the task can use; None is any.
-        own: resources, each of which replaces the registered one.
-        secrets: secrets in addition to the registered ones.
-        env_vars: variables in addition to the registered ones.
+        variables: variables from clustered(). They replace registered ones of the same name.
+        most_gpus: the number of GPUs that the task can use at most; None means any number. Ignored if `own` sets gpu.
+        own: resources. Each value that is not None replaces the registered one; gpu also decides the pod's registered
+            size.
+        secrets: secrets to add. Each replaces the registered one of its variable.
+        env_vars: variables to add. Each replaces any other of the same name.
         include: more files to ship.
-        more: other arguments of the environment, which replace the registered ones.
+        more: other arguments of the environment, which replace the registered ones. A pod_template without a grace gets
+            the registered grace; the registered labels and annotations are added to it.
+
+    Raises:
+        InputError: the pod template is the name of one in the cluster, and labels or annotations are registered.
     """
     asked = registration()
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _count_gpus(own)
@@ -150,7 +162,19 @@ def _environment(
     pod_template: PodTemplate = None,
     **more: Any,
 ) -> flyte.TaskEnvironment:
-    """Return an environment with the library's files, the registered labels and these arguments of its class `kind`."""
+    """Return a task environment that ships the library's files and has the registered labels and annotations.
+
+    Args:
+        name: the environment's name.
+        size: the registered size of its pods.
+        variables: the environment variables of its pods.
+        files: files to ship in addition to the library's.
+        kind: the class of the environment.
+        own: the user's resources. Each value that is not None replaces the size's.
+        image: the container image.
+        pod_template: a template to which the labels and annotations are added; a name is only possible without them.
+        more: further arguments of `kind`.
+    """
     return kind(
         name=name, image=image, resources=resources(size, own), env_vars={**variables}, include=(*shipped(), *files),
         pod_template=_labelled(pod_template), **more,
@@ -180,10 +204,14 @@ def _labelled(template: PodTemplate) -> PodTemplate:
 
 
 def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
-    """Return the pod template with the registered grace, and the variables that tell the pod its grace.
+    """Return the pod template with a grace, and the variables that tell the pod how many seconds of grace it has.
 
-    A template that sets a grace keeps its own. A template in the cluster, which is given by its name, stays as it is.
-    None becomes a template.
+    The grace is the time from a SIGTERM until the pod is killed. The given template is not changed.
+
+    Args:
+        template: a template that sets a grace keeps it, and the variables have no more than the registered grace. One
+            without a grace gets the registered grace, or the default. None becomes a template. A template in the
+            cluster, given by its name, is returned as it is; the variables have the registered grace, or 30 s.
     """
     if template and isinstance(template, str):
         return template, requested.grace_environment(registration().grace_seconds or USUAL_SECONDS)
@@ -230,14 +258,14 @@ def shipped() -> tuple[str, ...]:
 
 
 def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] = ()) -> flyte.Cache:
-    """Return the cache of a task whose result is decided by this code and these distributions.
+    """Return a flyte.Cache for a task whose result is decided by this code and by these distributions' versions.
 
-    If another task calls it, that task's pod computes the version, from the distributions in the image. The types of
-    inputs and outputs are part of Flyte's own key.
+    The versions are those installed where this function runs: in the image of the calling task's pod, if one task calls
+    another. The types of inputs and outputs are part of Flyte's own key. Equal calls at the same time run once.
 
     Args:
         code: the version of the code.
-        ignored: inputs of the task that the cache ignores.
+        ignored: names of the task's inputs that the cache ignores.
         distributions: names of installed packages, whose versions count.
     """
     version = with_installed(code, distributions)
@@ -245,15 +273,19 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
 
 
 def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-    """Return the arguments of a task that trains: cache, retries, live report and time limit.
+    """Return the keyword arguments of a task that trains: cache, retries, live report and time limit.
+
+    The cache depends on `code` and on torch's version.
 
     Args:
         code: the version of the code that decides the result.
-        ignored: inputs of the task that the cache ignores.
-        own: the user's own arguments, which replace these.
+        ignored: names of the task's inputs that the cache ignores.
+        own: the user's own arguments of the task, which replace these. A pod_template also gets the registered grace,
+            labels and annotations.
 
     Raises:
-        InputError: the user's pod_template has another grace than the environment, whose variables tell the pod.
+        InputError: the user's pod_template has another grace than the environment, whose variables tell the pod its
+            grace. Or it is the name of one in the cluster, and labels or annotations are registered.
     """
     if "pod_template" in own:
         template, grace = _with_grace(own["pod_template"])

@@ -41,14 +41,14 @@ def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
 
 
 def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Exception]) -> None:
-    """Patch the SDK so that an attempt ends with error_of(error) if the reading of an input raises an error of a kind.
+    """Patch the SDK to end an attempt with error_of(error) if reading an input raises an error of class `kind`.
 
-    The SDK's own error is none of those that it reports to Flyte: the pod would just end. A second call replaces the
-    first patch.
+    Without the patch, the pod just ends: the SDK doesn't report its own error for such an input to Flyte. A second call
+    replaces the first patch.
 
     Args:
         kind: the class of the errors that a constructor of an input's type raises.
-        error_of: returns the error that the attempt ends with.
+        error_of: gets that error and returns the one to raise instead.
     """
     original = getattr(TypeEngine.literal_map_to_kwargs, "original", TypeEngine.literal_map_to_kwargs)
 
@@ -66,10 +66,11 @@ def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Excepti
 
 @contextmanager
 def local_cache() -> Iterator[sqlite3.Connection]:
-    """Open the local cache, a database with the table task_cache: key, and value, a serialised Outputs.
+    """Open the local cache for a with statement, as a database connection.
 
-    Changes are committed if the block ends without an error. If there is no cache, the table is empty and only in
-    memory. The SDK cannot list or delete entries.
+    The table task_cache has a key and a value, a serialised Outputs. Changes are committed if the block ends without an
+    error, and else rolled back. If there is no cache, the table is empty and only in memory. The SDK cannot list or
+    delete entries.
     """
     path = LocalDB._get_cache_dir() / "cache.db"
     with closing(sqlite3.connect(path if path.exists() else ":memory:")) as connection, connection:
@@ -78,7 +79,7 @@ def local_cache() -> Iterator[sqlite3.Connection]:
 
 
 def with_replicas(clustered: Any, replicas: int) -> Any:
-    """Return a clustered task's plugin_config for another number of pods, which Flyte doesn't restart.
+    """Return a copy of a clustered task's plugin_config for another number of pods, without any restarts by Flyte.
 
     Args:
         clustered: the plugin_config of the task. It is not changed.

@@ -20,10 +20,13 @@ PLACE, FAILURE = "checkpoints-url", "failure.json"
 
 
 def leave_place() -> None:
-    """Record where this action keeps its checkpoints, for the next action. Rank 0 calls it.
+    """Record in the storage where this action keeps its checkpoints, for the next action of the same training.
+
+    Rank 0 alone calls this function. Nothing is recorded if the action was not started by flyte_ddp.flyte2.sizes, which
+    tries other numbers of nodes.
 
     Raises:
-        RecoverableError: The storage fails.
+        RecoverableError: the storage fails.
     """
     if folder := os.environ.get(HANDOVER_VARIABLE):
         point_to_previous(platform)  # before: once the next action knows this place, it looks nowhere else

@@ -36,7 +36,7 @@ def set_up_flyte() -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return whether to log a record: False for a task's failure in a local run.
+    """Return whether to log a record, as a logging filter: False for a task's failure in a local run.
 
     `flyte run --local` shows that failure at its end, too. The record would also have the stacks of all tasks that
     waited for the failed one.
@@ -49,7 +49,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def forget_lost_results() -> None:
-    """Drop local cache entries whose files are gone, so that the tasks run again instead of failing.
+    """Drop all local cache entries whose files are gone, so that their tasks run again instead of failing.
 
     Flyte's local cache stores paths, never contents, and offers no such check.
     """

@@ -73,10 +73,10 @@ def logs_url() -> str:
 
 
 def previous_logs_url() -> str:
-    """Return the URL of the logs of the pod that ran before this one.
+    """Return the URL of the log folder of the pod that ran before this one; empty if there was none.
 
-    That pod was killed in this attempt, or was the last pod of the previous attempt. The URL is empty if there was
-    none.
+    The earlier pod was killed in this attempt or, if this pod is the attempt's first, was the last pod of the previous
+    attempt.
     """
     *earlier, _ = _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)
     if not earlier and (previous := previous_checkpoint_url()):
@@ -87,12 +87,12 @@ def previous_logs_url() -> str:
 
 @cache
 def _logs_urls(attempt: str, restarts: int | None) -> list[str]:
-    """List the logs' URLs of the pods of an attempt so far, in the order in which they ran.
+    """Return the URLs of the log folders of an attempt's pods so far, in the order in which the pods ran.
 
     Args:
         attempt: the URL of the attempt's folder.
-        restarts: how many pods of the attempt were killed. None means that the number is unknown: then the list
-            ends with the first folder that has no log yet.
+        restarts: how many pods of the attempt were killed, so that the list has one URL more. None means that the
+            number is unknown: then the list ends with the first folder that has no log.
     """
     urls = [f"{attempt}/logs"]
     while (restarts is None and _exists(f"{urls[-1]}/console.log")) or len(urls) <= (restarts or 0):
@@ -162,7 +162,10 @@ def storage_options(protocol: str) -> dict[str, Any]:
 
 
 def publisher(title: str) -> Callable[[str], None]:
-    """Return a function that replaces the task's report by the HTML that it gets. It does nothing in a local run."""
+    """Return a function that replaces the HTML in the report's tab of this title, and sends the report.
+
+    In a local run the function does nothing.
+    """
     if is_local():
         return lambda html: None  # a local run's page is a file that one can open
     tab = flyte.report.get_tab(title)

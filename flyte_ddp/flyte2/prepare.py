@@ -20,13 +20,16 @@ from flyte_ddp.settings import RunOptions
 
 
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on. Raises InputError for what cannot be trained.
+    """Check that the training is possible, and return the name of the dataset to train on.
 
-    A local run finds out here whether this machine can do what is asked, and may get "digits" as a stand-in.
+    A local run also checks this machine, and deletes the prepared dataset if that is damaged. For "auto" it prepares
+    the dataset; if the download fails, it returns "digits". The errors are the platform's, made from an InputError:
+    keep_best or patience is set without a validation split or, in a local run, this machine cannot run the ranks or
+    they are too many for a batch.
 
     Args:
-        hp: what determines the result, with the name or "auto".
-        options: how to run it.
+        hp: the settings that determine the result, with the dataset's name or "auto".
+        options: how to run the training.
         auto: the dataset that "auto" stands for.
     """
     with one_attempt():
@@ -35,10 +38,13 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 
 
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on, on many nodes. Raises InputError for what they would refuse.
+    """Return the name of the dataset to train on, on many nodes: hp.dataset, or `auto` if that is "auto".
+
+    The errors are the platform's, made from an InputError: this is a local run, or batch_size or virtual_ranks does not
+    suit the largest registered number of ranks.
 
     Args:
-        hp: what determines the result, with the name or "auto".
+        hp: the settings of the training, with the dataset's name or "auto".
         auto: the dataset that "auto" stands for.
     """
     with one_attempt():
@@ -47,10 +53,10 @@ def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
 
 
 def classifier_settings(model_state: File) -> Hyperparameters:
-    """Return the settings of a built-in classifier's training, with the name of its dataset, from the weights' file.
+    """Download a built-in classifier's weights, and return the settings of its training, with the name of its dataset.
 
-    Raises:
-        InputError: the file has no metadata, or its weights are not those of a built-in classifier.
+    The errors are the platform's, FinalErrors in a local run: the file has no metadata, its weights are not those of a
+    built-in classifier, or the download fails, which a cluster retries.
     """
     with one_attempt():
         path = downloaded(model_state)

@@ -76,13 +76,13 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
 
 
 def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str]) -> Any:
-    """Return the task for a number of nodes. Flyte itself tries it once: a retry would ask for as many nodes.
+    """Return a copy of the task for a number of nodes, without retries: a retry would ask for as many nodes again.
 
     Args:
-        train: the task.
+        train: the task of a clustered environment.
         nodes: the number of nodes.
-        minutes: how long to wait for the nodes; 0 is as long as it takes.
-        variables: more variables of the pods.
+        minutes: how long the action may wait for the nodes before it fails; 0 means without limit.
+        variables: environment variables to add to the pods.
     """
     return train.override(
         short_name=f"{train.short_name} on {nodes}",

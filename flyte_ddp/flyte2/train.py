@@ -45,15 +45,17 @@ class Flyte2Training(Training[Data, Outputs]):
     def environment(
         self, name: str, most_gpus: int | None = None, resources: flyte.Resources | None = None, **more: Any
     ) -> flyte.TaskEnvironment:
-        """Return the environment of the task. Call it at the top level of the file with the task.
+        """Patch Flyte's SDK, and return the environment of the task, with the recipe's and the observers' files.
+
+        Call it at the top level of the file with the task.
 
         Args:
             name: the environment's name.
-            most_gpus: the number of GPUs that the task can use: 1 for one that predicts; None is any.
-            resources: your own resources. Each that you give replaces the registered one.
-            more: the arguments of clustered, for many nodes, and your own of flyte.TaskEnvironment: secrets=,
-                env_vars=, include= and a pod_template's labels and annotations are added to the registered ones, others
-                such as interruptible= replace them.
+            most_gpus: the number of GPUs that the task can use: 1 for a task that predicts; None means any number.
+            resources: your own resources. Each value that is not None replaces the registered one.
+            more: the arguments from clustered(), for many nodes, and your own of flyte.TaskEnvironment. secrets=,
+                env_vars=, include= and a pod_template's labels and annotations are added to the registered ones.
+                Others, such as interruptible=, replace them.
         """
         set_up_flyte()
         files = {*self.code.files}
@@ -62,11 +64,17 @@ class Flyte2Training(Training[Data, Outputs]):
         return training_environment(name, self.code.version, sorted(files), most_gpus=most_gpus, own=resources, **more)
 
     def arguments(self, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-        """Return the arguments of the task: cache, retries, live report and time limit.
+        """Return the keyword arguments of the task that trains or predicts: cache, retries, live report and time limit.
+
+        The cache depends on the recipe's code and on torch's version.
 
         Args:
-            ignored: inputs of the task that the cache ignores.
+            ignored: names of the task's inputs that the cache ignores.
             own: your own arguments of the task, which replace these.
+
+        Raises:
+            InputError: your pod_template has another grace than the environment: give it to environment(), or is a name
+                beside registered labels or annotations.
         """
         return training_arguments(f"{self.code.name} {self.code.version}", ignored, **own)
 
@@ -98,13 +106,15 @@ class Flyte2Training(Training[Data, Outputs]):
         split: str = "test",
         init: Data = None,
     ) -> File:
-        """Return a trained network's predictions (n, ...) for one shard of a split, as a float32 .npy file.
+        """Return an .npy file with a trained network's predictions (n, ...) for one shard of a split.
 
-        The file has a row for each sample of the shard, in the split's order, and no row if the shard is empty. The
-        files of all shards, concatenated by number, have the predictions of the whole split.
+        The network computes in float32; the file has the dtype of recipe.predictions(). The file has a row for each
+        sample of the shard, in the split's order, and no row if the shard is empty. The files of all shards,
+        concatenated by number, have the predictions of the whole split.
 
         To compute shards in parallel, map a task over `shard`. Declare the task with arguments(ignored=()), in an
-        environment with most_gpus=1.
+        environment with most_gpus=1. An error is the platform's; in a local run it is a FinalError, also where there is
+        no such shard or the recipe has no predictions.
 
         Args:
             model_state: the weights.
@@ -114,9 +124,6 @@ class Flyte2Training(Training[Data, Outputs]):
             data: the data of the training.
             split: "train", "validation" or "test".
             init: the init of the training.
-
-        Raises:
-            InputError: there is no such shard, or the recipe has no predictions.
         """
         with one_attempt():
             subject = self.subject(settings, downloaded(data), downloaded(init))
@@ -162,11 +169,14 @@ image_training = ImageTraining()
 
 @contextmanager
 def naming_the_cause() -> Iterator[None]:
-    """On a cluster, let rank 0 raise the failure that was the cause. Flyte shows and acts upon rank 0's error alone.
+    """Run the block on every rank so that, if it fails on a cluster, rank 0 raises the failure that was the cause.
 
-    Each rank whose error was not the effect of another rank's leaves its failure in the storage. If rank 0 has
-    only lost another rank or waited for it, it raises the first of these instead of its own. Rank 0 also notifies the
-    webhook, and leaves its failure for the action that tries a smaller number of nodes.
+    Flyte shows rank 0's error alone, and acts upon it. Each rank whose error another rank did not cause writes its
+    failure to the storage. If rank 0 hangs, or has only lost another rank, it raises the earliest of these failures
+    instead of its own. Rank 0 also notifies the webhook, and leaves its failure for the action that tries a smaller
+    number of nodes.
+
+    The other ranks raise their own error unchanged. A local run does so, too, and writes nothing.
     """
     try:
         yield

@@ -70,9 +70,19 @@ def gather_shards(
     listing: FlyteFile,
     options: InferenceOptions,
 ) -> InferenceOutputs:
-    """Join the rows of all shards in one file, in the order of the images, summarise them, and write a page.
+    """Join the rows of all shards in one CSV file, and return it with a summary and a page of the least certain images.
 
-    Raises ReportedError if an image file that the page shows has changed since it was listed.
+    This is a Flyte task. A local run also prints the result.
+
+    Args:
+        parts: the CSV files of all shards, in the order of the images.
+        data: the prepared dataset that the model was trained on.
+        folder: the folder of the images; None if they are those of options.split.
+        listing: the listing of the folder's files, from plan_shards.
+        options: the options of the prediction.
+
+    Raises:
+        ReportedError: an image file that the page shows has changed since it was listed.
     """
     description = prepared.read_description(data.download())
     with run_folder(platform, "inference") as work:
@@ -160,9 +170,15 @@ class Listing:
         return Listing(self.files[shard.first : shard.last])
 
     def fetch(self, folder: FlyteDirectory | None, into: Path) -> list[tuple[str, str]]:
-        """Return each name with the path of its file on this machine; [] if there is no folder.
+        """Return each listed file's name with its path on this machine; [] if there is no folder.
 
-        Files of a storage are downloaded to the folder `into`. Raises ReportedError if a file is gone.
+        Args:
+            folder: the folder of the files, or None.
+            into: an existing folder, to which the files of a storage are downloaded. Files on this machine stay where
+                they are.
+
+        Raises:
+            ReportedError: a listed file is gone from the storage.
         """
         if folder is None:
             return []
@@ -175,11 +191,13 @@ class Listing:
     def verify(self, folder: FlyteDirectory | None) -> None:
         """Check that the listed files are still as they were when they were listed.
 
+        The files' metadata are compared, not the content.
+
         Args:
-            folder: the folder of the files.
+            folder: the folder of the files; None if the listing is empty.
 
         Raises:
-            ReportedError: A file has changed, or is gone.
+            ReportedError: a file has changed, or is gone.
         """
         now = {} if folder is None else list_files(folder)
         changed = [name for name, details in self.files if now.get(name) != details]

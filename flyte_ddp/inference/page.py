@@ -58,7 +58,11 @@ class Tally(NamedTuple):
 
 
 def tally(path: Path) -> Tally:
-    """Count the rows of a CSV file, which need not fit into memory, and find the least certain ones."""
+    """Count the rows of a CSV file of predictions by class, and find the least certain and unreadable ones.
+
+    The file is read three times, row by row, so it need not fit into memory. A row without a label is in neither
+    `known` nor `right`.
+    """
     predicted = Counter[str]()
     known = Counter[str]()
     right = Counter[str]()
@@ -79,9 +83,16 @@ def tally(path: Path) -> Tally:
 def render_results(
     title: str, totals: Tally, images: Sequence[np.ndarray], description: DatasetDescription, options: InferenceOptions
 ) -> str:
-    """Return the page with the results of a prediction, as the content of <body>.
+    """Return the HTML page with the results of a prediction, as the content of <body>.
 
-    The images are those of totals.least_certain, (C, H, W) uint8.
+    The page has the counts by class, the least certain images, the first files that could not be read, and the setup.
+
+    Args:
+        title: the page's title.
+        totals: the counts, and the rows to show.
+        images: the images of totals.least_certain, in the same order, each (C, H, W) uint8.
+        description: the dataset that the model was trained on, for its classes and name.
+        options: the options of the prediction.
     """
     by_class = Section(
         "By class",

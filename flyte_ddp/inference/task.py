@@ -42,7 +42,10 @@ INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__),
 
 
 def one_device() -> dict[str, Any]:
-    """Return the arguments of @task for predicting a shard: those of training, with at most one GPU, and no tracker."""
+    """Return the arguments of @task for predicting a shard.
+
+    The arguments are those of training, with at most one GPU and without secrets.
+    """
     gpus = min(1, registration().training_gpus)
     return {
         **training_resources(INFERENCE_CODE),
@@ -64,10 +67,15 @@ class Checked(NamedTuple):
 def check_inputs(
     model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
-    """Return the model's dataset, and the options, in which options.model is no longer "auto".
+    """Check the inputs, and return the name of the dataset and the options; a Flyte task.
 
-    Both come from the metadata of the weights if these have any. This task runs before the dataset is downloaded.
-    Raises InputError if the folder has no files, or the weights are of another recipe or dataset.
+    The task runs before the dataset is downloaded. For "auto", the dataset and options.model are those in the metadata
+    of the weights. Without metadata, "auto" stands for mnist (digits in a local run that cannot download mnist) and for
+    the model "mnist_cnn". options.dataset stays as it was.
+
+    Raises:
+        InputError: the folder has no files, or the weights are not those of a built-in classifier on a built-in
+            dataset.
     """
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses a folder without files
@@ -89,11 +97,23 @@ class Plan(NamedTuple):
 def plan_shards(
     model_state: PythonPickledFile, data: PreparedDataset, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Plan:
-    """Split the images into at most options.shards shards of nearly equal size, and list the folder's files.
+    """Check the weights, and split the images into at most options.shards shards of nearly equal size; a Flyte task.
 
     The images are the folder's or, without a folder, those of options.split. A shard's key is a hash of its images, the
-    weights and the code. Never cached, because contents may have changed. Raises InputError if the weights do not fit
-    the network, and DataError if the prepared dataset is damaged.
+    weights and the code. The plan is never cached, because contents may have changed.
+
+    Args:
+        model_state: the weights.
+        data: the prepared dataset that the model was trained on.
+        folder: the folder of images, or None.
+        options: the options of the prediction, in which model is not "auto".
+
+    Returns:
+        The shards, and a file with the listing of the folder's files; the listing is empty without a folder.
+
+    Raises:
+        InputError: the weights do not fit the network, or the folder has no files.
+        DataError: the prepared dataset is damaged.
     """
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
@@ -177,9 +197,13 @@ def predict_shard(
 
 
 def part_path(shard: Shard) -> Path:
-    """Return the path for a shard's rows, after creating the folder in a local run.
+    """Return the path of the file for a shard's rows. The file may exist only in a local run.
 
-    There the path has the shard's key, by which later runs find the file. Leftovers of killed runs are removed.
+    On a cluster the path is in the working folder. A local run creates its folder, removes what killed runs have left
+    in it, and names the file by the shard's key, so that a later run finds the finished file.
+
+    Raises:
+        InputError: a local run cannot write to its folder.
     """
     if not is_local():
         return working_folder() / "part.csv"

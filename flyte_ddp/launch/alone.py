@@ -19,8 +19,22 @@ def run_alone(
     world: World = CPU,
     root: str = "",
 ) -> Any:
-    """Return target(environment, link, argument), called in a process of its own.
+    """Run target(environment, link, argument) in a process of its own, wait for it, and return its value.
 
-    The parameters and errors are those of launcher.launch; world has one rank, by default on the CPU.
+    When this function returns or raises, the process has ended.
+
+    Args:
+        target: the function's name, "module:function". Only the new process imports the module.
+        argument: the object that the target gets; it is pickled.
+        timeouts: how long the process may be silent before it counts as hung: the limits in a RunOptions, or seconds.
+        on_event: called in this thread for each event of the process, and for each line that it prints.
+        world: a world of one rank, by default on the CPU.
+        root: a folder that comes first on the process's sys.path; empty for none.
+
+    Raises:
+        RankError: the process has failed or hangs; a RecoverableRankError if another attempt may succeed.
+        InputError: the target raised one.
+        PreemptedError: a SIGTERM or SIGHUP arrived.
+        KeyboardInterrupt: the user pressed Ctrl-C.
     """
     return launcher.launch(target, world, argument, timeouts, on_event, root=root)[0]

@@ -88,7 +88,13 @@ def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int =
 
 
 def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
-    """Raise InputError for more ranks (size) than can share a batch, which is virtual_ranks if that is not 0."""
+    """Raise InputError if there are more ranks than can share a batch: one sample, or one virtual rank, for each rank.
+
+    Args:
+        size: the number of ranks.
+        batch_size: the samples of a step, which count only if virtual_ranks is 0.
+        virtual_ranks: the number of virtual ranks; 0 if the training has none.
+    """
     name, most = ("virtual_ranks", virtual_ranks) if virtual_ranks else ("batch_size", batch_size)
     if most < size:
         cost = ", which gives other bits," if virtual_ranks else ""
@@ -99,16 +105,19 @@ def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
-    """Return this rank's environment in a world that torchrun or Flyte's Elastic plugin has created as registered.
+    """Return this rank's environment from torchrun's variables, after a check that the world is as registered.
+
+    torchrun or Flyte's Elastic plugin has created the world. A node that trains alone would otherwise return its result
+    as that of all nodes.
 
     Args:
-        backend: as for choose_world.
+        backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl".
         nodes: the least and the most nodes that the world may have.
-        ranks_per_node: the ranks that each node must have.
+        ranks_per_node: the number of ranks that each node must have.
 
     Raises:
-        InputError: The world has other numbers of nodes or ranks: a node that trains alone would return its result as
-            that of all. Or what environment_from_variables raises.
+        InputError: the world has another number of nodes or ranks, a variable is missing or impossible, or nccl has too
+            few GPUs.
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size
@@ -123,12 +132,15 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
 
 
 def environment_from_variables(backend: str) -> Environment:
-    """Return this rank's environment from torchrun's variables, for a backend as choose_world takes it.
+    """Return this rank's environment from the variables that torchrun, or a PyTorchJob, has set.
 
     If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank.
 
+    Args:
+        backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl".
+
     Raises:
-        InputError: A variable is missing or impossible, or there are too few GPUs.
+        InputError: a variable is missing or impossible, or nccl has too few GPUs for the ranks of this node.
     """
     needed = [name for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if needed:
@@ -221,12 +233,14 @@ def threads_per_rank(local_size: int) -> int:
 
 @contextmanager
 def default_variable(name: str, value: str, *others: str) -> Iterator[None]:
-    """Set an environment variable while the block runs, unless it or one of the others is set already.
+    """Set an environment variable while the block runs, unless that variable or one of `others` is set already.
+
+    The variable is removed when the block ends.
 
     Args:
         name: the variable.
         value: its value.
-        others: variables that, set by the user, say the same.
+        others: variables with the same purpose, which the user may have set instead.
     """
     if {name, *others} & {*os.environ}:
         yield

@@ -114,9 +114,15 @@ class PreemptedError(RecoverableError):
 
 
 def from_exception(error: BaseException, rank: int | None, host: str) -> Failure:
-    """Return the failure for an exception that ended a rank, or for rank None the process that starts the ranks.
+    """Return the failure for an exception that ended a rank, or the process that starts the ranks.
 
-    Its message is the exception's, with a remedy if torch's own message has none.
+    The failure's message is the exception's, with a remedy where torch's message has none. Its details are the
+    traceback, unless the exception is an InputError or ReportedError, whose messages say everything.
+
+    Args:
+        error: the exception.
+        rank: the rank; None for the process that starts the ranks.
+        host: the name of the host.
     """
     kind, recoverable, remedy = _classify(error)
     says_everything = isinstance(error, (InputError, ReportedError))
@@ -132,7 +138,10 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Return the traceback without this library's own frames above the user's code; all of it if it has only those."""
+    """Format an error's traceback without this library's own frames before the first frame of the user's code.
+
+    All frames stay if none is the user's.
+    """
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/")
     caller = error.__traceback__
     while caller and caller.tb_next and caller.tb_next.tb_frame.f_code.co_filename.startswith(own):
@@ -150,9 +159,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def _classify(error: BaseException) -> tuple[str, bool, str]:
-    """Return kind, recoverable and a remedy for the failure of an error; the remedy is empty or ends the message.
+    """Return the kind of an error's failure, whether another attempt may succeed, and a remedy that ends the message.
 
-    They follow from the error's type, or from its message where torch has just one type for many faults.
+    The three follow from the error's type, or from the error's message where torch has just one type for many faults.
+
+    Returns:
+        kind: "input" for an InputError, "peer" if another rank was lost, else "error". recoverable: whether another
+            attempt may succeed. remedy: empty if there is none.
     """
     message = describe_error(error)
     types = {base.__name__ for base in type(error).__mro__}
@@ -197,11 +210,14 @@ HINTS = {
 def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Failure:
     """Return the failure of a rank that ended without a report: by a signal, or by a call of os._exit.
 
+    The failure is recoverable. Its kind is "killed", or "aborted" for SIGABRT, by which NCCL or gloo ends a rank that
+    has lost another.
+
     Args:
         code: the exit status; that of a signal is negative, as subprocess has it.
         rank: the rank.
-        host: the name of its host.
-        peak_bytes: the most memory that it is known to have used; 0 if unknown.
+        host: the name of the rank's host.
+        peak_bytes: the most memory that the rank is known to have used; 0 if unknown.
     """
     memory = f"; peak memory {peak_bytes / 2**20:.0f} MiB" if peak_bytes else ""
     if code >= 0:
@@ -213,10 +229,16 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
 
 
 def name_the_cause(failures: Sequence[Failure]) -> InputError | RankError:
-    """Return the exception for a failed run: that of its first failure that no other rank may have caused.
+    """Return, without raising it, the exception for a failed run: that of the failure that caused the others.
 
-    If there is none, the first "aborted" one counts, else the first "peer". A failure of kind "input" becomes an
-    InputError, any other a RankError, of the recoverable kind if another attempt may succeed.
+    The cause is the earliest failure whose kind is neither "aborted" nor "peer", because another rank may have caused
+    failures of these kinds. If all have these kinds, the cause is the earliest "aborted" one, else the earliest "peer".
+
+    Args:
+        failures: the failures of the ranks, at least one.
+
+    Returns:
+        An InputError for kind "input"; else a RecoverableRankError if another attempt may succeed, or a RankError.
     """
     cause = min(failures, key=lambda failure: (EFFECTS.index(failure.kind) if failure.is_effect else -1, failure.at))
     if cause.kind == "input":

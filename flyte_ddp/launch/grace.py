@@ -42,7 +42,10 @@ class Grace:
         self._last_seconds = min(LAST_SECONDS, self.seconds / 5)
 
     def note(self, event: Event) -> None:
-        """Learn from an event of rank 0 that the run has started, or where the newest checkpoint is."""
+        """Remember from an event of rank 0 that the run has started, or where its newest checkpoint is.
+
+        How long the checkpoint took to write is kept, too. Other events change nothing.
+        """
         if isinstance(event, RunStarted):
             self.has_started = True
             if event.first_epoch or event.first_step:
@@ -59,10 +62,14 @@ class Grace:
         return self.seconds - self._last_seconds / 2
 
     def describe_end(self, phase: str, silent_seconds: float) -> str:
-        """Return the message for ranks that have not ended in time, with where a resume begins if that is known.
+        """Return the message for ranks that were killed because they had not ended when the grace was over.
+
+        The grace is the time from the request to stop. The message says what is lost and where a resume begins, if that
+        is known. Before the first step, the ranks end at once, and the message says so.
 
         Args:
-            phase: the phase of a rank that was still running, one of phases.py.
+            phase: the phase of a rank that was still running, a constant of phases.py. For WRITING, the message
+                estimates how much longer it would have taken.
             silent_seconds: the seconds since that rank's last sign of life.
         """
         if not self.has_started:
@@ -84,7 +91,8 @@ class Grace:
 def _read(name: str) -> int:
     """Return the whole number of seconds in an environment variable; 0 if it is not set.
 
-    Raises InputError for anything but a number from 0 to MOST_SECONDS.
+    Raises:
+        InputError: the variable is not a whole number from 0 to MOST_SECONDS (one hour).
     """
     text = os.environ.get(name, "0")
     is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_SECONDS))

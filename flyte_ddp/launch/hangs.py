@@ -42,16 +42,19 @@ class Answer:
 
 
 def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeouts: Timeouts) -> Failure:
-    """Return a Failure of kind "hang" that names the ranks that the others wait for, with what each rank answers.
+    """Return a Failure of kind "hang" that names the ranks for which the others wait, with the stacks of all ranks.
 
-    All ranks reach the same collectives in the same order, so they wait for those that are least far: ranks that do not
-    answer, else ranks that have reached the fewest collectives, among these the ones whose GPU is still busy. If all
-    are equally far, all are named.
+    All ranks call the same collectives in the same order. So the culprits are the ranks that do not answer. If all
+    answer, they are the ranks that have reached the fewest collectives; among these, the ones whose GPU is still busy.
+    If all ranks are equally far, all are named.
 
     Args:
-        answers: the answer of each rank of the run that has not ended.
-        hosts: the host of each of these ranks.
-        timeouts: the limits, of which the message names the one that was exceeded.
+        answers: the answer of each rank that has not ended; at least one.
+        hosts: the name of each rank's host.
+        timeouts: the limits; the message names the one that was exceeded.
+
+    Returns:
+        The failure: `rank` is the lowest of these ranks, `others` are the rest.
     """
     progress = {rank: (answer.reached, answer.is_idle) for rank, answer in answers.items()}
     by_progress = sorted(progress, key=lambda rank: (progress[rank], rank))
@@ -76,7 +79,12 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
     """Format the host, last collective and stacks of each rank, in the order of the answers.
 
-    Ranks of a host with the same collective and stacks share one entry.
+    Ranks of one host with the same collective and stacks share one entry. A rank without an answer and stacks gets a
+    line that says so.
+
+    Args:
+        answers: each rank's answer.
+        hosts: the name of each rank's host.
     """
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, answer in answers.items():

@@ -15,13 +15,14 @@ from flyte_ddp.launch.hangs import Answer
 
 
 def locate_rank(local_rank: int) -> Answer:
-    """Return the answer of this rank, without stack and phase, from any of its threads.
+    """Return how many collectives this rank has reached, which one is the last, and whether its GPU is idle.
 
-    Torch counts and records collectives, even DistributedDataParallel's. Without a process group none is reached. The
-    collective is empty, too, if TORCH_FR_BUFFER_SIZE=0 switches torch's recorder off.
+    Any thread may call this function, which is no collective and does not import torch. The answer's stack and phase
+    are left empty. Without a process group, or without torch, no collective is reached. The collective's name is empty
+    if torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0) or cannot be read.
 
     Args:
-        local_rank: this rank on its host, which tells its GPU.
+        local_rank: this rank's number on its host, from which its GPU's number follows.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
@@ -38,7 +39,11 @@ def locate_rank(local_rank: int) -> Answer:
 def _last_collective(torch: Any) -> str:
     """Return the collective that this rank waits in, such as "gloo:all_reduce of Float [8]"; empty if none is recorded.
 
-    NCCL lists collectives until they end, so the first one is meant. gloo lists ended ones, too, so the last is.
+    The function reads torch's flight recorder. NCCL's lists only collectives that have not ended, so the first one is
+    meant. gloo's lists ended ones, too, so the last is.
+
+    Args:
+        torch: the module torch, which this file does not import.
     """
     recorders = torch._C._distributed_c10d
     is_nccl = torch.distributed.get_backend() == "nccl"
@@ -61,11 +66,13 @@ def read_stack(thread: int | None) -> str:
 
 @contextmanager
 def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
-    """Let agents of torch's elastic_launch, started in the block, restart ranks only if is_worth_it(ChildFailedError).
+    """Let torch's elastic_launch restart failed ranks only if is_worth_it says so, for calls within the with statement.
 
-    The block replaces torch's agent class, because max_restarts alone would start ranks again after an error in the
-    user's code, too: the agent has no setting for that, and elastic_launch does not give its caller the agent (torch
-    2.15).
+    The block replaces torch's agent class: max_restarts alone would also restart ranks after an error in the user's
+    code, and neither the agent nor elastic_launch has a setting for that (torch 2.15).
+
+    Args:
+        is_worth_it: gets the ChildFailedError of a node's ranks, and returns whether to restart them.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api

@@ -50,9 +50,13 @@ END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a drive
 
 
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
-    """Start the process that imports these modules for all ranks, and return at once.
+    """Start the process that ranks are forked from, which imports these modules once for all, and return at once.
 
-    A second call does nothing, and no call does anything where each rank starts from scratch.
+    A second call does nothing, even with other modules. Where ranks are not forked (outside Linux), it never does
+    anything.
+
+    Args:
+        preload: the names of the modules.
     """
     if START_METHOD == "forkserver":
         # The forkserver must live as long as the ranks, which unblock these signals. They may be sent to the whole
@@ -162,10 +166,14 @@ class _Rank:
         return self.phase == WRITING and not self.outcome
 
     def receive(self, on_event: Callable[[Event], None]) -> None:
-        """Read the messages that are there, call on_event for events, and keep the others in this object's attributes.
+        """Read the rank's waiting messages: pass events to on_event, and store the others in this object's attributes.
 
-        Reading stops after POLL_SECONDS, as the rank may send without end. If the process has ended without an outcome,
-        the outcome is "failed", with a reason from the exit code.
+        Each message sets silent_seconds to 0. Reading stops after POLL_SECONDS while the process lives, because the
+        rank may send without end. If the process has ended without an outcome, the outcome becomes "failed", and value
+        a Failure from its exit code.
+
+        Args:
+            on_event: called for each event. Its errors are raised here.
         """
         ended = not self.process.is_alive()  # asked first: whatever it sent before it ended can now be read
         until = time.monotonic() + POLL_SECONDS  # it may send faster than observers handle it, without end
@@ -195,7 +203,10 @@ class _Rank:
             self.line.send(what)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and all that it has started."""
+        """Send a signal to the rank and to all that it has started.
+
+        If they have ended, nothing happens.
+        """
         pid = self.process.pid or 0
         try:
             os.killpg(pid, number)
@@ -216,14 +227,16 @@ class _Rank:
 def _supervise(
     ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None], signals: list[int], grace: Grace
 ) -> list[Any]:
-    """Listen to the ranks until all are done, and return their values by rank. Raises what launch raises.
+    """Listen to the ranks until all are done, and return their values by rank; raise the errors that launch lists.
+
+    After an error ranks may still run: the caller kills them.
 
     Args:
-        ranks: the ranks, which go on if this raises.
+        ranks: the started ranks.
         timeouts: limits after which a silent rank counts as hung.
         on_event: called for each event.
-        signals: the stop signals that have arrived; handlers append to it.
-        grace: how long ranks may go on after the first of these.
+        signals: the stop signals that have arrived; signal handlers append to the list while this runs.
+        grace: learns where the checkpoints are, and says how long ranks may go on after the first signal.
     """
     noticed = math.inf
     give_up_at = 0.0
@@ -266,13 +279,17 @@ def _supervise(
 
 
 def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: float) -> BaseException:
-    """Return KeyboardInterrupt if the first signal was Ctrl-C, else a PreemptedError that says what the ranks last did.
+    """Return, without raising it, the error of a run that was asked to stop.
 
     Args:
         ranks: the ranks. Those that still run have used up the grace.
-        signals: the stop signals that have arrived; empty if only a rank got one.
+        signals: the stop signals that have arrived, in order; empty if only a rank got a SIGTERM.
         grace: says what is lost.
-        until: how long a checkpoint may be uploaded, as of time.monotonic().
+        until: until when to wait for the upload of a checkpoint, as of time.monotonic(). The PreemptedError has it.
+
+    Returns:
+        KeyboardInterrupt if the first signal was Ctrl-C. Else a PreemptedError that says what a running rank last did
+        or, if all have ended, why a rank stopped.
     """
     number = signals[0] if signals else signal.SIGTERM  # sent to a rank alone, as by a guard of the host's memory
     if number == signal.SIGINT:
@@ -287,10 +304,14 @@ def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: 
 
 
 def _error_of_hang(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:
-    """Ask the running ranks where they are, and return the error that names those that the others wait for.
+    """Ask the running ranks where they are, and return the error (not raised) that names those the others wait for.
 
-    It has the Python stacks of every running rank. Ranks have ANSWER_SECONDS to answer; on_event is called for events
-    that come meanwhile.
+    The error has the Python stacks of every running rank. The ranks have ANSWER_SECONDS to answer.
+
+    Args:
+        ranks: all ranks; at least one is still running.
+        timeouts: the limits, for the message.
+        on_event: called for events that come meanwhile.
     """
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
@@ -311,9 +332,9 @@ def _error_of_hang(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[E
 
 
 def _suspend(ranks: list[_Rank]) -> None:
-    """Stop the ranks and this process after Ctrl-Z; when this process goes on, let the ranks go on.
+    """Suspend the ranks and then this process, after Ctrl-Z; once this process goes on, let the ranks go on.
 
-    The terminal reaches this process alone, because ranks are in process groups of their own.
+    The terminal sends Ctrl-Z to this process alone, because ranks are in process groups of their own.
     """
     for rank in ranks:
         rank.send_signal(signal.SIGSTOP)
@@ -324,7 +345,7 @@ def _suspend(ranks: list[_Rank]) -> None:
 
 @contextmanager
 def _room_for_sockets() -> Iterator[None]:
-    """Use /tmp for temporary files in the block, if their folder has too long a path for a socket in it.
+    """Use /tmp for temporary files in the block if the usual folder's path is too long for a socket in it.
 
     multiprocessing chooses the folder of its sockets once, in the block. The system allows about a hundred bytes for a
     socket's path, and a cluster's queue may set a long TMPDIR. Python does the same from 3.14 on.
@@ -340,12 +361,14 @@ def _room_for_sockets() -> Iterator[None]:
 
 @contextmanager
 def _importable(root: str = "") -> Iterator[None]:
-    """Let processes that start in the block import this package and modules in root, but not the parent's main module.
+    """Put `root` and this package on sys.path within the block, and hide the parent's main module from children.
 
-    A rank inherits sys.path as it is when it starts, even if it is forked from another process.
+    A rank inherits sys.path as it is when it starts, even if it is forked from another process. `pyflyte run` has the
+    project root on sys.path only while it loads the workflow. If the parent's main module was not hidden, a child would
+    import it: flytekit takes 2 s.
 
-    `pyflyte run` has the project root on sys.path only while it loads the workflow, and a child would import flytekit
-    (2 s) because its parent's main module is the pyflyte script.
+    Args:
+        root: a folder that comes first on sys.path; empty for none.
     """
     main = sys.modules["__main__"]
     library = str(Path(flyte_ddp.__path__[0]).parent)

@@ -15,9 +15,10 @@ ROOT = Path("/")
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """Return the container's limit in CPU seconds per second; infinity if there is none.
+    """Return the container's limit in CPU seconds per second, from its control groups; inf if there is none.
 
-    root is the folder that has proc and sys.
+    Args:
+        root: the folder that has proc and sys.
     """
     limits = [math.inf]
     for group in _groups("cpu", root):
@@ -37,7 +38,11 @@ def usable_memory(root: Path = ROOT) -> int:
 
 
 def memory_kills(root: Path = ROOT) -> int:
-    """Return how many processes of this container the kernel has killed for want of memory; 0 if that is unknown."""
+    """Return how many processes of this container the kernel has killed for want of memory; 0 if that is unknown.
+
+    Args:
+        root: the folder that has proc and sys.
+    """
     counts = [0]
     for group in _groups("memory", root):
         for name in ("memory.events", "memory.oom_control"):

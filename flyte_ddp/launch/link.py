@@ -73,9 +73,14 @@ class ParentLink(Link):
             self.send("heartbeat", (phase, peak_memory()))
 
     def send(self, kind: str, content: Any) -> None:
-        """Send (kind, pickled content), or leave that to another call that is sending, and return at once.
+        """Pickle (kind, content) and send it to the parent, in order. Any thread may call it.
 
-        The other call may be of this very thread, if a finalizer prints while the thread sends.
+        While another call is sending, this one only queues the message, which the other call sends, and returns at
+        once. The other call may be in the same thread, if a finalizer prints while the thread sends.
+
+        Args:
+            kind: what the message is, such as "event" or "done".
+            content: any object that can be pickled.
         """
         self._waiting.append(pickle.dumps((kind, content)))
         while self._waiting and self._lock.acquire(blocking=False):
@@ -98,10 +103,13 @@ class ParentLink(Link):
             threading.Event().wait()
 
     def listen(self, private: str) -> None:
-        """Serve the parent's requests ("locate", "stop") until the parent is gone, then end this rank and its children.
+        """Serve the parent's requests until the parent is gone, then kill this rank and all that it has started.
+
+        A thread of the rank runs this method, which never returns. "locate" sends an answer with the collective that
+        the rank is in; any other request ("stop") sets stop_requested.
 
         Args:
-            private: the parent's folder, which is removed then.
+            private: the parent's temporary folder, which is removed when the parent is gone.
         """
         try:
             while True:

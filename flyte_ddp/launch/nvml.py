@@ -26,9 +26,10 @@ class Gpu:
 
 @contextmanager
 def open_nvml() -> Iterator[Any]:
-    """Yield the module pynvml, initialised while the block runs.
+    """Yield the module pynvml for a with statement, initialised while the block runs.
 
-    Raises NvmlError if there is no driver or no pynvml. Errors of NVML in the block become NvmlError, too.
+    Raises:
+        NvmlError: there is no driver or no pynvml, or NVML raises an error in the block.
     """
     try:
         import pynvml
@@ -48,9 +49,12 @@ def open_nvml() -> Iterator[Any]:
 
 
 def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
-    """Yield index and handle of each GPU that this process may open: a container may not open the GPUs of others.
+    """Yield NVML's index and handle of each GPU that this process may open.
 
-    nvml is what open_nvml yields.
+    A container may not open the GPUs of others.
+
+    Args:
+        nvml: the module that open_nvml yields.
     """
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -90,7 +94,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[str]:
 def why_slow(uuid: str) -> str:
     """Return why the GPU with this UUID keeps its clocks low: "heat", "power" or "heat and power".
 
-    The text is empty if the clocks are not kept low, or if NVML does not say.
+    The text is empty if neither is the reason, or if NVML cannot be asked.
     """
     with suppress(NvmlError), open_nvml() as nvml:
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(nvml.nvmlDeviceGetHandleByUUID(uuid))
@@ -101,13 +105,14 @@ def why_slow(uuid: str) -> str:
 
 
 def count_cuda_devices(gpus: Sequence[Gpu], visible: str | None) -> int:
-    """Return how many devices CUDA offers a process.
+    """Return how many devices CUDA offers a process, computed without CUDA.
 
-    A process gets at most one MIG device, and no whole GPU besides it (MIG User Guide, "CUDA Device Enumeration").
+    A process gets at most one MIG device, and no whole GPU besides it (MIG User Guide, "CUDA Device Enumeration"). A
+    GPU in MIG mode without any MIG device does not count.
 
     Args:
         gpus: the GPUs that the process may open, in NVML's order.
-        visible: its CUDA_VISIBLE_DEVICES; None if that is not set.
+        visible: the process's CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     chosen = [gpu.uuid for gpu in gpus] if visible is None else _chosen(gpus, visible)
     divided = {gpu.uuid: gpu.instances for gpu in gpus if gpu.instances is not None}
@@ -117,10 +122,14 @@ def count_cuda_devices(gpus: Sequence[Gpu], visible: str | None) -> int:
 
 
 def _chosen(gpus: Sequence[Gpu], visible: str) -> list[str]:
-    """Return the UUIDs of the devices in CUDA_VISIBLE_DEVICES, as CUDA reads it.
+    """Return the UUIDs of the GPUs and MIG devices that CUDA_VISIBLE_DEVICES chooses, in its order, as CUDA reads it.
 
-    The variable lists indices, or prefixes of the UUIDs of GPUs or MIG devices. Everything after an unknown entry, or
-    an entry of another kind, is ignored. A device listed twice means none at all.
+    The variable lists indices, or prefixes of the UUIDs of GPUs or MIG devices. The first unknown or ambiguous entry,
+    or one of another kind than the first, ends the list. If a device is listed twice, the result is empty.
+
+    Args:
+        gpus: the GPUs that the process may open, in NVML's order.
+        visible: the variable's text.
     """
     chosen: list[str] = []
     words = [word.strip() for word in visible.split(",")]

@@ -35,7 +35,14 @@ class _Lines(io.BufferedIOBase):
         return self._file.fileno()
 
     def write(self, data: Any) -> int:
-        """Forward the lines that these bytes end, keep an unfinished one, and return the number of bytes."""
+        """Pass each line that these bytes end to the callback, keep an unfinished one, and return len(data).
+
+        A process forked from this one writes the bytes to the original file instead. Of a line that carriage returns
+        overwrite, as those of a progress bar, only the last text is passed.
+
+        Args:
+            data: the bytes.
+        """
         if os.getpid() != self._process:
             return os.write(self.fileno(), data)
         with self._lock:
@@ -63,9 +70,14 @@ def _without_overwritten(line: bytes) -> bytes:
 
 @contextmanager
 def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Iterator[None]:
-    """Call out and err with each line, without its end, that the block prints to standard output and error.
+    """Call out(line) and err(line) for each line that Python code prints to stdout and stderr within a with statement.
 
-    A last line that is not ended comes when the block ends. Output of native code goes straight to the original file.
+    The lines come without their ends. An unfinished last line comes when the block ends. Output of native code goes
+    straight to the original file.
+
+    Args:
+        out: gets the lines of standard output.
+        err: gets the lines of standard error.
     """
     sinks = [_Lines(out, sys.stdout), _Lines(err, sys.stderr)]
     streams = [io.TextIOWrapper(sink, "utf-8", "backslashreplace", write_through=True) for sink in sinks]

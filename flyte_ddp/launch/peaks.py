@@ -29,15 +29,16 @@ def peak(device: str, precision: str) -> float | None:
 
 
 def model_flops_utilization(flops: float, device: str, precision: str, world: World) -> float | None:
-    """Return the model FLOPs utilization (MFU) of the GPUs, one per rank, from 0 to 1; None if it is unknown.
+    """Return the model FLOPs utilization (MFU), the fraction of the GPUs' peak that is used; None if unknown.
 
-    PaLM defines it (Chowdhery et al., 2022, appendix B), but here FLOPs are counted rather than estimated.
+    MFU is unknown under gloo, where ranks may share a GPU, for a GPU without a known peak, and for flops of 0. PaLM
+    defines MFU (Chowdhery et al., 2022, appendix B), but here FLOPs are counted rather than estimated.
 
     Args:
         flops: floating-point operations per second of all ranks together; 0 where they are not counted.
-        device: the GPU's name.
-        precision: the type that the network computes in.
-        world: the ranks. Under gloo they may share a GPU, so the number of GPUs is unknown.
+        device: the GPU's name, as torch gives it.
+        precision: the type that the network computes in, "bfloat16" or "float32".
+        world: the ranks, each of which has one GPU under nccl.
     """
     most = peak(device, precision) if world.backend == "nccl" else None
     return flops / (most * world.size) if most and flops else None

@@ -28,19 +28,19 @@ BEYOND_SECONDS = 60.0  # a collective waits so much longer than the launcher, wh
 def process_group(
     environment: Environment, timeouts: Timeouts | RunOptions | float, store: Store | None = None
 ) -> Iterator[torch.device]:
-    """Create torch's default process group with all ranks, yield this rank's device, and destroy the group.
+    """Create torch's default process group for a with statement, and yield this rank's device.
 
-    All ranks call it. On a GPU, the device becomes torch's current one. A rank that fails leaves the group as it is,
-    because its process ends anyway.
+    The group is destroyed at the end. All ranks enter the block. On a GPU, the device becomes torch's current one. If
+    the block raises, the group stays as it is, because the process ends anyway.
 
     Args:
         environment: this rank.
-        timeouts: how long the launcher waits for a sign of life before it ends the ranks; collectives wait
-            BEYOND_SECONDS longer.
-        store: the store that meet() has returned; None to call meet() here.
+        timeouts: how long a rank may be silent before the launcher ends the ranks. Collectives wait BEYOND_SECONDS
+            longer than the longest of these limits.
+        store: the store that meet() has returned; None calls meet() here.
 
     Raises:
-        InputError: A network interface that the user names does not exist.
+        InputError: under gloo, a network interface that the user names does not exist.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
@@ -65,7 +65,10 @@ def process_group(
 
 
 def _check_interfaces() -> None:
-    """Raise InputError for a network interface that does not exist: gloo's own error looks like the loss of a peer."""
+    """Raise InputError if GLOO_SOCKET_IFNAME names a network interface that this host does not have.
+
+    gloo's own error looks like the loss of another rank.
+    """
     asked = os.environ.get("GLOO_SOCKET_IFNAME", "")
     known = {name for _, name in socket.if_nameindex()}
     missing = [name for name in asked.split(",") if name and name not in known]
@@ -86,9 +89,10 @@ def gloo_group(world: World, ranks: Sequence[int]) -> Any:
 
 
 def _off_network(world: World) -> AbstractContextManager[None]:
-    """Have gloo use the loopback interface in the block, if all ranks are on one host: the network can make it hang.
+    """Return a context manager in which gloo uses the loopback interface if all ranks are on one host.
 
-    The user's GLOO_SOCKET_IFNAME comes first.
+    The network could make gloo hang. With ranks on several hosts, or if the user has set GLOO_SOCKET_IFNAME, nothing
+    changes.
     """
     if world.size > world.local_size:
         return nullcontext()
@@ -96,11 +100,10 @@ def _off_network(world: World) -> AbstractContextManager[None]:
 
 
 def meet(environment: Environment, timeouts: Timeouts) -> Store:
-    """Return a store through which all ranks set up one process group.
+    """Return a new torch store that all ranks share, through which they set up one process group.
 
-    All ranks must call it, equally often and in the same order, because each call has a store of its own. A rank may
-    wait here for the others. If one does not come within the timeout for a start plus BEYOND_SECONDS, torch raises an
-    error, here or when the store is used.
+    All ranks must call it, equally often and in the same order. A rank may wait here for the others. If one does not
+    come within the timeout for a start plus BEYOND_SECONDS, torch raises an error, here or when the store is used.
 
     Args:
         environment: this rank's environment.

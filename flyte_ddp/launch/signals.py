@@ -11,13 +11,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end
 
 @contextmanager
 def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
-    """Yield a list to which a handler appends each signal of STOP_SIGNALS that arrives in the block.
+    """Yield a list for a with statement; each SIGINT, SIGTERM or SIGHUP that arrives in the block is appended to it.
 
     A second Ctrl-C raises KeyboardInterrupt in the block, wherever that is. The other signals never do: they may come
-    several times, forwarded by a parent and sent to the group.
+    several times, forwarded by a parent and sent to the group. In another thread than the main one the list stays
+    empty.
 
     Args:
-        is_writing: returns whether a checkpoint is being written; a second Ctrl-C is then only collected.
+        is_writing: returns whether a checkpoint is being written; while it is, a second Ctrl-C is only appended.
     """
     received: list[int] = []
 
@@ -32,10 +33,10 @@ def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[li
 
 @contextmanager
 def finishing() -> Iterator[Callable[[], None]]:
-    """Yield a function: from its call until the end of the block, SIGTERM and SIGHUP do nothing.
+    """Yield a function for a with statement: from its call until the end of the block, SIGTERM and SIGHUP do nothing.
 
-    A task calls it when its ranks have ended, to upload what they have left. While the ranks run, the launcher handles
-    these signals.
+    A task calls the function when its ranks have ended, to upload what they have left. While the ranks run, the
+    launcher handles these signals.
     """
     with ExitStack() as stack:
         yield lambda: stack.enter_context(on_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: None))
@@ -43,9 +44,14 @@ def finishing() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Have the handler called for these signals in the block, except those that are ignored, as SIGHUP is under nohup.
+    """Have the handler called for these signals in the block, and restore the earlier handlers at its end.
 
-    In another thread than the main one it does nothing.
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored, except SIGINT. In another thread than the main
+    one nothing changes.
+
+    Args:
+        numbers: the signals.
+        handler: a function as for signal.signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals only to the main thread

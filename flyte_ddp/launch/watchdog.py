@@ -44,7 +44,7 @@ def under_watchdog(
     timeouts: Timeouts,
     stop_signals: Sequence[signal.Signals] = (),
 ) -> Value:
-    """Wait for all ranks, run work(store) in a thread of its own, and return its value.
+    """Wait for all ranks, run work(store) in a thread of its own, and return its value; for ranks without a launcher.
 
     Every rank calls it, in its main thread. After a hang, or a PreemptedError, work's thread is left behind, and the
     process ends with exit status 1 without waiting for it.
@@ -53,17 +53,17 @@ def under_watchdog(
         work: gets a store for the process group of all ranks.
         link: the rank's link. work must call its heartbeat() or emit() often enough.
         environment: this rank.
-        timeouts: how long a rank may go without a sign of life.
+        timeouts: how long a rank may go without a sign of life, by phase.
         stop_signals: signals that ask the rank to stop, once all ranks have met. Until then such a signal ends the
-            process, because Python could not handle it.
+            process, because Python could not handle it. The handlers stay after the call.
 
     Raises:
-        RankError: This rank has lost another one, or a rank has been silent for too long. The message names the ranks
-            that do not answer, or that the others wait for. The error is a RecoverableRankError if another attempt may
+        RankError: this rank has lost another one, or a rank has been silent for too long. The message names the ranks
+            that do not answer, or for which the others wait. The error is a RecoverableRankError if another attempt may
             succeed.
-        PreemptedError: This rank was asked to stop, but work goes on. The error comes at once before the first step,
-            else when the grace ends (see grace.py).
-        Exception: Whatever else work raises, or what torch raises if a rank does not come in time.
+        PreemptedError: this rank was asked to stop, but work goes on. The error comes at once before the first step,
+            else when the grace ends: the time that the platform gives after a SIGTERM.
+        Exception: whatever else work raises, or what torch raises if a rank does not come in time.
     """
     store = meet(environment, timeouts)
     value = futures.Future[Value]()
@@ -106,10 +106,19 @@ def under_watchdog(
 
 
 def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts) -> None:
-    """Return when the value, or the error of the work, is there.
+    """Wait until the work has ended, with a value or an error, which stays in `value`. Raise an error if a rank hangs.
 
-    Raises RankError if any rank hangs, and PreemptedError when the grace has ended. Then the interpreter will end
-    without waiting for the thread of the work.
+    After an error here, the interpreter ends with status 1, without waiting for the work's thread.
+
+    Args:
+        value: the future of the work.
+        link: this rank's link, which counts the work's signs of life and gets requests to stop.
+        roll_call: asks all ranks where they are, once this rank is silent for too long.
+        timeouts: how long this rank may be silent, by phase.
+
+    Raises:
+        RankError: this rank or another one hangs.
+        PreemptedError: this rank was asked to stop, and the grace has ended.
     """
     silent_seconds = 0.0
     steps = link.steps
@@ -207,7 +216,10 @@ class RollCall:
         return self._conclude(self._reason, answers, hosts)
 
     def _run(self) -> None:
-        """Wait until this rank or another one asks, and set the finding, unless the roll call is closed before."""
+        """Wait until any rank asks, then answer and set the finding; end without one if the roll call is closed before.
+
+        A thread of each rank runs this method. If the store is gone, the thread ends without a finding, too.
+        """
         with suppress(RuntimeError):  # torch raises it if the store is gone, or a key is not there in time
             self._store.set(f"host {self._rank}", self._host)
             self._keeper = self._store.get("host 0").decode()
@@ -219,8 +231,9 @@ class RollCall:
     def _exchange_answers(self) -> Finding:
         """Add this rank's answer to those in the store, and return the finding that all ranks agree on.
 
-        The first rank that has asked gathers it after ANSWER_SECONDS. The others wait for it, or gather it themselves
-        if that rank takes longer than GRACE_SECONDS.
+        The first rank that has asked waits ANSWER_SECONDS for answers and then writes the finding to the store. The
+        others wait for the finding, and write it themselves if that rank takes longer than GRACE_SECONDS. If several
+        write, the first one counts.
         """
         own = f"{self._reason} {self._rank}"
         first = self._store.compare_set("asked", "", own).decode()
@@ -238,7 +251,11 @@ class RollCall:
         return Finding(fields["reason"], Failure(**fields["failure"]), fields["silent"])
 
     def _gather(self, reason: str) -> Finding:
-        """Return the finding from the answers that are in the store now; the other ranks count as silent."""
+        """Return the finding from the answers that are in the store now; ranks without an answer count as silent.
+
+        Args:
+            reason: why a rank has asked: "hang" or "loss".
+        """
         answers = dict.fromkeys(range(self._size), Answer())
         hosts = dict.fromkeys(range(self._size), UNKNOWN)
         for rank, host, answer in map(json.loads, self._store.get("answers").decode().splitlines()):

@@ -47,7 +47,9 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 def callback_state(trainer: Trainer) -> dict[str, Any]:
     """Return what callbacks have done that Lightning's checkpoints lack, for restore_callbacks().
 
-    Callbacks may have ended the training, or frozen weights and layers.
+    Returns:
+        "stops_early": whether a callback has ended the training. "frozen": requires_grad of each weight and
+        track_running_stats of each layer that has it, by name.
     """
     switches = _switches(trainer.lightning_module)
     frozen = {name: getattr(owner, attribute) for name, (owner, attribute) in switches.items()}
@@ -64,15 +66,17 @@ def restore_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
 def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
     """Call on_train_epoch_start of the user's callbacks and of the module, after a resume within an epoch.
 
-    Lightning doesn't do so, because the epoch has begun already. Of its own callbacks, only SETTING_UP_EPOCHS are
-    called. The callbacks keep their state. A hook may change weights, which the checkpoint has as they were later.
+    Lightning doesn't do so, because the epoch has begun already. Of Lightning's own callbacks, only
+    GradientAccumulationScheduler and StochasticWeightAveraging are called. Each user's callback gets its state back
+    afterwards. Weights are not put back: a hook may change those that the checkpoint has already restored.
 
     Args:
         trainer: the trainer, before the first step.
         observer: a callback that isn't called.
 
     Returns:
-        Whether weights, buffers or the state of optimizers have changed, so that the caller has to restore them.
+        Whether weights, buffers or the state of optimizers have changed on this rank, so that the caller has to restore
+        them from the checkpoint.
     """
     module = trainer.lightning_module
     before = _versions(trainer)

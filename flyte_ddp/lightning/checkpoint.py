@@ -52,10 +52,17 @@ class CheckpointFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write Lightning's checkpoint to this path; Lightning calls it on rank 0.
 
-        An OSError at the path of our checkpoint is only reported as an event.
+        At job.checkpoint_path the checkpoint gets this library's format. Files of ModelCheckpoints are kept beside it,
+        an event says how long writing took, and an OSError is only reported as an event. At any other path, the file is
+        as Lightning writes it, and an OSError is raised.
+
+        Args:
+            checkpoint: what Lightning has gathered.
+            path: the path of the file.
+            storage_options: for another path only, as for Lightning.
 
         Raises:
-            InputError: A checkpoint of this state could not be read again.
+            InputError: a checkpoint of this state could not be read again. Only the first one is checked.
         """
         if path != self._path:
             return self._save_theirs(checkpoint, path, storage_options)
@@ -88,7 +95,8 @@ class CheckpointFiles(TorchCheckpointIO):
     def _save_theirs(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
         """Write a checkpoint of the user's callbacks as Lightning does, but replace the file at the path as a whole.
 
-        Lightning writes into the old file if the folder is on another disk than /tmp.
+        Lightning itself would write into the old file if the folder is on another disk than /tmp. A URL is left to
+        Lightning.
         """
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
@@ -113,9 +121,16 @@ class CheckpointFiles(TorchCheckpointIO):
         return self._path if self._state else None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """Return the state that find() has kept, once; or, for any other path, what Lightning reads from there.
+        """Return the state that find() has kept or, for another path, what Lightning reads from there.
 
-        Of the former, files of ModelCheckpoints are put back into the logs; a warning names those that are gone.
+        Lightning calls it on all ranks. For the checkpoint of find(), it is a collective, and possible once: the state
+        is not kept any longer. The files that ModelCheckpoints had saved are put back into the logs, and a warning
+        names those that are gone.
+
+        Args:
+            path: the path that find() has returned, or any other.
+            map_location: for another path only, as for torch.load.
+            weights_only: for another path only, as for torch.load.
         """
         if path != self._path:
             return super().load_checkpoint(path, map_location, weights_only)

@@ -36,15 +36,14 @@ class EpochState:
         self.gradients = PendingGradients(self._optimizers, self._device)
 
     def restore(self, saved: Mapping[str, Any], is_trained: bool) -> None:
-        """Restore what gather() has returned in an earlier attempt.
+        """Restore what gather() has returned in an earlier attempt: gradients, logged values and metrics.
 
-        Call it after the hooks that begin an epoch, which may set metrics and gradients to zero.
-
-        On another number of ranks, what the epoch's steps have logged and measured begins anew, unless there are no
-        more steps: then a rank takes what one of the earlier ranks had.
+        Call it after the hooks that begin an epoch, which may set metrics and gradients to zero. On another number of
+        ranks, only the gradients are restored while the epoch has steps left, and logs and metrics begin anew. If no
+        steps are left, each rank takes what one of the earlier ranks had.
 
         Args:
-            saved: what gather returned.
+            saved: what gather() returned.
             is_trained: whether all steps of the epoch are done.
         """
         self._optimizers.put_back(saved["gradients"])
@@ -80,7 +79,8 @@ class EpochState:
         """Return what a checkpoint within the epoch needs besides Lightning's state; a collective.
 
         Returns:
-            "gradients" of the weights, and "ranks": for each rank, what it has logged, and the sums of its metrics.
+            "gradients": those that no optimizer has stepped by, of this rank. "ranks": for each rank, on the CPU, the
+            sums of its metrics, what its steps have logged, and the values that callbacks see.
         """
         own = {
             "metrics": {name: metric_state(metric) for name, metric in self._metrics().items()},

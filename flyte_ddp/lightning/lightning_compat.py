@@ -41,10 +41,10 @@ def settle_strategy_buckets(strategy: Strategy) -> None:
 
 
 def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Have a function called before each training step, after all that belongs to the step before.
+    """Make the trainer call `call` before each training step, after all hooks of the step before.
 
-    Lightning has no hook there: on_train_batch_end of the module comes after those of callbacks. Lightning's own check
-    for SIGTERM is turned off, because the host waits for it in each step.
+    Lightning has no hook there: on_train_batch_end of the module comes after those of callbacks. The function also
+    turns off Lightning's own check for SIGTERM, because the host waits for that in each step.
     """
     loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
@@ -58,7 +58,7 @@ def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
 
 
 def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Have a function called before each validation of a training, after all that belongs to the step before."""
+    """Make the trainer call `call` before each validation during training, after all hooks of the step before."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     run = loop.run
 
@@ -70,7 +70,7 @@ def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
 
 
 def begin_with_validation(checkpoint: dict[str, Any]) -> None:
-    """Change a checkpoint so that a resume begins with the validation that follows its last step."""
+    """Change Lightning's checkpoint in place, so that a resume begins with the validation after its last step."""
     none_done = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = {
         "total": dict(none_done),
@@ -80,7 +80,7 @@ def begin_with_validation(checkpoint: dict[str, Any]) -> None:
 
 
 def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Have a function called at the start of each training epoch, before the hooks of callbacks."""
+    """Make the trainer call `call` at the start of each training epoch, before the hooks of callbacks."""
     loop = trainer.fit_loop
     start = loop.on_advance_start
 
@@ -113,9 +113,9 @@ REDUCTIONS: dict[str, Any] = {
 
 
 def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return what the epoch's training steps have logged so far, as restore_logged takes it.
+    """Return what this rank's training steps of the epoch have logged so far, as restore_logged() takes it.
 
-    What is logged with sync_dist_group is left out, as a group of ranks cannot be in a checkpoint.
+    What is logged with sync_dist_group is left out, because a checkpoint cannot hold a group of ranks.
     """
     results = trainer.fit_loop.epoch_loop._results
     return [
@@ -133,7 +133,13 @@ def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def restore_logged(trainer: Trainer, module: LightningModule, logged: list[Mapping[str, Any]]) -> None:
-    """Restore what an earlier attempt's steps of this epoch have logged, so that the next steps add to it."""
+    """Restore what an earlier attempt's steps of this epoch have logged, so that the next steps add to it.
+
+    Args:
+        trainer: the trainer, before its next step.
+        module: the module, whose metrics may be among what is logged.
+        logged: what logged_in_epoch() returned.
+    """
     trainer._logger_connector._first_loop_iter = True  # in an epoch's first step Lightning sets what was logged to zero
     for one in logged:
         meta = _Metadata(**one["with"], reduce_fx=REDUCTIONS[one["reduction"]])
@@ -167,10 +173,12 @@ def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
 
 
 def set_steps_done(trainer: Trainer, steps: int) -> None:
-    """Let the current epoch go on after this many of its steps, when a training resumes within the epoch.
+    """Set Lightning's counts of steps so that the current epoch goes on after this many of its steps.
+
+    Call this function at a resume within the epoch, before the first step.
 
     Args:
-        trainer: the trainer.
+        trainer: the trainer, whose counts are changed.
         steps: how many steps of the epoch are done.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress

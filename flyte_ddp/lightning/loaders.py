@@ -57,14 +57,16 @@ class Loaders:
     def adapt_methods(
         self, owner: LightningModule | LightningDataModule, seed: Callable[[], None], begin_order: Callable[[], None]
     ) -> None:
-        """Replace the owner's methods that make DataLoaders by ones that draw alike on all ranks, and check these.
+        """Wrap the owner's methods that make DataLoaders, to seed them alike on all ranks and to check their loaders.
 
-        The new methods raise InputError for a sampler that Lightning would ignore, or that no resume could restore.
+        A wrapped method raises InputError for a sampler that Lightning would ignore, or that no resume could restore.
+        What a resume cannot bring back is added to `problems`. The states of the random generators are put back after
+        each method.
 
         Args:
-            owner: has train_dataloader, val_dataloader and test_dataloader.
-            seed: called before each of these. The states of the generators are put back afterwards.
-            begin_order: called after train_dataloader, to seed what its order is drawn from.
+            owner: has train_dataloader, val_dataloader and test_dataloader; they are replaced on this object.
+            seed: seeds the generators; called before each of these methods.
+            begin_order: seeds what the order of samples is drawn from; called after train_dataloader.
         """
 
         def settled(method: Callable[[], Any]) -> Callable[[], Any]:
@@ -89,9 +91,17 @@ class Loaders:
             setattr(owner, name, settled(getattr(owner, name)))
 
     def _check(self, loader: object) -> None:
-        """Raise InputError for a sampler that cannot be used, and add to `problems` what a resume would not bring back.
+        """Check a loader that the method self._method has just returned.
 
-        The loader is one that the method self._method has just returned. begins_epochs_anew is set, too.
+        For a training loader it adds to `problems` a warning for what a resume would not bring back: the loader's
+        position, which also sets begins_epochs_anew, or a Dataset's own random number generator.
+
+        Args:
+            loader: the loader, or whatever the method has returned in its place.
+
+        Raises:
+            InputError: on several ranks, Lightning would ignore the loader's sampler. On any number, no resume could
+                restore the sampler.
         """
         where = f"{self._owner}.{self._method}"
         if self._world_size > 1:
@@ -117,10 +127,16 @@ class Loaders:
             )
 
     def adapt_trainer(self, trainer: Trainer) -> None:
-        """Replace process_dataloader of the trainer's strategy, so that after a resume loaders read what is left.
+        """Wrap process_dataloader of the trainer's strategy, so that loaders read in a repeatable order.
 
-        Each loader gets an Order when Lightning processes it, and the training loader skips the steps that are done.
-        Samplers are told the epoch, because Lightning tells them once workers have begun to read, which is too late.
+        After a resume they read what is left.
+
+        Each DataLoader that can skip batches gets an order of samples that follows from the seed and the epoch. The
+        training loader skips the steps that are done, and Lightning's counts of steps are set. Samplers are told the
+        epoch, because Lightning tells them once workers have begun to read, which is too late.
+
+        Args:
+            trainer: the trainer, whose strategy is changed.
         """
         process = trainer.strategy.process_dataloader
 
@@ -168,7 +184,13 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
 
 
 def problems_of_ranks(batch: Any) -> list[str]:
-    """Return a list with one warning if some ranks have been given equal batches; a collective."""
+    """Return a list with one warning if some ranks have been given equal batches, else an empty list; a collective.
+
+    All ranks return the same. Batches are equal if the checksums of their tensors are.
+
+    Args:
+        batch: this rank's batch, any tree of tensors.
+    """
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     sums = gather_values([int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided])
     alike = [str(rank) for rank, of_rank in enumerate(sums) if of_rank and sums.count(of_rank) > 1]

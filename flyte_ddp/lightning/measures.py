@@ -12,9 +12,10 @@ FORKS = ("_step", "_epoch")  # what Lightning appends to the name of what is log
 
 
 def read_measures(logged: Mapping[str, Any]) -> dict[str, float]:
-    """Return each logged number by its name without the split: "val_loss" and "val/loss" become "loss".
+    """Return the logged numbers by names without the split: "val_loss" and "val/loss" become "loss".
 
-    A name keeps its split if the short name is logged, too. What Lightning logs by step and by epoch is taken once.
+    A name keeps its prefix if the short name is logged, too. A number that Lightning logs both by step and by epoch
+    appears once.
 
     Args:
         logged: what a module has logged, by name. Tensors of several numbers are left out.
@@ -64,11 +65,12 @@ def problems_of_names(
     """Return warnings if the headline is never logged, or if the validation lacks batches, the headline or the loss.
 
     Args:
-        headline: the name of the main measure.
+        headline: the name of the main measure, which the user has set.
         trained: the names of the measures of training.
         validated: the measures of the validation, by name.
         has_validation: whether anything is validated.
-        has_batches: whether the validation's loaders have batches; True if there are no loaders.
+        has_batches: whether the validation's loaders have batches; True if there are no loaders. If it is False, that
+            is the only warning.
     """
     if not has_batches:
         return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]

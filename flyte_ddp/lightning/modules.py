@@ -39,11 +39,16 @@ class Parts:
 
 
 def build(job: LightningJob) -> Parts:
-    """Import the user's module, data and callbacks by their names, and call each with the settings that it takes.
+    """Import the user's module, data and callbacks by name, call each with its settings, and return the results.
+
+    Data and callbacks are optional. Progress bars among the callbacks are left out.
+
+    Args:
+        job: has the names and the settings.
 
     Raises:
-        InputError: one of them is of another type, or needs what is no setting; a setting is used by none of them; or
-            there is no train_dataloader.
+        InputError: one of them is of another type, or has a parameter without default that is no setting; a setting is
+            used by none of them; or none has train_dataloader.
     """
     with checked_imports(job.root, job.files):
         kind = _find_class(job.recipe, LightningModule)
@@ -87,7 +92,17 @@ def _without_progress_bars(job: LightningJob, callbacks: Any) -> list[Callback]:
 
 
 def _find_class(name: str, base: type) -> type:
-    """Import the class of this name, "package.module:Name". Raises InputError if it is no subclass of `base`."""
+    """Import and return the class of this name, "package.module:Name".
+
+    What the import raises is raised.
+
+    Args:
+        name: the class's name.
+        base: the class of Lightning that the found class must derive from.
+
+    Raises:
+        InputError: the name's object is no subclass of `base`.
+    """
     kind: Any = pkgutil.resolve_name(name)
     own_lock_of_tqdm()
     if not (isinstance(kind, type) and issubclass(kind, base)):
@@ -99,9 +114,10 @@ def _find_class(name: str, base: type) -> type:
 
 
 def _refuse_unused_settings(called: Sequence[Callable[..., Any]], job: LightningJob) -> None:
-    """Raise InputError for a field of the user's settings that no parameter is named after.
+    """Raise InputError for a field of the user's settings that none of these callables takes as a parameter.
 
-    Nothing would obey it, while the report says that it was used. A parameter named `settings` takes all fields.
+    Nothing would obey such a field, while the report says that it was used. Fields of LightningSettings itself are not
+    meant: the library uses them. A parameter named `settings` takes all fields.
 
     Args:
         called: the classes and functions that were called with the settings.
@@ -125,9 +141,10 @@ def _refuse_unused_settings(called: Sequence[Callable[..., Any]], job: Lightning
 
 
 def _call_with_settings(name: str, kind: Callable[..., Any], job: LightningJob) -> Any:
-    """Call a class or function with a value for each parameter that is named after one, and return the result.
+    """Call a class or function with the values that its parameters' names ask for, and return the result.
 
-    Values are the fields of the settings, and `settings`, `data_path`, `loader_workers` and `pin_memory`.
+    A parameter may have the name of a field of the settings, or be `settings`, `data_path`, `loader_workers` or
+    `pin_memory`.
 
     Args:
         name: the name of the class or function, for messages.
@@ -135,7 +152,7 @@ def _call_with_settings(name: str, kind: Callable[..., Any], job: LightningJob) 
         job: has the values.
 
     Raises:
-        InputError: A parameter has neither such a value nor a default.
+        InputError: a parameter has no default, and no value of that name exists.
     """
     arguments = {
         "settings": job.settings,

@@ -159,10 +159,12 @@ class RankObserver(Checkpoint):
         self._begin_evaluation(trainer.num_test_batches)
 
     def _begin_evaluation(self, batches: Sequence[float]) -> None:
-        """Let the ranks ask one another for a stop while each has batches; a collective.
+        """Prepare the ranks to agree during an evaluation on whether to stop; a collective.
+
+        The ranks exchange requests to stop only while every rank still has batches.
 
         Args:
-            batches: how many this rank has of each loader. Not all ranks need have as many.
+            batches: how many batches this rank has of each loader. They may be infinite, and differ between ranks.
         """
         least = torch.tensor(float(min(batches, default=0)), device=self.device)
         distributed.all_reduce(least, distributed.ReduceOp.MIN)
@@ -271,7 +273,13 @@ class RankObserver(Checkpoint):
         self._asked = NOTHING
 
     def gather_within(self) -> None:
-        """Keep for the checkpoint what the epoch's steps have left; a collective. Raises NonFiniteError."""
+        """Store in `within` what a checkpoint within the epoch needs besides Lightning's state; a collective.
+
+        The last loss and the weights are checked first.
+
+        Raises:
+            NonFiniteError: a loss or weight is not finite; on all ranks.
+        """
         progress, trainer = self.progress, self._trainer
         trained = self._validation.trained()
         check_finite(trainer, trainer.lightning_module, trained, {}, progress.epoch, progress.step)
@@ -280,7 +288,12 @@ class RankObserver(Checkpoint):
         self.within = self._epoch_state.gather()
 
     def _begin_epoch_again(self, trainer: Trainer) -> None:
-        """Set up the epoch that a resume goes on with, as its beginning has; a collective."""
+        """Repeat what happens at an epoch's start, for an epoch within which the training resumes; a collective.
+
+        The method seeds the generators as the epoch's start did, calls the hooks on_train_epoch_start, and restores the
+        gradients, logs and metrics that the checkpoint has. If a hook changed weights, buffers or optimizers on any
+        rank, all ranks restore weights, buffers and optimizers from the checkpoint.
+        """
         seed_all(derive_key(Use.LIGHTNING, self._job.settings.seed, self.position[0], 0))
         has_changed = begin_epoch_again(trainer, self)
         if self.within:
@@ -293,7 +306,11 @@ class RankObserver(Checkpoint):
     # --- epochs ---
 
     def _before_validation(self, trainer: Trainer) -> None:
-        """Keep the state after the step that was done last, so that a notice may end the validation; a collective."""
+        """Keep what a checkpoint needs, so that a request to stop can end the validation; a collective.
+
+        Rank 0 keeps it. Nothing is kept if a checkpoint cannot be written now: loaders allow resumes at ends of epochs
+        alone, or gradients are being accumulated. The validation then cannot be left.
+        """
         self._last_step = None
         self._can_leave = not self._loaders.begins_epochs_anew and not self.must_wait()
         if not self._can_leave:
@@ -320,12 +337,13 @@ class RankObserver(Checkpoint):
             self._leave_validation(trainer)
 
     def _leave_validation(self, trainer: Trainer) -> None:
-        """Save the state as it was before the validation, and stop; a collective.
+        """Write the checkpoint that _before_validation() has kept, and end the training; a collective.
 
-        The method does nothing if the user's code has changed weights since then: the validation goes on to its end.
+        All ranks return without doing so if the user's code has changed weights since then: the validation goes on to
+        its end.
 
         Raises:
-            StopRequested: The checkpoint is saved.
+            StopRequested: the checkpoint is written; on all ranks.
         """
         last, position = self._last_step, (self.progress.epoch, self.progress.step)
         self._can_leave = trainer.strategy.broadcast(last is not None and last.is_whole())
@@ -392,7 +410,17 @@ class Checkpoints:
         return is_asking and time.monotonic() - self._last >= self._seconds
 
     def save(self, training: Resumable, is_last: bool = False) -> None:
-        """Write a checkpoint, if a resume can begin here; a collective. Raises NonFiniteError for bad weights."""
+        """Write a checkpoint of the training as it is now; a collective.
+
+        Within an epoch it does nothing if a loader allows resumes at ends of epochs alone. Rank 0 writes the file.
+
+        Args:
+            training: has the progress, which the checkpoint's epoch and step come from.
+            is_last: not used.
+
+        Raises:
+            NonFiniteError: within an epoch, a loss or weight is not finite; on all ranks.
+        """
         progress = training.progress
         if progress.step and self._loaders.begins_epochs_anew:
             return

@@ -51,7 +51,8 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
     """Set state.micro_batch to as many samples as fit into memory at once on all ranks; a collective.
 
     Call it for a recipe with micro_batch = -1. The search begins with the checkpoint's number, or else with a rank's
-    whole share, and halves the number until it fits.
+    whole share, and halves the number until each rank can compute gradients of so many samples. The tries change no
+    weights.
 
     Args:
         state: the training.
@@ -61,7 +62,7 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
         A remark on the number, for the log.
 
     Raises:
-        InputError: A single sample does not fit.
+        InputError: A single sample does not fit on some rank. All ranks raise it.
     """
     batch = next(train.epoch(0))
     shares = train.virtual_ranks or train.world_size

@@ -21,21 +21,24 @@ def to_device(
     environment: Environment,
     precision: str = "float32",
 ) -> Average | None:
-    """Move the network to the device or, if options.sharding says so, shard it over the ranks; a collective then.
+    """Move the network to the device, or shard it over all ranks if options.sharding is not "off".
+
+    Sharding is a collective; moving is not.
 
     Args:
         recipe: has the device, and the decay of the weights' moving average.
         model: the network, which is changed in place.
-        base: the network's frozen weights. With sharding, its digest becomes rank 0's, which alone has their values.
+        base: the network's frozen weights. With sharding, base.digest is set to rank 0's, because rank 0 alone has
+            their values.
         options: how to shard it, if at all.
         environment: this rank's place among all ranks.
-        precision: that of training, float32 or bfloat16.
+        precision: "float32" or "bfloat16", which the network is trained in. Only sharding uses it.
 
     Returns:
         The moving average of the weights, placed like the network; None if the recipe has none.
 
     Raises:
-        InputError: The network cannot be sharded.
+        InputError: The recipe, an option or a weight does not go with sharding.
     """
     if options.sharding == "off":
         model.to(recipe.device)

@@ -23,20 +23,25 @@ class Call(Enum):
 def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
     """Check that all ranks do the same thing now; a collective.
 
-    Without this check gloo would abort the process. Under NCCL nothing is checked within a step, because the host would
-    have to wait for the device. Ranks that differ hang there, and the report of the hang has their stacks.
+    With one rank nothing is checked. Without this check gloo would abort the process when ranks differ. Under NCCL
+    nothing is checked within a step (BACKWARD and STEP_END), because the host would have to wait for the device. Ranks
+    that differ hang there, and the report of the hang has their stacks.
+
+    A rank that does anything but BATCH waits here while others are in an evaluation (BATCH), until these have left it.
 
     Args:
-        call: what this rank does.
-        epoch: the number of the epoch, from 0.
-        step: how many steps of the epoch are done.
+        call: what this rank does. BATCH means that it is in the middle of an evaluation, and asks whether the others
+            still are.
+        epoch: the number of the epoch, from 0, for the message.
+        step: how many steps of the epoch are done, for the message.
         device: this rank's device.
 
     Returns:
-        True if all ranks do the same. False if this rank is in an evaluation that another rank has left.
+        True if all ranks do the same, or nothing was checked. False if call is BATCH, and another rank does something
+        else.
 
     Raises:
-        InputError: Ranks do different things. All ranks raise it.
+        InputError: Ranks do different things, and none is in an evaluation. All ranks raise it.
     """
     is_in_step = call in (Call.BACKWARD, Call.STEP_END)
     if distributed.get_world_size() == 1 or (is_in_step and distributed.get_backend() != "gloo"):

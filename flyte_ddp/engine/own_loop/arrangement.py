@@ -36,9 +36,13 @@ def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[
     A state that does not fit raises the error of its part's load_state_dict.
 
     Args:
-        parts: all parts of the loop, or some of them, by name.
+        parts: all parts of the loop, or some of them, by name. They are changed in place.
         states: the parts' state dicts by name; their tensors are copied.
-        arranged: what arrangement() returned when the states were saved.
+        arranged: what arrangement() returned when the states were saved. Weights that no part has now are skipped.
+
+    Raises:
+        KeyError: A part has no state.
+        ValueError: An optimizer's groups differ from the saved ones, and have weights that are in no network.
     """
     weights = _weights(parts)
     for name, is_trained in arranged["trained"].items():
@@ -58,10 +62,10 @@ def without_later_groups(
     """Leave out of a checkpoint's states the parameter groups that the optimizers do not have yet.
 
     It is for a resume within an epoch, when the user's code may still have to call add_param_group. The loop first
-    loads what this function returns. It loads the whole states after that code has run again.
+    loads what this function returns. Once that code has run again, the loop loads the whole states.
 
-    An optimizer's state stays whole if its class overrides load_state_dict, or if the groups that it has now are not
-    the first ones of the checkpoint.
+    An optimizer's state is returned whole if its class overrides load_state_dict, or if the groups that it has now are
+    not the first ones of the checkpoint.
 
     Args:
         parts: the parts of the loop, by name.
@@ -69,7 +73,7 @@ def without_later_groups(
         arranged: what arrangement() returned when the states were saved. It is not changed.
 
     Returns:
-        The states and the arrangement, as load() takes them.
+        Copies of the states and of the arrangement without these groups, as load() takes them.
     """
     now = arrangement(parts)["groups"]
     states, groups = {**states}, {**arranged["groups"]}
@@ -103,18 +107,20 @@ def _groups(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> Groups
 def _load_optimizer(
     optimizer: Optimizer, state: dict[str, Any], saved: Groups, weights: Mapping[str, nn.Parameter]
 ) -> None:
-    """Put the weights into an optimizer's groups as they were when it was saved, and load its state dict.
+    """Restore an optimizer: put the weights into groups as the checkpoint has them, and load its state dict.
 
-    The list of groups, and the dict of each group, stay the same objects if load_state_dict is torch's own.
+    The optimizer is changed in place. The list of groups, and the dict of each group, stay the same objects if its
+    load_state_dict is torch's own.
 
     Args:
         optimizer: the optimizer.
         state: its state dict, whose tensors it keeps.
-        saved: the names of the weights in each group, when the state was saved.
+        saved: the names of the weights in each group, when the state was saved; "" for one that is in no network.
         weights: the weights by name.
 
     Raises:
-        ValueError: The groups differ, and have weights that are in no network among the parts.
+        ValueError: The groups differ from the saved ones, and have weights that are in no network among the parts; or
+            load_state_dict refuses the state.
     """
     groups = optimizer.param_groups
     options = [*groups]

@@ -110,13 +110,22 @@ class Loop:
         return wrapped
 
     def batches(self, data: Any) -> TrainSteps:
-        """Return this rank's part of each global batch of settings.batch_size, shuffled anew in each epoch.
+        """Return this rank's part of each global batch of settings.batch_size, shuffled in each epoch; a collective.
 
-        Iterate over it once an epoch; a resumed training begins with the step that comes next. A last batch that is not
-        full is left out, as each rank must have as many samples: DistributedDataParallel weighs the ranks alike.
+        Iterate over it once in each epoch of loop.epochs. Each iteration is a training step; a resumed training begins
+        with the step that comes next. A last batch that is not full is left out, because each rank must have as many
+        samples: DistributedDataParallel weighs the ranks alike.
 
         Args:
-            data: what Recipe.data returns.
+            data: the training data: arrays, a Dataset or Blocks, like what Recipe.data returns.
+
+        Returns:
+            An iterable of batches, whose length is the number of steps. A batch is this rank's samples on its device.
+            With virtual ranks it can only be given to loop.backward.
+
+        Raises:
+            InputError: The data are invalid, or differ between ranks; or batch_size is larger than the data, or no
+                multiple of the number of ranks (or of virtual_ranks).
         """
         return TrainSteps(self._split(data, "train"), self.settings, self._environment, self._state)
 
@@ -133,14 +142,19 @@ class Loop:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
 
     def keep(self, model: nn.Module, **parts: Any) -> None:
-        """Name all that changes while you train, and restore it from the checkpoint of an earlier attempt.
+        """Name all that changes while you train, and restore it from an earlier attempt's checkpoint; a collective.
+
+        Without a checkpoint nothing is changed. Call it once, after loop.wrap and before loop.epochs. Checkpoints have
+        the state of what it is given.
 
         Args:
-            model: its weights are what the training returns.
-            parts: whatever else has state_dict and load_state_dict: optimizers, schedules, averages, scalers.
+            model: what loop.wrap returned, maybe compiled. Its weights are what the training returns.
+            **parts: by a name of your choice, whatever else has state_dict and load_state_dict: optimizers, schedules,
+                averages, scalers.
 
         Raises:
-            InputError: A part has no state_dict, or does not fit the checkpoint.
+            InputError: It is called twice, model is not wrapped, a part lacks one of the two methods or has a state
+                that no checkpoint can be read with, or the checkpoint does not fit the parts.
         """
         state = self._state
         if state.parts:
@@ -167,20 +181,27 @@ class Loop:
     def epochs(
         self, headline: str = "loss", percent: Sequence[str] = (), best: Literal["", "highest", "lowest"] = ""
     ) -> Iterator[int]:
-        """Yield the epochs that are still to be trained, up to settings.epochs.
+        """Yield the number of each epoch that is still to be trained, from 0 and up to settings.epochs; a collective.
 
-        With `best`, loop.evaluated measures a validation split: after the last epoch the network has the weights of the
-        epoch whose headline was best, and settings.patience and options.keep_best go by it. In both cases, what
-        loop.evaluated is given after the last epoch are the measures of a test split.
+        Call loop.batches and loop.keep before. Between two epochs it enters the finished epoch's evaluation and writes
+        a checkpoint; a requested stop ends the training there.
+
+        With `best`, what loop.evaluated is given in an epoch counts as measures of a validation split. After the last
+        epoch the network is given the weights of the epoch whose headline was best. settings.patience, which ends the
+        training early, and options.keep_best go by the headline, too. Without `best` these measures are those of a test
+        split, and the last epoch's weights stay.
+
+        Either way, an evaluation after the last epoch, before your function returns, counts as that of the test split.
 
         Args:
             headline: the name of the measure that the training is judged by.
             percent: the names of measures from 0 to 1 that are shown in per cent.
-            best: whether the highest or the lowest headline is the best; by default the last epoch's weights are
-                returned.
+            best: "highest" or "lowest", whichever headline is the best; empty to return the last epoch's weights.
 
         Raises:
-            InputError: A setting or option needs `best`.
+            InputError: A setting or option needs `best`, `best` is another word, loop.batches or loop.keep has not been
+                called, or an epoch has no evaluation with the headline.
+            StopRequested: A rank was asked to stop; a checkpoint was written.
         """
         if best not in ("", HIGHEST, LOWEST):
             raise InputError(f'loop.epochs: best must be "highest" or "lowest", or be left out, got {best!r}')
@@ -207,16 +228,24 @@ class Loop:
     def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Compute the gradients of loss_of(batch) and return that loss, detached, in place of loss.backward().
 
+        The gradients are added to those that the weights already have. Before the call, the global random generators
+        are seeded for this rank or part, and afterwards alike on all ranks.
+
         With settings.virtual_ranks it is a collective. loss_of is called for each part of the batch, maybe several
-        times, with what a batch is without virtual ranks. Loss and gradients are those of the parts' mean, the same
-        bits on any number of ranks.
+        times, and is given what a batch is without virtual ranks. Loss and gradients are those of the parts' mean, the
+        same bits on any number of ranks. Without virtual ranks the loss is that of this rank's samples, and
+        DistributedDataParallel averages the gradients.
 
         Args:
-            batch: what loop.batches has given.
+            batch: what iterating over loop.batches has given.
             loss_of: returns the mean loss of what it is given, a tensor of no dimension.
 
+        Returns:
+            The loss, (), without a graph.
+
         Raises:
-            InputError: With virtual ranks, loop.wrap has not been called, or ranks do different things.
+            InputError: With virtual ranks, loop.wrap has not been called, loss_of returns no loss or changes a weight,
+                other weights require a gradient than at loop.wrap, or ranks do different things.
         """
         state = self._state
         state.backward_calls += 1
@@ -234,10 +263,17 @@ class Loop:
         return loss
 
     def log(self, **measures: Number) -> None:
-        """Log "loss" and whatever else is to be followed, of the rank's samples or their mean; once in each step.
+        """Log "loss", and whatever else is to be followed, for this step; call it once in each step, on every rank.
 
-        The measures are told as means of all ranks and of the steps since the last log line. Nothing waits for the
-        device.
+        What is logged are means over all ranks, and over the steps since the last log line. The ranks exchange the
+        values at the end of the step. A second call in a step replaces the first. Nothing waits for the device.
+
+        Args:
+            **measures: the values by name, of this rank's samples. The mean of a tensor is taken. "loss" must be among
+                them.
+
+        Raises:
+            InputError: "loss" is missing, or the names are not those of the earlier steps.
         """
         names = self._state.progress.names or ["loss"]
         if "loss" not in measures or (self._state.progress.names and {*names} != {*measures}):
@@ -249,10 +285,17 @@ class Loop:
         }
 
     def measured(self, **measures: Number | tuple[Number, Number]) -> None:
-        """Enter the measures of a batch of loop.evaluation, which loop.evaluated adds up.
+        """Add the measures of a batch of loop.evaluation to sums that loop.evaluated adds up over all ranks.
 
-        Each is a pair of a sum and its weight, (correct, samples), say, or values, whose number is their weight. With
-        virtual ranks they are added up by part, so that the result has the same bits on any number of ranks.
+        Call it for each batch while you iterate over loop.evaluation. Ranks exchange nothing here. With virtual ranks
+        the sums are kept for each part of a batch, so that the result has the same bits on any number of ranks.
+
+        Args:
+            **measures: by name, a number or tensor of values, each with the weight 1, or a pair of values and their
+                weights, such as (correct, samples). Tensors are summed.
+
+        Raises:
+            InputError: No loop over loop.evaluation is running.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
         if state.part is None:
@@ -262,11 +305,24 @@ class Loop:
             sums[state.part] += torch.tensor(pair, dtype=torch.float64)
 
     def evaluated(self, **measures: Number | tuple[Number, Number]) -> dict[str, float]:
-        """Return the measures for all ranks' samples together, once in each epoch, or after the last; a collective.
+        """Return the measures of all ranks' samples together, and record them as this epoch's evaluation; a collective.
 
-        They are those of loop.measured and those that are given here. Each of the latter is a value, or values, of this
-        rank, or a pair of these and their weights: (correct, samples), say. What counts is the sum of all ranks'
-        values, over that of their weights.
+        Call it once in each epoch, after the evaluation. It includes what loop.measured has added up since the last
+        call. After the last epoch it records the measures of the test split.
+
+        Args:
+            **measures: more measures by name. Each is a number or a tensor, whose mean over the values of all ranks is
+                taken, or a pair of values and their weights, such as (correct, samples). A measure is the sum of all
+                ranks' values, divided by the sum of all ranks' weights.
+
+        Returns:
+            Each measure by name, the same on all ranks.
+
+        Raises:
+            InputError: There are no measures, ranks have different ones, the weights of one add up to 0, ranks do
+                different things, it is called twice at the same step with loop.epochs(best=...), or with virtual ranks
+                the evaluation was left before its end.
+            NonFiniteError: The measure "loss" is not finite.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
         if state.best_tracker and state.evaluated_at == self.step and not state.is_over:

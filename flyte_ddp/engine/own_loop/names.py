@@ -7,12 +7,16 @@ from flyte_ddp.errors import InputError
 
 
 def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False) -> list[str]:
-    """Return the names in rank 0's order, because values are summed by position; a collective.
+    """Return the names of measures in rank 0's order, because values are summed by position; a collective.
 
     Args:
         call: the method that the user has given the names to, for the message, such as "loop.log".
-        names: the names of this rank's measures.
-        may_lack: whether a rank may have no measures, as one without samples has none.
+        names: the names of this rank's measures, in any order.
+        may_lack: whether another rank than 0 may have no measures, as one without samples has none. Pass the same on
+            all ranks.
+
+    Returns:
+        The names, the same list on all ranks, also on a rank that has none.
 
     Raises:
         InputError: A rank has other names than rank 0. All ranks raise it.

@@ -46,15 +46,15 @@ class Optimizers:
                 self._stepped_by[weight.grad] = version(weight.grad)
 
     def pending(self, idle_alone: bool = False) -> dict[int, Tensor]:
-        """Return the gradients that no optimizer has applied since they last changed.
+        """Return the gradients that no optimizer has applied yet in their present values.
 
         Args:
-            idle_alone: whether to leave out the weights of optimizers that have stepped in this training step. Their
-                gradients came after that, and most loops set them to zero. A GAN has such gradients, where one
-                network's loss also reaches the weights of the other.
+            idle_alone: whether to leave out all weights of the optimizers that have stepped in this training step. A
+                gradient that such a weight still has came after that step, and most loops set it to zero. A GAN has
+                such gradients, where one network's loss also reaches the weights of the other.
 
         Returns:
-            The gradients, not copied, by the position of their weight in weights().
+            The gradients, detached but not copied, by the position of their weight in weights().
         """
         left_out = {id(weight) for weight in list_weights(self._stepped if idle_alone else [])}
         gradients = {number: weight.grad for number, weight in enumerate(self.weights()) if id(weight) not in left_out}
@@ -75,7 +75,11 @@ class Optimizers:
         return list_weights(self._now())
 
     def _now(self) -> list[Optimizer]:
-        """Return the optimizers among the parts, and those in attributes of parts, or in lists there."""
+        """Return the optimizers that are parts now, or that a part has in an attribute, or in a list there.
+
+        Attributes of learning-rate schedules are left out, because a schedule has an optimizer but does not save it.
+        Attributes of attributes are not looked at. An optimizer may be listed twice.
+        """
         parts = [*self._parts.values()]
         # A schedule has its optimizer, but does not keep it
         wrappers = [part for part in parts if hasattr(part, "__dict__") and not isinstance(part, LRScheduler)]
@@ -99,10 +103,16 @@ class PendingGradients:
         self._waited, self.has_given_up = 0, False
 
     def wait(self) -> bool:
-        """Return whether a checkpoint has to wait for a later step, and set of_weights if not; a collective.
+        """Return whether a checkpoint has to wait for a later step, and set of_weights and has_given_up; a collective.
 
-        The checkpoint has to wait while ranks differ in gradients that no optimizer has stepped by. After MOST_WAITED
-        steps the wait ends, because nothing may ever be done with these gradients: the checkpoint then has none.
+        A checkpoint has one copy of each gradient. It has to wait while ranks differ in the gradients that no optimizer
+        has applied, even without those of optimizers that have stepped in this training step. After MOST_WAITED steps
+        the wait ends, because nothing may ever be done with these gradients.
+
+        Returns:
+            False if all ranks have the same gradients; of_weights has them. False, too, after MOST_WAITED calls in a
+            row that found a difference; of_weights is empty then, and has_given_up is True. True otherwise; of_weights
+            is empty.
         """
         for idle_alone in (False, True):
             self.of_weights = self._optimizers.pending(idle_alone)

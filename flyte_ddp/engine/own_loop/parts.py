@@ -103,10 +103,10 @@ class ExactGradients:
             )
 
     def backward(self, parts: Parts, loss_of: Loss, step_seed: int, call: int) -> Tensor:
-        """Add the gradients of the mean of all parts' losses to those of the weights; a collective.
+        """Compute the gradients of the mean of all parts' losses, and add them to the weights' gradients; a collective.
 
-        Each part begins with the same buffers. Afterwards they are as part 0 has left them, on all ranks. All parts are
-        computed twice if the units of the sums don't fit, as in the first step.
+        Each part begins with the same buffers. Afterwards, on all ranks, the buffers are as part 0 has left them. All
+        parts are computed twice if the units of the sums don't fit, as in the first step.
 
         Args:
             parts: this rank's parts.
@@ -115,10 +115,10 @@ class ExactGradients:
             call: the number of this call in its step, from 1.
 
         Returns:
-            The mean of the parts' losses, () float32, without a graph.
+            The mean of all ranks' parts' losses, () float32, without a graph.
 
         Raises:
-            InputError: Other weights require a gradient than at first.
+            InputError: Other weights require a gradient than at first, or loss_of changes a weight or returns no loss.
         """
         if [weight.requires_grad for weight in self._weights] != self._is_trained:
             raise InputError(

@@ -47,9 +47,14 @@ def run(
         link: receives the events.
         job: the training.
 
+    Returns:
+        The result of the training as this rank knows it.
+
     Raises:
-        InputError: A setting or option would have no effect or is wrong, the function doesn't take one argument, or it
-            creates or destroys the process group.
+        InputError: A setting or option would have no effect or is wrong, the function doesn't take one argument or
+            doesn't train in loop.epochs, it creates or destroys the process group, or the weights cannot be written.
+        StopRequested: A rank was asked to stop; a checkpoint was written.
+        NonFiniteError: A loss is not finite.
     """
     for kind, given in ((TrainingSettings, job.settings), (RunOptions, job.options)):
         for name in UNUSED[kind]:

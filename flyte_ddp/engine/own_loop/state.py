@@ -114,8 +114,8 @@ class LoopState:
     def start(self, headline: str, percent: tuple[str, ...], precision: str, best: str) -> None:
         """Start the training before its first step: emit RunStarted, and set up what the steps need; a collective.
 
-        It sets up the checkpoints and, where settings and options ask for them, best_tracker, best_models and audit. A
-        resumed choice of the best epoch is restored.
+        It sets progress.checkpoints, which writes checkpoints and, where settings and options ask for them,
+        best_tracker, best_models and audit. best_tracker gets its state from the resumed checkpoint, if there is one.
 
         Args:
             headline: the name of the measure that the training is judged by.
@@ -183,17 +183,18 @@ class LoopState:
         self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0
 
     def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """Check that an optimizer may step, and measure the norm of its gradients if this step is logged.
+        """Check that an optimizer may step, and measure the norm of all the model's gradients if this step is logged.
 
-        Torch calls it before each step of an optimizer, because the gradients may be gone afterwards. In a logged step
-        the host waits for the device.
+        Torch calls it before each step of an optimizer, because the gradients may be gone afterwards. The model is that
+        of loop.keep, whichever optimizer steps. In a logged step the host waits for the device.
 
         Args:
             optimizer: the optimizer that is about to step.
             _: other arguments of torch's hook.
 
         Raises:
-            InputError: loop.keep lacks the optimizer, or the code is outside of a loop over batches.
+            InputError: loop.keep lacks the optimizer, the code is outside of a loop over batches, or with virtual ranks
+                the optimizer steps by a gradient of a weight outside of the network.
         """
         if not self.optimizers.have(optimizer):
             kind = type(optimizer).__name__
@@ -214,7 +215,10 @@ class LoopState:
         return waits
 
     def end_step(self, is_left: bool = False) -> None:
-        """Finish a step once the user's code has done all that belongs to it; a collective.
+        """End a step: add up what it has logged over all ranks, log, and obey requests to save or stop; a collective.
+
+        It is called when the user's code asks for the next batch, or has left the loop. It counts the step. After an
+        epoch's last step it notes the state, so that a stop in the evaluation can save it.
 
         Args:
             is_left: whether the user's code has left the epoch's loop with this step. Then no checkpoint is written
@@ -224,7 +228,7 @@ class LoopState:
             InputError: The step has logged nothing, loop.evaluated is missing after an evaluation, or ranks do
                 different things.
             StopRequested: A rank was asked to stop; a checkpoint was written before.
-            NonFiniteError: A measure is not finite; no checkpoint was written.
+            NonFiniteError: A measure of this step or an earlier one is not finite; no checkpoint was written.
         """
         progress = self.progress
         progress.clock.lap(StepPart.COMPUTING)
@@ -257,7 +261,10 @@ class LoopState:
                 )
 
     def _buffers_in_checkpoint(self) -> set[tuple[Any, ...]]:
-        """Return the keys under which state_dict has buffers."""
+        """Return where state_dict() has buffers: ("parts", the network's name, the buffer's name) of each.
+
+        Buffers that a network's own state dict leaves out are listed, too.
+        """
         return {
             ("parts", part_name, name)
             for part_name, part in self.parts.items()
@@ -266,12 +273,14 @@ class LoopState:
         }
 
     def leave_evaluation(self) -> None:
-        """Save the state as it was after the last step, and stop; a collective.
+        """Stop in the middle of an evaluation, and save the state that the last training step has left; a collective.
 
-        It does nothing if the user's code has changed the state since then: the evaluation goes on to its end.
+        Call it once all ranks have agreed to leave the evaluation. Rank 0 decides whether the state can still be saved.
+        It cannot if the user's code has changed a weight since the step, or if a checkpoint has to wait for gradients.
+        Then this method returns, and the evaluation goes on to its end.
 
         Raises:
-            StopRequested: There is a checkpoint.
+            StopRequested: The training stops. A checkpoint was written, unless the last one already has this state.
         """
         progress, last = self.progress, self._last_step
         is_possible = self._can_leave and (last is None or last.is_whole())
@@ -311,10 +320,22 @@ class LoopState:
             self.progress.warn_once(DRIFTED)
 
     def end_epoch(self, is_left: bool = False) -> None:
-        """Enter the epoch's evaluation, and write a checkpoint; a collective.
+        """Record the epoch's evaluation, write a checkpoint, and go on to the next epoch; a collective.
+
+        With loop.epochs(best=...), the epoch's weights are kept if they are the best so far.
+
+        If the user's code has left the epoch within a step, this method ends the step first. The checkpoint waits for a
+        later step if a gradient is not applied and differs between ranks.
 
         Args:
-            is_left: whether the user's code has left the loop over the epochs, and trains no more.
+            is_left: whether the user's code has left the loop over the epochs, and trains no more. Then a requested
+                stop is not obeyed.
+
+        Raises:
+            InputError: loop.evaluated was not called in this epoch, lacks the headline, or with a validation split was
+                not called after the last step; or ranks do different things.
+            NonFiniteError: A measure of a step was not finite.
+            StopRequested: A rank was asked to stop, and epochs are left; the checkpoint was written.
         """
         progress = self.progress
         assert progress.started
@@ -376,6 +397,8 @@ class LoopState:
     def load_best_epoch(self) -> None:
         """Load the best epoch's weights into the network, and set is_over.
 
+        Later evaluations are those of the test split.
+
         Without a best_tracker the last epoch's weights stay. They also stay, with a warning, if the measure has never
         been finite.
         """
@@ -406,7 +429,20 @@ class LoopState:
             export_model(weights, path)
 
     def finish(self) -> TrainingResult:
-        """Return the result once the user's function has returned, and let rank 0 write the weights; a collective."""
+        """Return the result once the user's function has returned, and let rank 0 write the weights; a collective.
+
+        If the function has left the loop over the epochs, the epoch that has begun is ended, and the best epoch's
+        weights are loaded, if one is chosen. A checkpoint that has waited is written.
+
+        Returns:
+            The result as this rank knows it. Its test measures are those of an evaluation after the last epoch or,
+            without one, those of the epoch whose weights are returned.
+
+        Raises:
+            InputError: The function has not called loop.epochs, an evaluation lacks the headline, or the weights cannot
+                be written. In the last case rank 0 alone raises it.
+            NonFiniteError: A measure of a step was not finite.
+        """
         progress = self.progress
         if not progress.started:
             raise InputError(f"{self._job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
@@ -440,7 +476,11 @@ class LoopState:
         )
 
     def _chosen(self, finished: EpochFinished) -> EpochChosen:
-        """Return the event that tells which epoch's weights are returned."""
+        """Return the event that tells which epoch's weights are returned, with their test measures, if there are any.
+
+        Args:
+            finished: the evaluation of that epoch: the best one's, or the last one's if none was chosen.
+        """
         return EpochChosen(
             epoch=finished.epoch,
             epochs=self.progress.epoch,
@@ -454,9 +494,11 @@ class LoopState:
     # --- the state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs.
+        """Return everything that a resume needs, for a checkpoint.
 
-        The tensors are the training's own, so the next step changes them.
+        It has the state dicts of the parts, the optimizers' groups, gradients that are not applied yet, the progress,
+        the epoch's evaluation, the units of virtual ranks' sums, and the choice of the best epoch. The tensors are the
+        training's own, so the next step changes them.
         """
         return {
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
@@ -471,8 +513,9 @@ class LoopState:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint, and copy its tensors.
 
-        Within an epoch, it also keeps the state until put_back restores it once more, with the gradients. Between
-        epochs, the gradients are restored at once.
+        If the checkpoint was written within an epoch, the gradients and later parameter groups are left out here: the
+        state is kept until put_back() restores it once more, with both. Between epochs, the gradients are restored at
+        once.
 
         Args:
             saved: what state_dict returned.
@@ -499,10 +542,14 @@ class LoopState:
             self.exact.grid = None if grid is None else grid.clone()
 
     def put_back(self) -> None:
-        """Restore networks, optimizers, schedules, gradients and measures, after a resume within an epoch.
+        """Restore networks, optimizers, schedules, gradients and measures once more, after a resume within an epoch.
 
-        The user's code before the epoch's steps has run a second time, and may have changed them. Other parts may be
-        iterators, and are left alone. Does nothing if there was no such resume.
+        It is called when the steps of the resumed epoch begin: the user's code before them has run a second time, and
+        may have changed these. Other parts may be iterators, and are left alone. It does nothing if there was no such
+        resume, and in later calls.
+
+        Raises:
+            InputError: The state does not fit what loop.keep was given.
         """
         saved, self._resumed = self._resumed, None
         if saved is None:
@@ -515,7 +562,13 @@ class LoopState:
         self.evaluated = saved["evaluated"] or self.evaluated
 
     def buffer_versions(self) -> dict[str, int]:
-        """Return by name how often each buffer of what loop.keep has was changed in place."""
+        """Return torch's version counter of each buffer of the networks that loop.keep was given.
+
+        The counter grows with each change in place, so a comparison of two results shows which buffers have changed.
+
+        Returns:
+            The counters by "<name in loop.keep>.<name of the buffer>".
+        """
         networks = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
         return {
             f"{name}.{buffer_name}": version(buffer)
@@ -537,7 +590,13 @@ class LoopState:
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Raise InputError for what does not fit."""
+    """Turn errors of the block, which loads a checkpoint, into an InputError: the checkpoint does not fit.
+
+    It is a context manager.
+
+    Raises:
+        InputError: The block raised KeyError, TypeError, ValueError or RuntimeError.
+    """
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -57,7 +57,11 @@ class Unsaved:
         self._check_weights(optimizer)
 
     def _check_schedules(self, optimizer: Optimizer) -> None:
-        """Raise InputError for a schedule of the optimizer that is neither a part nor in an attribute of one."""
+        """Raise InputError if a live learning-rate schedule of the optimizer is in none of the parts of loop.keep.
+
+        A schedule counts as kept if it is a part, is in an attribute of one, or is in an attribute of such an object.
+        All live objects of the process are looked through.
+        """
         kept = [*self._parts.values()]
         for _ in range(2):  # a schedule may be in a part, and in another schedule there
             kept += chain.from_iterable(map(_held, [*kept]))
@@ -73,9 +77,13 @@ class Unsaved:
                 )
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Raise InputError if the optimizer's state_dict lacks an attribute that its second step has changed.
+        """Raise InputError if the optimizer's state_dict lacks a number or tensor that its second step has changed.
 
-        The state_dict must also have the state of another optimizer that an attribute holds.
+        What the optimizer had outside of its state after its first step is compared with now, and forgotten. The
+        state_dict must also have the state of any optimizer in an attribute, unless that optimizer is a part itself.
+
+        Args:
+            optimizer: an optimizer that has made two steps.
         """
         kind = type(optimizer).__name__
         before, now = self._after_first.pop(id(optimizer)), numbers_outside_state(optimizer)
@@ -99,7 +107,11 @@ class Unsaved:
             )
 
     def _check_weights(self, optimizer: Optimizer) -> None:
-        """Raise InputError for a weight of the optimizer that is in no part, neither itself nor as an equal tensor."""
+        """Raise InputError if a weight that the optimizer changes is in none of the parts of loop.keep.
+
+        A weight counts as kept if it is a parameter of a network among the parts, or if the state of another part that
+        is no optimizer has an equal tensor.
+        """
         networks = [part for part in self._parts.values() if isinstance(part, nn.Module)]
         found = {*map(id, chain.from_iterable(network.parameters() for network in networks))}
         others = [part for part in self._parts.values() if not isinstance(part, (nn.Module, Optimizer))]

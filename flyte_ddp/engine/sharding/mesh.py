@@ -38,7 +38,15 @@ def make_mesh(options: RunOptions, environment: Environment) -> Any:
 
 
 def _count_nodes(environment: Environment) -> int:
-    """Return the number of nodes, or raise InputError if they cannot share rows among their ranks; a collective."""
+    """Return the number of nodes, for sharding within each node; a collective.
+
+    Args:
+        environment: this rank's place among all ranks.
+
+    Raises:
+        InputError: Nodes have different numbers of ranks, or the ranks of a node do not follow one another. All ranks
+            raise it.
+    """
     places: list[Any] = [None] * environment.world.size
     distributed.all_gather_object(places, (environment.local_rank, environment.world.local_size))
     sizes = [size for _, size in places]

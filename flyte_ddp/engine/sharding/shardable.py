@@ -18,8 +18,13 @@ from flyte_ddp.settings import RunOptions
 def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) -> None:
     """Raise InputError if a recipe, an option or the environment does not go with sharding.
 
-    Examples are a recipe that names no fsdp_units, the option log_gradients, and a torch that is too old. The network
-    need not be built yet.
+    It is raised for a torch that is too old, missing safetensors, a recipe without fsdp_units or with micro_batch = -1,
+    options.log_gradients, and GPUs with another backend than nccl. The network need not be built yet.
+
+    Args:
+        recipe: the recipe.
+        options: the options of the run.
+        environment: has the device and the backend of the ranks.
     """
     from torch.distributed.fsdp import FSDPModule  # this import is slow, and only sharding needs it
 
@@ -46,7 +51,11 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
 def check_weights(recipe: Recipe, model: nn.Module) -> None:
     """Raise InputError for a weight that cannot be sharded.
 
-    It has no dimensions, or a hook on its gradient, or it is tied to a weight that is in another FSDP unit.
+    Such a weight has no dimensions, has a hook on its gradient, or is the same tensor as a weight in another FSDP unit.
+
+    Args:
+        recipe: the recipe, whose fsdp_units names the layers that are units.
+        model: the network.
     """
     where = code_location(recipe, "model")
     units = matching_layers(recipe, "fsdp_units", model)

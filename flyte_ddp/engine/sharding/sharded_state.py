@@ -60,6 +60,9 @@ class Shard:
     def gather(self, room: Tensor | None, device: torch.device) -> None:
         """Send this rank's rows to rank 0, which copies the rows of all ranks into one tensor; a collective.
 
+        With hybrid sharding, where each node has all rows, the ranks of the first node send theirs, and others send
+        nothing.
+
         Args:
             room: on rank 0 the tensor to fill, of the whole shape, on the CPU; None on the other ranks.
             device: the device that sends and receives rows.
@@ -153,13 +156,16 @@ class Layout:
         self._updated = {number: weight for number, weight in enumerate(updated) if is_shard(weight)}
 
     def _weight(self, path: tuple[Any, ...]) -> Tensor | None:
-        """Return the sharded weight whose values, average, optimizer state or best values so far are at a path.
+        """Return the sharded weight that an entry of the training's state belongs to.
+
+        An entry is the weight's values, their average, their best values so far, or a tensor of the optimizer for the
+        weight.
 
         Args:
-            path: the keys of pytree that lead to a leaf of the state.
+            path: the keys that lead to the entry, as pytree.tree_map_with_path gives them.
 
         Returns:
-            None if the leaf belongs to no weight, or to one that is not sharded.
+            The weight; None if the entry belongs to no weight, or to one that is not sharded.
         """
         match [getattr(key, "key", None) for key in path]:
             case ["model" | "average", str(name)] | ["choice", "weights", str(name)]:
@@ -189,10 +195,12 @@ class Layout:
         return replaced
 
     def local(self, path: tuple[Any, ...], whole: Any) -> Any:
-        """Return this rank's rows of a whole tensor of the state; one that is not sharded as it is.
+        """Return this rank's rows of a whole tensor of the state. A tensor that is not sharded is returned as it is.
+
+        A tensor without dimensions, such as an optimizer's number of steps, is never sharded.
 
         Args:
-            path: the keys of pytree that lead to the tensor.
+            path: the keys that lead to the tensor, as pytree.tree_map_with_path gives them.
             whole: the tensor, or an object that reads it from a file when it is sliced.
         """
         if self._weight(path) is None or not whole.ndim:

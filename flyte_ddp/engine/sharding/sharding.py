@@ -103,9 +103,13 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: s
 
 
 def _in_bfloat16(network: nn.Module) -> Any:
-    """Return the MixedPrecisionPolicy that exchanges in bfloat16 those weights that autocast would convert to it.
+    """Return the policy by which fully_shard gathers in bfloat16 those weights that autocast would convert to bfloat16.
 
-    So the numbers stay the same. Other weights, such as those of embeddings and norms, are exchanged as they are.
+    Results do not change by it, and less is sent. Other weights, such as those of embeddings and norms, are gathered in
+    their own dtype. Gradients are added up in float32.
+
+    Args:
+        network: the network.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -141,9 +145,13 @@ def _move_from_first(tensor: Tensor, device: torch.device) -> None:
 
 
 def give_room(tensor: Tensor, device: torch.device) -> None:
-    """Allocate memory on the device for a tensor on torch's meta device, which stays the same object, and so tied.
+    """Allocate memory on the device for a tensor that is on torch's meta device.
 
-    Its values are undefined.
+    The tensor is changed in place, so tied weights stay tied. Its values are undefined afterwards.
+
+    Args:
+        tensor: the parameter or buffer.
+        device: the device.
 
     Raises:
         RuntimeError: Another tensor is a view of this one.
@@ -265,10 +273,14 @@ class ShardedStep(SingleStep):
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:
-    """Make the optimizer of a sharded network, in place, update this rank's rows, and return it.
+    """Make the optimizer of a sharded network update this rank's rows of the weights, and return the optimizer.
 
-    The rows are plain tensors, so that fused optimizers work, too. Hooks give them their gradients before each step. An
-    optimizer of weights that are not sharded is returned as it is.
+    It is changed in place: the rows, plain tensors, replace the weights in its groups and state, so that fused
+    optimizers work, too. Hooks give the rows their gradients before each step, and remove them after it. An optimizer
+    of weights that are not sharded is returned as it is.
+
+    Args:
+        optimizer: the optimizer.
 
     Raises:
         InputError: The optimizer is none of BY_ELEMENT, which update each number without looking at the others.

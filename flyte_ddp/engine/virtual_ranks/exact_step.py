@@ -120,12 +120,16 @@ class ExactStep(SingleStep):
         device.
 
         Args:
-            backward: runs forward and backward passes of the rank's parts, from gradients of 0. backward is called a
-                second time if the units of the sum are not known yet, as in the first step, or don't fit.
+            backward: runs forward and backward passes of the rank's parts, from gradients of 0. It is called a second
+                time if the units of the sum are not known yet, as in the first step, or don't fit.
             call: the number of this call within the step, from 0, as each loss of a GAN needs units of its own.
 
         Returns:
-            The sums of measures and requests, and the norms of the gradients.
+            The sums of measures and requests over all ranks, and the norms of the summed gradients.
+
+        Raises:
+            InputError: An operation has no deterministic version, unless the recipe has turned deterministic algorithms
+                off.
         """
         call = min(call, CALLS - 1)
         is_known = call < len(self._exponents)
@@ -158,8 +162,12 @@ class ExactStep(SingleStep):
     def finish_part(self, is_last: bool) -> None:
         """Add the gradients of a part, whose backward pass is over, to this rank's sums.
 
-        After the rank's last part, the buckets that are left are sent. After any other part, the gradients are set to
-        zero. Within compute_gradient_digest() the gradients are only digested.
+        After the rank's last part, the buckets of gradients that are left are sent to the other ranks. After any other
+        part, the gradients are set to zero. Within compute_gradient_digest() the gradients are only digested, and set
+        to zero.
+
+        Args:
+            is_last: whether this is the rank's last part in the step.
         """
         if self._is_looking:
             for number in range(len(self._buckets)):
@@ -245,7 +253,11 @@ class ExactStep(SingleStep):
     def watching(self, part: int) -> Iterator[None]:
         """Store digests of one part's gradients in `seen` when this rank computes the part within the block.
 
-        `seen` is set to 0 at the beginning, and stays so on ranks that don't compute the part.
+        It is a context manager. `seen` has one digest for each bucket of gradients. It is set to 0 at the beginning,
+        and stays so on ranks that don't compute the part. It keeps its values after the block.
+
+        Args:
+            part: the number of the part.
         """
         self.seen.zero_()
         self._watched = part
@@ -254,13 +266,13 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
-        """Run backward, and return a digest of the gradients of this part: () int64.
+        """Run backward, and return a digest of one part's gradients: () int64; 0 if backward computes another part.
 
         The gradients are not added up, and are lost: a step calls it before add_up_gradients().
 
         Args:
             part: the number of the part.
-            backward: runs forward and backward pass of this part, from gradients of 0.
+            backward: runs forward and backward pass of this part, from gradients of 0, with finish_part() after them.
         """
         self._is_looking = True
         self.zero_grad()

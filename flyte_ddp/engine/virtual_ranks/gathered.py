@@ -49,10 +49,14 @@ class Gathered(NamedTuple):
     gradients: Tensor | None = None
 
     def given_to(self, part: Batch) -> Batch:
-        """Return the part with a share by which all_gather() returns all rows, and may be called once.
+        """Return a copy of the part in which all_gather() returns these rows, those of the whole batch.
 
-        In training, the rows that the part itself gives get their known gradient in the backward pass, whatever the
-        gradient of all_gather()'s result is.
+        A second call of all_gather() with that copy raises InputError. In training, the backward pass gives the rows
+        that the part itself has passed to all_gather() the gradients that are known from gather_by_part(), whatever
+        gradient all_gather()'s result gets. In evaluation nothing has a gradient.
+
+        Args:
+            part: a part of the global batch.
         """
         own = slice(part.share.first, part.share.first + part.share.count)
         left = [self]
@@ -107,20 +111,22 @@ def first_pass(
     parts: Sequence[Batch],
     begin: Callable[[], None] = lambda: None,
 ) -> tuple[list[Seen], Tensor | None]:
-    """Compute the outputs of the rank's parts, and the rows that measure() gives to all_gather(); a collective.
+    """Compute the outputs of the rank's parts, and gather the rows that measure() passes to all_gather(); a collective.
 
-    measure() is not completed: all_gather() ends it, once the rows of the part are known.
+    In this pass, all_gather() ends measure() by an exception once the part's rows are known. The random generators are
+    seeded for each part.
 
     Args:
         recipe: the recipe of forward and measure.
         forward: returns the outputs of a part.
-        measure: a Measure. It gets copies, since the recipe may change what it is given.
+        measure: returns the sum of what is trained, from a part's outputs and the part. It gets copies, since the
+            recipe may change what it is given.
         parts: this rank's parts.
         begin: called before each forward pass, to put back the buffers.
 
     Returns:
-        Each of the rank's parts with its outputs; and the rows of all parts of all ranks, (N, ...), or None if
-        measure() does not call all_gather().
+        A Seen for each of the rank's parts: its outputs, without a graph, and the generators' states after forward; and
+        the rows of all parts of all ranks, (N, ...), or None if measure() does not call all_gather().
 
     Raises:
         InputError: forward calls all_gather(), or measure() calls it for some parts alone.
@@ -185,19 +191,21 @@ def gather_by_part(
     parts: Sequence[Batch],
     begin: Callable[[], None],
 ) -> Gathered | None:
-    """Compute the rows that all_gather() returns in a step, and the gradients of all parts' losses by them.
+    """Compute the rows that all_gather() returns in a step, and the losses' gradients by these rows; a collective.
 
-    A collective. After first_pass(), measure() runs once more for each part, now with all rows.
+    forward runs once for each part. measure() runs twice: first_pass() runs it up to all_gather(), then it runs with
+    all rows.
 
     Args:
         recipe: the recipe of forward and measure.
         forward: returns the outputs of a part.
-        measure: a Measure.
+        measure: returns the sum of what is trained, from a part's outputs and the part.
         parts: this rank's parts.
         begin: called before each forward pass, to put back the buffers.
 
     Returns:
-        The rows, without gradients if they are integers; None if measure() does not call all_gather().
+        The rows of the whole batch, and the gradients of the sum of all parts' losses by them; without gradients if the
+        rows are integers. None if measure() does not call all_gather().
 
     Raises:
         InputError: forward calls all_gather(), or measure() calls it for some parts alone.

@@ -40,7 +40,15 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def uneven_parts(virtual_ranks: int, world_size: int) -> list[str]:
-    """Return a list with one remark if some ranks compute more parts of a batch than others, which wait for them."""
+    """Return a remark in a list if some ranks compute more parts of a batch than others; otherwise an empty list.
+
+    The remark says by how much a step gets slower, since all ranks wait for those with most parts, and names better
+    numbers of ranks.
+
+    Args:
+        virtual_ranks: the number of parts of a batch; 0 without virtual ranks.
+        world_size: the number of ranks, at most virtual_ranks unless that is 0.
+    """
     if virtual_ranks % world_size == 0:
         return []
     most = len(parts_of_rank(virtual_ranks, world_size - 1, world_size))

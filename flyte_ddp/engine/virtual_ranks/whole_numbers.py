@@ -123,7 +123,11 @@ class Bucket:
         self.largest.zero_()
 
     def add(self) -> None:
-        """Scale and round the gradients in place, add them to this rank's sum, and update `largest`."""
+        """Add the gradients, scaled and rounded to whole numbers, to this rank's sum, and update `largest`.
+
+        Call it after each backward pass. The gradients themselves are scaled and rounded in place, so they are useless
+        afterwards.
+        """
         torch.maximum(self.largest, self._measure(), out=self.largest)
         for rows, scales, _, _ in self._groups:
             rows.mul_(scales)
@@ -181,10 +185,13 @@ class Units:
         self.use(torch.zeros(len(self._tensor), 1, dtype=torch.int32, device=device))
 
     def use(self, exponents: Tensor) -> None:
-        """Set `exponents` to these, and each bucket's `scales` so that sums of this size have Digits.total bits.
+        """Set the attribute `exponents`, and the scales (1 / unit) in the buckets that follow from it.
+
+        A block's unit is the power of two by which a sum as large as its exponent tells has Digits.total bits.
 
         Args:
-            exponents: (blocks, 1) int32, in steps of 1/8, as the attribute.
+            exponents: (blocks, 1) int32, in steps of 1/8: the exponent of the largest number expected in each block's
+                sum.
         """
         self.exponents = exponents.to(self._tensor.device)
         rounded_up = -torch.div(-self.exponents, STEPS, rounding_mode="floor")
@@ -198,11 +205,12 @@ class Units:
         self._words_needed = torch.where(self._words_scales == 2.0**LARGEST_SCALE, 0, self._needed)
 
     def write_words(self) -> None:
-        """Write into the last bucket's words how this rank's addends fit their units, before the bucket is sent.
+        """Write into the last bucket's words how well this rank's addends fit their units, before the bucket is sent.
 
-        Each block and each tensor has a word: 0 if all addends are 0, 1 if they are too small for the unit, and 1 + the
-        number of ranks if they are large enough. So a sum of 1 to that number means that no rank's were large enough.
-        The last word is 1 if an addend is too large or not finite.
+        The words are added up over the ranks, and keep_bound() and fit() read the sums. Each block and each tensor has
+        a word: 0 if all addends are 0, 1 if they are too small for the unit, and 1 + the number of ranks if they are
+        large enough. So a sum from 1 to the number of ranks means that no rank had a large enough addend. The last word
+        is 1 if an addend is too large or not finite, otherwise 0.
         """
         of_blocks = self._largest()
         largest = torch.cat([of_blocks.view(-1), self._by_tensor(of_blocks)])
@@ -228,9 +236,12 @@ class Units:
         return not ((words > 0) & (words <= self._ranks)).any()
 
     def follow_addends(self) -> bool:
-        """Choose the units by the addends that all ranks have just added, so that the same sum fits; a collective.
+        """Choose the units by the addends of this sum on all ranks, so that a repetition of the sum fits; a collective.
 
-        Returns False if an addend is not finite.
+        It changes `exponents` and the scales of the buckets, not the gradients: the caller computes the sum again.
+
+        Returns:
+            True if all addends are finite, otherwise False: a repetition would be in vain.
         """
         largest = self._largest().nan_to_num_(nan=math.inf, posinf=math.inf)
         if self._ranks > 1:
@@ -239,13 +250,14 @@ class Units:
         return bool(largest.isfinite().all())
 
     def follow_sums(self) -> Tensor:
-        """Return exponents for the same sums in the next step, from those of this one. The units stay as they are.
+        """Return the exponents to use for the next step's sums, from the sums of this step.
 
-        All buckets must have their total. An exponent rises at once, but falls by 1/8 of the excess at each step,
-        because a block that was large often grows again.
+        The units themselves stay as they are. Call it once all buckets have their total. Where this step's sum needs a
+        larger exponent, the result has it at once. Where it needs a smaller one, the result is smaller by 1/8 of the
+        difference alone, because a block that was large often grows again.
 
         Returns:
-            (blocks, 1) int32, in steps of 1/8, as the attribute exponents.
+            (blocks, 1) int32, in steps of 1/8, as the attribute exponents; use() takes it.
         """
         expected = self._expected(self._largest(), 0)
         excess = (self.exponents - expected).clamp_(min=0)
@@ -254,9 +266,9 @@ class Units:
     def _expected(self, largest: Tensor, bits: int) -> Tensor:
         """Return the exponents to expect for sums that are 2^bits times as large as these numbers.
 
-        A block gets ROOM bits more than its largest number needs, but no more than the largest number of its tensor
-        needs. A block of zeros keeps its exponent, with the same limit. All blocks of a tensor of zeros keep their
-        exponents.
+        For each block, the exponent is what its largest number needs, and ROOM bits more in case the block grows, but
+        at most what the largest number of its tensor needs. A block of zeros keeps its present exponent, with the same
+        limit. All blocks of a tensor of zeros keep their exponents.
 
         Args:
             largest: (blocks, 1) float32, the largest absolute value of each block.
@@ -283,11 +295,14 @@ class Units:
 
 
 def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
-    """Put the tensors into buckets in reverse order, because the gradients of the last layers come first.
+    """Make buckets for the gradients of tensors, from the last tensor to the first, and the units of their sums.
+
+    The order is reversed because the gradients of the last layers come first. The first bucket has at most FIRST_BYTES,
+    the others at most BYTES, but at least one tensor.
 
     Args:
-        tensors: the trained weights, in the order of the network.
-        addends: how many gradients are added up for each weight.
+        tensors: the trained weights, at least one, in the order of the network.
+        addends: how many gradients are added up for each weight, over all ranks.
         more: how many further whole numbers travel with the last bucket.
 
     Returns:
@@ -310,8 +325,8 @@ def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tupl
 def _block_shape(tensor: Tensor) -> tuple[int, int]:
     """Return how many blocks a tensor's numbers are divided into, and how many numbers each block has.
 
-    A block is a row, or BLOCK numbers of a tensor with one dimension or rows of one number. The last one of these may
-    have room to spare.
+    If the tensor has rows of more than one number, each row is a block. Otherwise, as with a bias, a block has BLOCK
+    consecutive numbers, and the last block may be partly empty. A tensor without numbers has 0 blocks.
     """
     if tensor.ndim < 2 or tensor.numel() == len(tensor):
         return -(-tensor.numel() // BLOCK), BLOCK
@@ -319,9 +334,14 @@ def _block_shape(tensor: Tensor) -> tuple[int, int]:
 
 
 def _view(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Return the beginning of the memory as a tensor of this shape.
+    """Return the beginning of the memory as a tensor of this shape, without a copy.
 
-    The strides are those of a parameter's gradient, on which fused optimizers rely.
+    If the tensor is a parameter that is not contiguous, the result has the strides of its gradient, on which fused
+    optimizers rely.
+
+    Args:
+        tensor: the parameter or tensor whose shape is taken.
+        memory: one-dimensional, with room for at least as many numbers.
     """
     if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
         strides = torch.empty_like(tensor).stride()
