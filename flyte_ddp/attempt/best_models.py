@@ -87,14 +87,14 @@ def unused(names: Iterable[str]) -> str:
 def _read_list(text: str) -> dict[str, str]:
     """Read the storage's list of models, and drop entries that this library would not have written.
 
-    The file may be damaged, or somebody else's.
+    The list may be damaged, or somebody else's. That raises no error.
 
     Args:
         text: the list as JSON; empty if there is none.
 
     Returns:
-        The files in the storage ("0", "1", …) by the models' names beside the checkpoint (NAME.pt). It is empty if
-        the text is no JSON object.
+        A dict from the name that a model has beside the checkpoint (NAME.pt) to the name of its file in the storage
+        ("0", "1", …). It is empty if the text is no JSON object.
     """
     try:
         content = json.loads(text)

@@ -165,10 +165,12 @@ class PlatformStore(CheckpointStore):
         """Download the newest checkpoint to `path`, if there is one.
 
         This attempt's own checkpoint comes first; it exists if only the processes were restarted. Without one, and with
-        resume, it is the previous attempt's. That checkpoint is then uploaded as this attempt's own, in the background.
-        A file in this attempt's folder names the folder of the previous one, also if the download fails, so that the
-        next attempt finds the checkpoint. If ranks download the shards themselves, only that file is written, because
-        copying all shards would take long.
+        resume, it is the previous attempt's. That one is then uploaded as this attempt's own, in the background.
+
+        Before that, and also if the download fails, a small file is written to this attempt's folder in the storage. It
+        names the folder of the previous attempt's checkpoint, for the next attempt. A sharded checkpoint whose shards
+        the ranks download themselves is not uploaded again, because copying all shards would take long: the next
+        attempt finds it by this file. Then `path` gets the checkpoint's manifest, but no shards.
 
         Args:
             resume: whether the previous attempt's checkpoint may be used.

@@ -147,7 +147,10 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
     except (StopRequested, PreemptedError) as stopped:
         message = f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}"
         raise PreemptedError(message, link.until) from None
-    except RankError:  # the watchdog has named the rank
+    except RankError as error:  # the watchdog has named the rank
+        if link.stop_requested and error.failure.kind in LOSSES:  # this node goes down
+            message = f"rank {environment.rank} on {environment.host}: SIGTERM: {error}"
+            raise PreemptedError(message, link.until) from None
         raise
     except Exception as error:
         raise name_the_cause([from_exception(error, environment.rank, environment.host)]) from error

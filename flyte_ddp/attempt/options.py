@@ -63,14 +63,14 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:
-    """Return a hint which option takes the settings that an unknown option is a field of; "" if none does.
+    """Return a hint for an unknown option that is a field of one of the command's settings; "" if it is of none.
 
-    The hint has an example: --hp '{"batch_size": 64}' for --batch-size.
+    For --batch-size, the hint says that batch_size is a field of --hp, and gives an example: --hp '{"batch_size": 64}'.
 
     Args:
         option: the unknown option, such as --batch-size.
-        parameters: the command's options.
-        kind_of: returns the Python type that an option is converted to.
+        parameters: the command's options. Those that are converted to a Settings class are looked at.
+        kind_of: returns the Python type that an option is converted to, given the option's click type.
     """
     name = option.lstrip("-").replace("-", "_")
     for parameter in parameters:

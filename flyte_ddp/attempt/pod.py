@@ -22,7 +22,14 @@ def check_code(version: str) -> None:
 def check_gpus(visible: int) -> None:
     """Raise RecoverableError if this pod sees another number of GPUs than it asked for, so that another pod is tried.
 
-    A result computed with fewer GPUs would be cached all the same. A local run has asked for none.
+    Else a result computed with fewer GPUs would be cached all the same. In a local run, nothing was asked for, and
+    nothing is checked.
+
+    Args:
+        visible: the number of GPUs that this pod sees.
+
+    Raises:
+        RecoverableError: the numbers differ.
     """
     asked = os.environ.get(GPUS_VARIABLE)
     if asked is not None and int(asked) != visible:

@@ -183,15 +183,16 @@ class Audit:
     def _send_part(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
         """Broadcast one part of the global batch from its owner to all ranks; a collective.
 
-        Tensors have the owner's strides on all ranks, because torch chooses kernels by strides.
+        Tensors have the owner's strides on all ranks, because torch chooses kernels by strides. They are on the CPU if
+        the owner has them there, and otherwise on this rank's device.
 
         Args:
-            shares: this rank's parts of the global batch.
-            part: the number of the part to send.
-            owner: the rank that has the part.
+            shares: this rank's parts of the global batch. Only those of the owner are read.
+            part: the number of the part in the global batch, which its Batch has as share.part.
+            owner: the rank whose shares have the part.
 
         Returns:
-            A copy of the part.
+            A copy of the part, on the owner, too.
         """
         outlines: list[Any] = [None]
         own = next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None)

@@ -38,6 +38,9 @@ def fit(
     Raises:
         StopRequested: A rank was asked to stop. The checkpoint is saved.
         NonFiniteError: A loss or gradient is not finite. After a bad step, the weights are those before it.
+        WrongBitsError: Ranks have other weights, or compute other gradients, than they should. No checkpoint is saved.
+        InputError: Code of the recipe changes a frozen weight that no checkpoint has, or an audit finds that it
+            computes other bits each time.
     """
     progress = state.progress
     evaluated: Evaluated | None = None

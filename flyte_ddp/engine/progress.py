@@ -415,9 +415,11 @@ class Progress:
     def _count_tokens(self, pairs: Sequence[float], first: int, end: int) -> float:
         """Return how many tokens all ranks had in the epoch's steps from first up to end; 0 if tokens are not counted.
 
+        They are the sum of the measure "tokens", if there is one; else the plan counts them, from the samples' lengths.
+
         Args:
-            pairs: the sums and weights of these steps' measures. If "tokens" is a measure, its sum is returned; it
-                comes from all ranks.
+            pairs: the sum and weight of each measure over these steps and all ranks, alternating, in the order of
+                self.names.
             first: the first step, from 0.
             end: the step after the last.
         """

@@ -27,10 +27,10 @@ class Spikes:
         self.values = torch.zeros(4, dtype=torch.float64, device=device)
 
     def judge(self, norm: Tensor) -> Tensor:
-        """Return whether the norm of a step's gradients is a spike, and otherwise add the norm to the running mean.
+        """Return whether the norm of a step's gradients is a spike, and add the norm to the running mean.
 
-        A spike is more than `deviations` standard deviations above the mean. The first FIRST norms are never spikes.
-        The host does not wait for the device.
+        A spike is more than `deviations` standard deviations above the mean. It is added as this bound. The first FIRST
+        norms are never spikes. The host does not wait for the device.
 
         Args:
             norm: () the Euclidean norm of all gradients together, before clipping.
@@ -41,12 +41,14 @@ class Spikes:
         count, mean, variance, spikes = self.values
         value = norm.double()
         deviation = torch.maximum(variance.sqrt(), LEAST_DEVIATION * mean)
-        is_spike = (count >= FIRST) & (value > mean + self._deviations * deviation)
-        # The plain mean of the first norms; later each counts for 1 / WINDOW
-        share = torch.where(is_spike, 0.0, 1 / (count + 1).clamp(max=WINDOW))
-        difference = value - mean
+        bound = mean + self._deviations * deviation
+        is_spike = (count >= FIRST) & (value > bound)
+        # The plain mean of the first norms; later each counts for 1 / WINDOW. A spike counts as the bound. If it did
+        # not count, norms that stay higher would be spikes to the end, and the weights would never change again
+        share = 1 / (count + 1).clamp(max=WINDOW)
+        difference = torch.where(is_spike, bound, value) - mean
         now = (
-            count + ~is_spike,
+            count + 1,
             mean + share * difference,
             (1 - share) * (variance + share * difference.square()),
             spikes + is_spike,

@@ -153,13 +153,17 @@ def save_program(name: str, path: Path, model: nn.Module, program: torch.export.
 
 
 def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
-    """Open a file in the given format, and return a network that can be called like the recipe's own.
+    """Open a file in the given format, and return a network that can be called like the recipe's own, for evaluation.
+
+    The network is in evaluation mode already; that of pt2 is in the mode in which it was traced, and refuses train()
+    and eval(). That of onnx runs on the CPU, and takes tensors that are there.
 
     Args:
         name: the format of the file: "safetensors", "pretrained", "pt2" or "onnx".
         path: the file, or the folder for the format pretrained.
-        model: an untrained network of the recipe. The weights of safetensors, and adapters of pretrained, are loaded
-            into it.
+        model: an untrained network of the recipe. It is no longer the caller's: it gets the weights of safetensors and
+            is returned, adapters of pretrained are put into it, and onnx calls it once, to learn how outputs are
+            nested. Only pt2, and pretrained without adapters, leave it alone.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()

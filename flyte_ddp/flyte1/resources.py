@@ -138,17 +138,19 @@ class GracefulPod(PodTemplate):
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a training @task's arguments with the grace of its pod added.
 
-    The grace is the seconds from a SIGTERM until the pod is killed. The pod's template sets it, and two variables tell
-    the pod.
+    The grace is the seconds from a SIGTERM until the pod is killed. The pod's template sets it, and two environment
+    variables tell the pod. What they are depends on the template:
 
-    - A pod_template that sets a grace keeps it. The variables have the smaller of it and the registered grace, if one
-    is registered. A pod_template without a grace gets the registered one, or this library's default.
+    - A pod_template with a grace is kept. The variables have its grace, or the registered one if that is smaller.
+    - A copy of a pod_template without a grace gets the registered grace, or this library's default. The variables have
+    the same.
     - A template in the cluster (pod_template_name) is not changed. The variables have the registered grace, or 30 s.
-    - Without a template, a registered grace adds a pod_template. If no grace is registered either, nothing is added,
-    and the variables have 30 s, Kubernetes' default.
+    - Without a template, a registered grace adds a pod_template that sets it, and the variables have it. If no grace is
+    registered either, no template is added, and the variables have 30 s, Kubernetes' default.
 
     Args:
-        arguments: what training_resources() has returned. They are not changed. Variables in their "environment" win.
+        arguments: what training_resources() has returned. They are not changed. They must have "environment", whose
+            variables replace these two.
 
     Returns:
         A new dict: the arguments, with "pod_template" (None without one) and "environment".

@@ -40,8 +40,8 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
     """Return the name of the dataset to train on, on many nodes: hp.dataset, or `auto` if that is "auto".
 
-    The errors are the platform's, made from an InputError: this is a local run, or batch_size or virtual_ranks does not
-    suit the largest registered number of ranks.
+    Two things are refused: a local run, and a batch_size or virtual_ranks that does not suit the largest registered
+    number of ranks. Each is an InputError, which is raised as the platform's own error.
 
     Args:
         hp: the settings of the training, with the dataset's name or "auto".

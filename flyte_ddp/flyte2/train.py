@@ -73,8 +73,9 @@ class Flyte2Training(Training[Data, Outputs]):
             own: your own arguments of the task, which replace these.
 
         Raises:
-            InputError: your pod_template has another grace than the environment: give it to environment(), or is a name
-                beside registered labels or annotations.
+            InputError: Your pod_template sets another grace than the environment has; give the template to
+                environment() instead. Or your pod_template is the name of one in the cluster, although labels or
+                annotations are registered.
         """
         return training_arguments(f"{self.code.name} {self.code.version}", ignored, **own)
 

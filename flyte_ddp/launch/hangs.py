@@ -79,12 +79,12 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
     """Format the host, last collective and stacks of each rank, in the order of the answers.
 
-    Ranks of one host with the same collective and stacks share one entry. A rank without an answer and stacks gets a
-    line that says so.
+    Ranks of one host with the same collective and stacks share one entry. For a rank that has not answered, whose
+    Answer has a `reached` below 0, a line says so in place of its stacks, unless the launcher has read these.
 
     Args:
-        answers: each rank's answer.
-        hosts: the name of each rank's host.
+        answers: the Answer of each rank, by rank.
+        hosts: the name of the host of each of these ranks, by rank.
     """
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, answer in answers.items():

@@ -11,6 +11,7 @@ from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.own_loop.optimizers import Optimizers, PendingGradients
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.lightning.lightning_compat import (
+    forget_how_it_was_logged,
     logged_in_epoch,
     metric_state,
     restore_logged,
@@ -35,7 +36,7 @@ class EpochState:
             optimizer.register_step_post_hook(self._optimizers.stepped)
         self.gradients = PendingGradients(self._optimizers, self._device)
 
-    def restore(self, saved: Mapping[str, Any], is_trained: bool) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore what gather() has returned in an earlier attempt: gradients, logged values and metrics.
 
         Call it after the hooks that begin an epoch, which may set metrics and gradients to zero. On another number of
@@ -44,11 +45,10 @@ class EpochState:
 
         Args:
             saved: what gather() returned.
-            is_trained: whether all steps of the epoch are done.
         """
         self._optimizers.put_back(saved["gradients"])
         ranks = saved["ranks"]
-        if len(ranks) != self._trainer.world_size and not is_trained:
+        if len(ranks) != self._trainer.world_size and not saved["is_trained"]:
             return
         own = ranks[self._trainer.global_rank % len(ranks)]
         own = pytree.tree_map_only(Tensor, lambda one: one.to(self._device), own)
@@ -56,10 +56,17 @@ class EpochState:
             set_metric_state(metric, own["metrics"][name])
         restore_logged(self._trainer, self._module, own["logged"])
         values_for_callbacks(self._trainer).update(own["values"])
+        if len(ranks) != self._trainer.world_size:
+            forget_how_it_was_logged(self._trainer)
 
     def begin_step(self) -> None:
         """Begin a training step, in which no optimizer has stepped yet."""
         self._optimizers.begin_step()
+
+    def has_lists(self) -> bool:
+        """Return whether a metric keeps lists of what the epoch's steps have measured, which no checkpoint has."""
+        states = [value for metric in self._metrics().values() for value in metric.metric_state.values()]
+        return any(isinstance(value, list) and value for value in states)
 
     def waits(self, steps: int) -> bool:
         """Return whether a checkpoint must wait for a later step; a collective.
@@ -72,7 +79,8 @@ class EpochState:
             steps: the number of the epoch's batches that are done.
         """
         if self._module.automatic_optimization:
-            return steps % self._trainer.accumulate_grad_batches > 0
+            is_last = steps >= self._trainer.num_training_batches  # Lightning's optimizers step then
+            return steps % self._trainer.accumulate_grad_batches > 0 and not is_last
         return self.gradients.wait()
 
     def gather(self) -> dict[str, Any]:

@@ -58,7 +58,15 @@ def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
 
 
 def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Make the trainer call `call` before each validation during training, after all hooks of the step before."""
+    """Make the trainer call `call` before each validation during training, after all hooks of the step before.
+
+    Do this once for a trainer, when its training has started: a second time adds a second call, and before the start
+    the sanity check would call it, too.
+
+    Args:
+        trainer: the trainer; the run method of its validation loop is replaced.
+        call: the function. What it raises ends the training.
+    """
     loop = trainer.fit_loop.epoch_loop.val_loop
     run = loop.run
 
@@ -118,6 +126,7 @@ def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
     What is logged with sync_dist_group is left out, because a checkpoint cannot hold a group of ranks.
     """
     results = trainer.fit_loop.epoch_loop._results
+    modules = dict(trainer.lightning_module.named_modules(remove_duplicate=False))
     return [
         {
             "key": key,
@@ -128,7 +137,9 @@ def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
             "sums": metric_state(one) if one.is_tensor else None,
         }
         for key, one in results.items()
-        if not one.has_reset and one.meta.sync.group is None
+        if not one.has_reset
+        and one.meta.sync.group is None
+        and (one.is_tensor or modules.get(one.meta.metric_attribute) is one.value)
     ]
 
 
@@ -150,6 +161,14 @@ def restore_logged(trainer: Trainer, module: LightningModule, logged: list[Mappi
         elif meta.metric_attribute:
             result.value = module.get_submodule(meta.metric_attribute)
         trainer.fit_loop.epoch_loop._results[one["key"]] = result
+
+
+def forget_how_it_was_logged(trainer: Trainer) -> None:
+    """Let the next epochs log in another way than this one, as on several ranks instead of one.
+
+    Lightning compares how something is logged with how it was logged before, also in earlier epochs.
+    """
+    before_each_epoch(trainer, trainer.fit_loop.epoch_loop._results.clear)
 
 
 def values_for_callbacks(trainer: Trainer) -> dict[str, Tensor]:

@@ -5,12 +5,15 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import distributed
+from torch.utils.data import IterableDataset
 
 from flyte_ddp.engine.collectives import all_reduce_flags
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
@@ -27,6 +30,7 @@ from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.phases import WRITING
 from flyte_ddp.lightning.callback_state import begin_epoch_again, callback_state, check_callbacks, restore_callbacks
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.epoch_state import EpochState
@@ -37,6 +41,7 @@ from flyte_ddp.lightning.lightning_compat import (
     before_each_validation,
     begin_with_validation,
     checkpoint_now,
+    set_steps_done,
 )
 from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
 from flyte_ddp.lightning.measures import LoggedByValidation, problems_of_names, read_measures
@@ -82,7 +87,7 @@ class RankObserver(Checkpoint):
         self._is_logged = self._is_bad_loss = False  # the current step; a loss that the module has logged by itself
         self._pairs = torch.zeros(6, dtype=torch.float64, device=device)  # what this rank measured in the last step
         self._asked = NOTHING
-        self._is_first_step = True
+        self._is_first_step, self._has_stepped = True, False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._is_compared = False
         self._forgotten: dict[str, Any] = {}  # what callback_state() returned; empty without a checkpoint
@@ -119,6 +124,8 @@ class RankObserver(Checkpoint):
         self._keep_signal_handler()
         if self._forgotten:
             restore_callbacks(trainer, self._forgotten)
+        if self.within.get("is_trained"):  # also where this number of ranks has another number of steps
+            set_steps_done(trainer, int(trainer.num_training_batches))
         if self.position[1]:  # Lightning's own count, where a loader's state says how far it is
             self.position = self.position[0], trainer.fit_loop.epoch_loop.batch_idx + 1
         self._epoch_state = EpochState(trainer, module, self._validation)
@@ -156,17 +163,21 @@ class RankObserver(Checkpoint):
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._keep_signal_handler()
-        self._begin_evaluation(trainer.num_test_batches)
+        self._begin_evaluation(trainer.num_test_batches, trainer.test_dataloaders)
 
-    def _begin_evaluation(self, batches: Sequence[float]) -> None:
+    def _begin_evaluation(self, batches: Sequence[float], loaders: Any) -> None:
         """Prepare the ranks to agree during an evaluation on whether to stop; a collective.
 
         The ranks exchange requests to stop only while every rank still has batches.
 
         Args:
             batches: how many batches this rank has of each loader. They may be infinite, and differ between ranks.
+            loaders: the loaders, nested as Lightning takes them. Ranks don't exchange requests if one of them reads an
+                IterableDataset.
         """
-        least = torch.tensor(float(min(batches, default=0)), device=self.device)
+        datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
+        is_known = not any(isinstance(one, IterableDataset) for one in datasets)  # those may end before their length
+        least = torch.tensor(float(min(batches, default=0)) if is_known else 0.0, device=self.device)
         distributed.all_reduce(least, distributed.ReduceOp.MIN)
         self._evaluated, self._least = 0, 0.0 if math.isinf(least) else float(least)
         self._poll = StopPoll(self.device, lambda: self._evaluated <= self._least)
@@ -208,6 +219,7 @@ class RankObserver(Checkpoint):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         progress, samples = self.progress, _samples_in(batch)
+        self._has_stepped = True
         progress.clock.lap(StepPart.COMPUTING)
         progress.clock.samples += samples
         progress.clock.steps += 1
@@ -217,7 +229,9 @@ class RankObserver(Checkpoint):
         # Filled in place: a copy to a GPU would make the host wait
         pairs = torch.zeros(6, dtype=torch.float64, device=self.device)
         pairs[2] = samples
-        pairs[4] = returned.get(TOKENS, 0)
+        tokens = returned.get(TOKENS)
+        if isinstance(tokens, (int, float)) or (isinstance(tokens, torch.Tensor) and tokens.numel() == 1):
+            pairs[4] = tokens
         if loss is not None:
             # Lightning divides the loss by accumulate_grad_batches; a module's own optimization may give one by sample
             pairs[0] = loss.detach().double().mean() * trainer.accumulate_grad_batches * samples
@@ -285,7 +299,8 @@ class RankObserver(Checkpoint):
         check_finite(trainer, trainer.lightning_module, trained, {}, progress.epoch, progress.step)
         if self._epoch_state.gradients.has_given_up:
             progress.warn_once(LEFT_OUT)
-        self.within = self._epoch_state.gather()
+        is_trained = progress.step >= trainer.num_training_batches
+        self.within = {**self._epoch_state.gather(), "is_trained": is_trained}
 
     def _begin_epoch_again(self, trainer: Trainer) -> None:
         """Repeat what happens at an epoch's start, for an epoch within which the training resumes; a collective.
@@ -297,7 +312,7 @@ class RankObserver(Checkpoint):
         seed_all(derive_key(Use.LIGHTNING, self._job.settings.seed, self.position[0], 0))
         has_changed = begin_epoch_again(trainer, self)
         if self.within:
-            self._epoch_state.restore(self.within, is_trained=self.position[1] >= trainer.num_training_batches)
+            self._epoch_state.restore(self.within)
         self.within = {}
         if any(all_reduce_flags([has_changed], trainer.strategy.root_device)):
             self._files.restore_tensors(trainer)
@@ -312,12 +327,18 @@ class RankObserver(Checkpoint):
         alone, or gradients are being accumulated. The validation then cannot be left.
         """
         self._last_step = None
-        self._can_leave = not self._loaders.begins_epochs_anew and not self.must_wait()
+        self._begin_evaluation(trainer.num_val_batches, trainer.val_dataloaders)
+        self._can_leave = not (self._loaders.begins_epochs_anew or self.must_wait() or self._needs_steps(trainer))
         if not self._can_leave:
             return
         self.gather_within()
-        content = checkpoint_now(trainer)
+        content: dict[str, Any] = {}
+        with suppress(Exception):  # a hook of the user's may need what the validation leaves
+            content = checkpoint_now(trainer)
         self.within = {}
+        self._can_leave = not any(all_reduce_flags([not content], self.device))
+        if not self._can_leave:
+            return
         begin_with_validation(content)
         buffers = {name for name, _ in trainer.lightning_module.named_buffers(remove_duplicate=False)}
         if trainer.is_global_zero:
@@ -328,9 +349,21 @@ class RankObserver(Checkpoint):
                 lambda keys: keys[0] == "callbacks" or (keys[0] == "state_dict" and keys[1] in buffers),
             )
 
+    def _needs_steps(self, trainer: Trainer) -> bool:
+        """Return whether a resume could not begin with the validation; a collective.
+
+        It could not if the epoch's end needs what its steps have left, and no checkpoint has that: lists in a metric,
+        or what a hook at the epoch's end may read. Nor could it if a callback has ended the training in a step.
+        """
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        theirs = [one for one in callbacks if one is not self and not type(one).__module__.startswith("lightning.")]
+        owners = [trainer.lightning_module, *theirs]
+        needs = trainer.should_stop or self._epoch_state.has_lists()
+        needs = needs or any(is_overridden("on_train_epoch_end", one) for one in owners)
+        return any(all_reduce_flags([needs], self.device))
+
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._evaluating = time.monotonic()
-        self._begin_evaluation(trainer.num_val_batches)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._after_evaluated_batch() and self._can_leave:
@@ -350,6 +383,7 @@ class RankObserver(Checkpoint):
         if not self._can_leave:
             return
         self.compare_between_ranks()
+        self._link.heartbeat(WRITING)
         if last:
             self._files.position = position
             self._files.save_checkpoint(last.state_dict(), self._job.checkpoint_path)
@@ -362,11 +396,13 @@ class RankObserver(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._evaluation_seconds += time.monotonic() - self._evaluating
+        self._last_step, self._can_leave = None, False  # the next steps need the memory
         self.progress.go_on()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         progress, validation = self.progress, read_measures(self._validation.values)
-        if not progress.is_logged:  # the module, or a callback such as Timer, has ended the epoch early
+        # The module, or a callback such as Timer, has ended the epoch early
+        if self._has_stepped and not progress.is_logged:
             progress.end_step(self, is_logged=True)
         epoch, steps = trainer.current_epoch, int(trainer.num_training_batches)
         check_finite(trainer, module, self._validation.trained(), validation, epoch, steps)

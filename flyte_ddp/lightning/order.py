@@ -24,8 +24,8 @@ OWN = re.compile(r"self\.(?!generator\.manual_seed)\w+( = |\.(manual_)?seed\()")
 def can_skip(loader: object) -> bool:
     """Return whether a loader can begin in the middle of an epoch, once an Order replaces its batch sampler.
 
-    Only a DataLoader can whose class keeps torch's __iter__ and has no load_state_dict, and whose dataset is no
-    IterableDataset.
+    It can if it is a DataLoader whose class does not override __iter__, if it has no load_state_dict, and if its
+    dataset is not an IterableDataset.
     """
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False  # a class with an __iter__ of its own may read in an order of its own
@@ -56,12 +56,12 @@ class Order:
         self._samplers = list_samplers(loader)
         self._draws_late = any(not type(one).__module__.startswith(DRAW_FIRST) for one in self._samplers)
         self._iterated, self._pass = -1, 0  # the epoch of the last iteration, and how many it has had before
-        self._first: tuple[int, int] | None = None
+        self._first: dict[int, tuple[int, int]] = {}  # by epoch, the pass that is gone on with, and what it leaves out
 
     def begin_at(self, step: int, has_cycles: bool) -> None:
         """Make the next iteration begin in the middle of its epoch, after `step` steps.
 
-        Later iterations begin at the start.
+        Later iterations begin at the start, and so does the next one if it is in another epoch.
 
         Args:
             step: how many batches training has read in this epoch. The iteration leaves them out.
@@ -69,7 +69,8 @@ class Order:
                 complete passes then count in `step`, too, if the loader has a length.
         """
         length = sized_len(self._batches) if has_cycles else 0
-        self._first = divmod(step, length) if length else (0, step)
+        # An epoch without a step left may read nothing, and then the next one must not begin so
+        self._first = {self._epoch(): divmod(step, length) if length else (0, step)}
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
@@ -81,8 +82,8 @@ class Order:
             if hasattr(sampler, "set_epoch"):  # Lightning doesn't tell batch samplers
                 sampler.set_epoch(epoch)
         following = self._pass + 1 if epoch == self._iterated else 0
-        self._pass, skipped = self._first or (following, 0)
-        self._iterated, self._first = epoch, None
+        self._pass, skipped = self._first.pop(epoch, (following, 0))
+        self._iterated = epoch
         yield from self._read((*self._key, epoch, self._pass), skipped)
 
     def _read(self, key: tuple[int, ...], skipped: int) -> Iterator[Any]:

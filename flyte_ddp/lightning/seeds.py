@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from flyte_ddp.engine.seeds import seed_all
-from flyte_ddp.lightning.lightning_compat import before_each_epoch, before_each_step
+from flyte_ddp.lightning.lightning_compat import before_each_epoch, before_each_step, before_each_validation
 from flyte_ddp.lightning.observer import RankObserver
 from flyte_ddp.random_numbers import Use, derive_key
 
@@ -35,6 +35,7 @@ class StepSeeds(Checkpoint):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         before_each_epoch(trainer, lambda: self._seed(trainer.current_epoch, 0))
         before_each_step(trainer, lambda: self._seed(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1))
+        before_each_validation(trainer, lambda: self._seed_evaluation(trainer))
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._seed(trainer.current_epoch, 0)

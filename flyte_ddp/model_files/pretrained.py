@@ -44,9 +44,12 @@ def check_pretrained(folder: Path) -> None:
 
 
 def _names_in(file: Path) -> list[str]:
-    """Return the names of the tensors in a safetensors file. Raises InputError if it is damaged, or of another size.
+    """Return the names of the tensors in a safetensors file, from its header alone.
 
-    The file has eight bytes with a length, JSON of this length, then the data.
+    The file has eight bytes with the header's length, the header as JSON, then the data.
+
+    Raises:
+        InputError: The header is damaged, or the file is longer or shorter than its header says.
     """
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -75,11 +75,13 @@ class Background(Observer):
     def close(self) -> None:
         """Wait until all queued events are handled and the observer is closed, at most close_seconds in all.
 
-        If that takes longer, the observer is abandoned. A warning says so, or how many events were lost. After an
-        interrupt, a second call continues to wait.
+        If that takes longer, the observer is abandoned. One warning tells why the observer's output is incomplete: it
+        was abandoned, it has failed on an event or on closing, or the queue was full. The warning also has the number
+        of events that were lost. No error of the observer is raised. After an interrupt, a second call continues to
+        wait.
 
-        A new thread of normal priority closes the observer, because training is over. As a daemon thread it does not
-        keep the process from ending.
+        The observer is closed in a new daemon thread, which has normal priority, as training no longer needs the CPU,
+        and does not keep the process from ending.
         """
         deadline = time.monotonic() + max(0.0, self._close_seconds)
         if not self._is_closing:

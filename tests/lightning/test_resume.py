@@ -61,6 +61,7 @@ def test_plain_loaders_go_on_within_an_epoch(tmp_path, data, nproc):
     [
         ("Noticed", "step 4", "before epoch 1, step 5", (0, 4)),
         ("Judged", "validation 2", "in the evaluation after epoch 1, step 40, with which", (0, 40)),
+        ("Listing", "validation 2", "before epoch 2, step 1", (1, 0)),  # the epoch's end needs what steps have left
         ("Swapping", "validation 2", "before epoch 2, step 1", (1, 0)),  # its weights are not those of the step
         ("Noticed", "test 2", "in the evaluation after epoch 2, with which a resume begins", (2, 0)),
     ],
@@ -80,6 +81,27 @@ def test_a_notice_is_obeyed_at_once(tmp_path, monkeypatch, module, phase, said, 
     assert [(one.first_epoch, one.first_step) for one in of(RunStarted, resumed)] == [begins]
     check_same(resumed, whole)
     assert resumed.result.tested == whole.result.tested
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (1, 1)])
+def test_after_a_notice_in_a_validation_another_number_of_ranks_begins_with_it(tmp_path, monkeypatch, before, after):
+    of_it: Any = {
+        "settings": settings(epochs=2, log_interval=1),
+        "module": "numerals.variants:Noticed",
+        "data": "numerals.loaders:Evaluated",
+    }
+    monkeypatch.setenv("NUMERALS_NOTICE", "validation 2")
+    with pytest.raises(PreemptedError, match="in the evaluation after epoch 1"):
+        train(tmp_path / "stopped", nproc=before, **of_it)
+    monkeypatch.delenv("NUMERALS_NOTICE")
+    resumed = train(tmp_path / "stopped", nproc=after, **of_it)
+    (started,) = of(RunStarted, resumed)
+    assert (started.first_epoch, started.first_step) == (0, started.steps_per_epoch)
+    steps = [(one.epoch, one.step) for one in of(StepLogged, resumed)]
+    assert steps == [(1, step) for step in range(1, started.steps_per_epoch + 1)]
+    assert all(one.validation for one in resumed.result.epochs)
+    if before == after:
+        check_same(resumed, train(tmp_path / "whole", nproc=after, **of_it))
 
 
 @pytest.mark.parametrize("module", ["AddingUp", "AddingUpApart"])

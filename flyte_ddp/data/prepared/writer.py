@@ -30,9 +30,10 @@ def write_prepared(
     test_labels: np.ndarray,
     passes_per_epoch: int = 1,
 ) -> DatasetDescription:
-    """Write the dataset, and return its description. A folder that holds anything else is replaced.
+    """Write the dataset to a folder, and return its description.
 
-    Concurrent writers of the same dataset don't disturb each other.
+    The folder is created if it is missing. If it exists, it is left alone if it has this very dataset, intact.
+    Otherwise it is replaced, with all that is in it. Concurrent writers of the same dataset don't disturb each other.
 
     Args:
         directory: the folder.
@@ -40,12 +41,12 @@ def write_prepared(
         classes: names, in the order of the labels.
         train_images: (N, C, H, W) uint8.
         train_labels: (N,) of any integer type, from 0 to len(classes) - 1.
-        test_images: like train_images.
+        test_images: like train_images, with the same C, H and W.
         test_labels: like train_labels.
         passes_per_epoch: how often an epoch goes over the training images.
 
     Raises:
-        InputError: an array is not as described, or the disk is full or read-only.
+        InputError: An array is not as described, or the disk is full or read-only.
     """
     arrays = dict(zip(FILES, (train_images, train_labels, test_images, test_labels), strict=True))
     _check_arrays(name, len(classes), arrays)

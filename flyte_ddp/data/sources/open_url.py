@@ -66,12 +66,15 @@ class Opener:
     def open(self, url: str) -> tuple[Pieces, int | None]:
         """Open a URL of http, https, file or object storage.
 
+        A connection or file stays open until all pieces are read, or the pieces are closed.
+
         Returns:
             The content, piece by piece, and its size in bytes; None if the size is unknown.
 
         Raises:
             RefusedError: the URL cannot be read; also raised while pieces are read.
-            UnreachableError: the host is not worth asking again; also raised while pieces are read.
+            UnreachableError: a RefusedError, so catch it first: the host is not worth asking again for other URLs. Also
+                raised while pieces are read.
         """
         if url.startswith("file:"):
             return _open_file(url)

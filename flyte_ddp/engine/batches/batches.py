@@ -206,13 +206,17 @@ class _Batches:
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
         """Return an order of the split's samples: a BlocksInOrder for a split in blocks, otherwise a Shuffled.
 
+        Both shuffle by the keys. Even without shuffling, a BlocksInOrder takes samples from several places of the split
+        (streams) in turn, so it does not have the split's order.
+
         Args:
-            keys: the key of each pass over the samples; None leaves them in the split's order.
-            origin: origin(step) says where in the training this rank's samples of a step are read
-                (sample_seeds.Origin); random numbers follow from it. A split in blocks does not use it.
+            keys: the key of each pass over the samples; a pass whose key is None is not shuffled. A split in blocks
+                takes a single key.
+            origin: a function that returns, for a step, the place in the training from which the random numbers of this
+                rank's samples follow (sample_seeds.Origin). A split in blocks draws none, and does not call it.
 
         Raises:
-            InputError: The split is in blocks, and there is more than one pass.
+            InputError: The split is in blocks, and there is more than one key.
         """
         if isinstance(self.split, BlockSplit):
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)

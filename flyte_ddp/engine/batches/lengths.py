@@ -143,13 +143,17 @@ class SimilarLengths:
         return samples
 
     def _sort(self, number: int) -> Tensor:
-        """Return the samples of a window, arranged in batches of similar lengths that follow one another at random.
+        """Return the indices of a window's samples, in the order in which the epoch goes through them.
+
+        The samples are sorted by length and cut into batches, and the batches are shuffled. Within a batch they stay
+        sorted.
 
         Args:
             number: the window's number in the epoch, from 0.
 
         Returns:
-            (n,) int64 indices. If the last window has a short batch, that one is at the end.
+            (n,) int64 indices of samples of the split; n is smaller in the last window if the samples run out. A short
+            batch stays at the end.
         """
         first = number * self._width
         some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))

@@ -51,10 +51,11 @@ class StoredTensor:
         return replace(self, shape=(last - first, *self.shape[1:]), first=self.first + first)
 
     def parts(self) -> Iterator[tuple[Path, int, int]]:
-        """Yield each file that has some of these rows, as its path, its first row and the row after its last.
+        """Yield each file that has some of these rows, as its path and the first and last index of the file's rows.
 
-        Both are indices in the whole tensor. They enclose all rows that the file can have, so the second index may be
-        past the tensor's end. A tensor without dimensions counts as one row.
+        The indices count the rows of the whole tensor, of which these may be a slice, and the last one is exclusive.
+        They are the ends of the file, not of these rows: the first index may be before these rows, and the last one
+        after them, even after the tensor's end. A tensor without dimensions counts as one row.
         """
         count = len(self) if self.shape else 1
         for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():

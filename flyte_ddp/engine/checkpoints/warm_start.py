@@ -31,9 +31,11 @@ JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_frac
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a file is a checkpoint in one file, which has this package's number of a format, or anything else.
+    """Return whether a file is a checkpoint of this package, and the whole of one.
 
-    False does not say that the file has weights: a file that torch cannot load gives False, too.
+    A checkpoint is known by the number of its format. Which number it is does not matter: a checkpoint that this
+    version cannot read gives True, too. Everything else gives False, be it weights alone or a file that torch cannot
+    load.
 
     Raises:
         InputError: The file is missing or may not be read.
@@ -50,7 +52,7 @@ def is_checkpoint(path: Path) -> bool:
 def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
     """Load the weights of a file into the network, except those that leave_out names.
 
-    The rest of the network keeps its initial values.
+    The rest of the network keeps its initial values. After an error, the whole network has them.
 
     Args:
         model: the network, which is changed.
@@ -59,7 +61,9 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
             among them leaves out every tensor that is missing on one side, or has another shape.
 
     Returns:
-        The names of the tensors that were taken and that the file itself has, and a remark for the user.
+        The names of the file's tensors that were loaded, and a remark for the user. Tensors that the file lacks are not
+        among the names, although they count as loaded in the remark: a tied weight's other names, and frozen weights
+        that files leave out.
 
     Raises:
         InputError: The file cannot be read, weights do not fit the network, a pattern matches nothing, or no weight is
@@ -277,18 +281,22 @@ def _layers(name: str) -> list[str]:
 
 
 def _optimizer(fresh: dict[str, Any], saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
-    """Merge a checkpoint's optimizer state into this training's parameter groups.
+    """Merge a checkpoint's optimizer state with this training's hyperparameters and the given learning rates.
+
+    Neither state dict is changed; the result has the checkpoint's tensors themselves, not copies.
 
     Args:
-        fresh: the state dict of this training's optimizer. Its hyperparameters stay.
-        saved: the state dict in the checkpoint. Its state of each parameter stays.
-        rates: the learning rate of each parameter group.
+        fresh: the state dict of this training's optimizer. The result has its parameter groups, but for the learning
+            rates.
+        saved: the state dict in the checkpoint. The result has its state of each parameter, such as Adam's moments.
+        rates: the learning rate that each parameter group gets in the result, in the order of the groups.
 
     Returns:
         A state dict for this training's optimizer.
 
     Raises:
-        InputError: The optimizers have different parameter groups.
+        InputError: The number of parameter groups differs, or the number of parameters or the names of hyperparameters
+            in one of them.
     """
 
     def shape(state: dict[str, Any]) -> list[tuple[list[str], int]]:

@@ -83,16 +83,13 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     Args:
         recipe: the recipe. Its `share` is reset at the end.
         model: the network, on the rank's device.
-        splits: the samples, by the name of the split. Those of "train" and "test" are computed; the others are only
-            compared between ranks.
+        splits: the samples, by the name of the split; "train" and "test" must be there. Samples of these two are
+            computed; the other splits are only compared between ranks.
         steps: the number of steps of the whole training, for lr_lambda.
         constant_loss: the loss of guessing; 0 if it is unknown.
 
     Returns:
-        The findings: the names of the measures and of the main one, warnings for the user, the floating-point
-            operations of a training step per sample, which frozen weights and which buffers a forward pass changes,
-            whether a sample leaves trained weights unused, whether the recipe calls all_gather(), and whether
-            evaluation has to measure the loss of guessing.
+        The findings: see Probed.
 
     Raises:
         InputError: The recipe would fail in the first step, or only after an epoch, or ranks have other data. It names
@@ -388,12 +385,12 @@ def _refuse_unsteady(training: Trials, whole: Trial) -> None:
 def _find_moving(training: Trials) -> frozenset[str]:
     """Return the names of the frozen weights that a forward pass changes, such as those of a teacher.
 
-    A teacher follows the trained weights. It starts as their copy, so a first pass may not change it. Therefore this
-    function changes the trained weights, and runs a trial. Under sharding, or without frozen weights, it returns an
-    empty set at once.
+    A teacher follows the trained weights, and starts as their copy, so a first pass may not change it. Therefore this
+    function runs a trial with other values of the trained weights. Only the copy of the network that is on trial gets
+    them, until its next trial. Under sharding, or without frozen weights, no trial is run, and the set is empty.
 
     Args:
-        training: runs the trials; this function runs one more.
+        training: runs the trials; this function may run one more.
     """
     weights = training.network.model.named_parameters(remove_duplicate=False)
     frozen = frozenset(name for name, weight in weights if not weight.requires_grad)

@@ -182,10 +182,16 @@ def _call_model(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def _check_folder(recipe: Recipe, init: Path) -> None:
-    """Check that model() has loaded the folder that init names, and that no settings for a file are given.
+    """Check that model() has loaded the folder that init names, and that settings.init_leave_out is empty.
+
+    That setting is for an init that is a file. Call this after model().
+
+    Args:
+        recipe: the recipe, whose model() has been called.
+        init: the folder, for the messages.
 
     Raises:
-        InputError: model() has left the folder aside, or a setting is for a file.
+        InputError: model() has not read the folder, or init_leave_out is set.
     """
     if not recipe.has_read_init:
         raise InputError(

@@ -36,15 +36,17 @@ class Unsaved:
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check, in an optimizer's second step, that a checkpoint has everything a resume needs of the optimizer.
 
-        The first step only records the optimizer's attributes. Later steps check nothing.
+        torch calls this method as a hook after each step. The first step only records the optimizer's attributes, for
+        comparison. Later steps check nothing.
 
         Args:
             optimizer: the optimizer that has stepped.
             _: other arguments of torch's hook.
 
         Raises:
-            InputError: loop.keep lacks one of the optimizer's schedules or weights, or its state_dict lacks a part of
-                its state.
+            InputError: loop.keep was not given a schedule of this optimizer, or what has one of its weights; or the
+                optimizer's state_dict lacks an attribute that the second step has changed, or the state of another
+                optimizer that it holds.
         """
         if any(one is optimizer for one in self._checked):
             return

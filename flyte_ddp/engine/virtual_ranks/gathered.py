@@ -191,10 +191,11 @@ def gather_by_part(
     parts: Sequence[Batch],
     begin: Callable[[], None],
 ) -> Gathered | None:
-    """Compute the rows that all_gather() returns in a step, and the losses' gradients by these rows; a collective.
+    """Compute the rows that all_gather() returns in a step, and the gradients of the losses for them; a collective.
 
-    forward runs once for each part. measure() runs twice: first_pass() runs it up to all_gather(), then it runs with
-    all rows.
+    The weights get no gradients here. For these, the caller runs forward and measure() again, with
+    Gathered.given_to(part). Here, forward runs once for each part, and measure() twice: up to all_gather(), and with
+    all rows. It leaves the random number generators as the last part does, and changes recipe.share.
 
     Args:
         recipe: the recipe of forward and measure.
@@ -204,8 +205,8 @@ def gather_by_part(
         begin: called before each forward pass, to put back the buffers.
 
     Returns:
-        The rows of the whole batch, and the gradients of the sum of all parts' losses by them; without gradients if the
-        rows are integers. None if measure() does not call all_gather().
+        The rows of the whole batch, and the gradients of the sum of all parts' losses, the same on all ranks; without
+        gradients if the rows are integers. None if measure() does not call all_gather().
 
     Raises:
         InputError: forward calls all_gather(), or measure() calls it for some parts alone.
