@@ -40,12 +40,14 @@ def setting(
     choices: Sequence[str] = (),
     help: str = "",
 ) -> Any:
-    """Declare a field of a settings class, as dataclasses.field() does, with its default, its rules and its help.
+    """Declare a field of a settings class, with its default, its rules and its help.
 
-    The rules are stored in the field's metadata. The settings class checks them when it is constructed.
+    Use it in place of dataclasses.field(). The rules are stored in the field's metadata, and the settings class checks
+    them when it is constructed.
 
     Args:
-        default: the value of a field that is left out. Each instance gets its own copy of a dict.
+        default: the value of a field that is left out. Each instance gets its own shallow copy of a dict. Any other
+            value is shared by all instances, so do not pass a list.
         minimum: the smallest number allowed.
         above: a limit that a number must exceed.
         maximum: the largest number allowed.

@@ -96,8 +96,9 @@ class BestModels(Observer):
     def publish(self) -> list[KeptModel]:
         """Link or copy the files of the best models into the folder job.logs, at the end of a training.
 
-        Files in the folder from an earlier training are removed. An evaluation whose file could not be written is left
-        out. Ranks other than 0 do nothing.
+        Such files of an earlier training, best-*-epoch-*.pt, are removed from the folder first; its other files stay.
+        If the file of an evaluation could not be written during the training, the evaluation is left out. Ranks other
+        than 0 do nothing.
 
         Returns:
             On rank 0, a description of each file, the best first. On the other ranks, an empty list.

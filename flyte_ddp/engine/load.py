@@ -129,16 +129,18 @@ def make_split(
 
     Args:
         data: what the recipe has returned.
-        split: "train", "validation" or "test".
+        split: "train", "validation" or "test"; only Blocks need it.
         device: where batches belong.
-        options: how to read a Dataset.
+        options: how to read a Dataset or Blocks.
         cache: the disk cache for Blocks.
 
     Returns:
-        A BlockSplit for Blocks, a Streamed for a Dataset, and a Resident for arrays in memory or memory-mapped.
+        A BlockSplit for Blocks, and a Resident for arrays in memory or memory-mapped and for a TensorDataset. A
+        Streamed for any other Dataset.
 
     Raises:
-        InputError: The data are invalid.
+        InputError: The data are invalid, such as an IterableDataset, a DataLoader, or a Dataset that is empty or has no
+            length.
     """
     if isinstance(data, Blocks):
         return BlockSplit(data, split, Reading(cache, device, options.pin_memory))

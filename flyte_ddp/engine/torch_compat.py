@@ -359,14 +359,15 @@ def batch_order(loader: DataLoader[Any]) -> tuple[str, Any]:
 
 
 def set_batch_order(loader: DataLoader[Any], order: Iterable[Any]) -> None:
-    """Make a loader read its batches in another order, also in each later iteration, without changing its attributes.
+    """Make a loader read its batches in another order in every iteration that begins after the call.
 
-    DataLoader refuses a new sampler after it is made, and a new DataLoader would lose what a subclass has.
+    The loader's batch_sampler, sampler and len() stay as they were: only what it yields changes. DataLoader refuses to
+    set a new sampler, and a new DataLoader would lose what a subclass has.
 
     Args:
-        loader: the loader.
-        order: replaces the loader's batch_sampler, or its sampler if it has no batch_sampler. It is iterated over anew
-            in each iteration.
+        loader: the loader, which is changed in place.
+        order: is read in place of the loader's batch_sampler, or of its sampler if it has no batch_sampler. Each
+            iteration iterates over it anew.
     """
     name, _ = batch_order(loader)
 

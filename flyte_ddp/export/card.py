@@ -132,12 +132,13 @@ def before_section(written: Written) -> Section:
 
 
 def loading_section(written: Written, formats: Sequence[str], needs_data: bool) -> Section:
-    """Return the section with a line of code for each file that loads it.
+    """Return the card's section that shows how to load each file in one line of code.
 
     Args:
         written: the model.
-        formats: the formats of the files.
-        needs_data: whether building the network may need the data of the training.
+        formats: the formats of the files, each one of "safetensors", "pt2", "pretrained" and "onnx".
+        needs_data: whether building the network may need the training's data. If so, the line for safetensors passes
+            data_path.
     """
     names = [spec.name for spec in written.inputs]
     data = ", data_path=DATA" if needs_data else ""

@@ -231,11 +231,11 @@ def _exported(
 
     Args:
         subject: what was trained.
-        weights: the file.
+        weights: the file of the weights.
         settings: the settings of the training.
-        reported: measures that the training reported.
-        known: the metadata of the weights. If the same recipe wrote them, their settings replace those given, and their
-            measures are added to those reported, which take precedence.
+        reported: the measures that the training reported, which the weights must give again.
+        known: the weights' metadata, if there are any. If subject's recipe wrote them, their settings are used instead
+            of settings, and their measures are added to reported where it lacks them.
         options: how to export.
 
     Returns:

@@ -133,17 +133,19 @@ def digit_images() -> Path:
 
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
-    """Return a folder for the ranks that, when downloaded, gets links to the index's files and to the images.
+    """Return a folder for the ranks, whose download fills it with links to the index's files and the images.
 
-    This call creates the folder, empty, in the working folder. The download also downloads the index and the images. In
-    a pod, the download also reads every image, to check it.
+    This call only creates the folder, empty, in the working folder. The index and the images are downloaded when the
+    returned folder is. In a pod, every image is then also read and compared with the index; a local run does not check
+    them.
 
     Args:
         index: the folder that index_images has returned.
         folder: the folder of the images.
 
     Raises:
-        DataError: from the download in a pod: an image is missing, or its content is not what was indexed.
+        DataError: Not from this call, but from the download in a pod: an image is missing, or its content is not what
+            was indexed.
     """
     path = Path(tempfile.mkdtemp(dir=working_folder(), prefix="images-"))
 

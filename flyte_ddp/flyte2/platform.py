@@ -73,10 +73,13 @@ def logs_url() -> str:
 
 
 def previous_logs_url() -> str:
-    """Return the URL of the log folder of the pod that ran before this one; empty if there was none.
+    """Return the URL of the log folder of the pod that ran before this one.
 
-    The earlier pod was killed in this attempt or, if this pod is the attempt's first, was the last pod of the previous
+    That is the pod of this attempt that was killed last or, for the attempt's first pod, the last pod of the previous
     attempt.
+
+    Returns:
+        The URL, or an empty string if no pod ran before.
     """
     *earlier, _ = _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)
     if not earlier and (previous := previous_checkpoint_url()):

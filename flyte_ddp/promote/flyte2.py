@@ -68,22 +68,23 @@ def resolve_place(place: str) -> str:
 def promote_images(
     model_state: File, data: Dir, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promote the image classifier's weights if they are better on the test split than those promoted at the place.
+    """Promote the image classifier's weights if they beat those promoted at the place.
 
-    A workflow calls it inside a task. The first model at a place is always promoted.
+    Both are measured on the test split. The first model at a place is always promoted. Call it inside a task: it does
+    the work itself, and starts no other task.
 
     Args:
         model_state: the candidate's weights.
         data: the prepared dataset, with the test split.
         hp: the candidate's hyperparameters.
-        place: a URL, or an absolute path.
+        place: where the promoted weights are kept: a URL, or an absolute path.
         options: the measure, margin and registered name.
 
     Returns:
         The outcome: whether the candidate was promoted, the weights that are promoted now, the figures and a report.
 
     Raises:
-        Exception: what promotion.promote raises. On a cluster, the platform's error for it; in a local run, a
+        Exception: promotion.promote failed. A cluster gets its error as the platform's own; a local run gets a
             FinalError, which is not retried.
     """
     with one_attempt():

@@ -137,7 +137,8 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> list[dict[str, An
         parameters but the biases of batch norm, then these biases, with learning rate times the factor and weight decay
         divided by it.
     """
-    biases = [layer.bias for layer in model.modules() if hasattr(layer, "running_mean")]
+    norms = [layer for layer in model.modules() if hasattr(layer, "running_mean")]
+    biases = [layer.bias for layer in norms if layer.bias is not None]
     if hp.norm_bias_factor == 1 or not biases:
         return [{"params": list(model.parameters())}]
     others = [parameter for parameter in model.parameters() if all(parameter is not bias for bias in biases)]

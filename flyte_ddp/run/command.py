@@ -128,12 +128,16 @@ def as_typed(message: str) -> str:
 def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
     """Return the command-line option for a field of the settings or options.
 
-    If the user leaves the option out, its value is None. The given value is parsed as JSON, unless the field's default
-    is text. The type is not checked here: the settings check it, in the same words as everywhere.
+    If the user leaves the option out, its value is None. A given value is parsed as JSON, for a bool in any case of its
+    letters; if the field's default is text, the value is taken as it is. The type of the parsed value is not checked
+    here: the settings check it, in the same words as everywhere.
 
     Args:
         field: the field; its default tells the type.
         said: the option's help.
+
+    Raises:
+        InputError: From click, when it parses the command line: the given value is no JSON.
     """
     default = field.default_factory() if callable(field.default_factory) else field.default
 

@@ -96,9 +96,18 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
 
 
 def _ends(sweep: Sweep, name: str, space: Any) -> list[Any]:
-    """Return the list of values to try, or the two ends of the range that values are drawn from.
+    """Return a setting's list of values as it is, or the ends of its range.
 
-    Raises InputError if space, the setting's entry in sweep.values, is neither a list nor, in a random search, a range.
+    Args:
+        sweep: the sweep. Only its random search takes ranges.
+        name: the name of the setting, for the error's message.
+        space: the setting's entry in sweep.values: a list, or a range such as {"minimum": 0.01, "maximum": 1}.
+
+    Returns:
+        The list itself, or [minimum, maximum] of the range.
+
+    Raises:
+        InputError: space is an empty list, or neither a list nor, in a random search, a range.
     """
     ends = space
     if sweep.search == "random" and isinstance(space, dict):

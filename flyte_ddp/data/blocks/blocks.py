@@ -120,11 +120,14 @@ def count_rows(tree: Any, name: str) -> int:
 
 
 def to_tree(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
-    """Return the tree of arrays (n, ...) that to_rows made the rows from. The tree's lists are tuples.
+    """Return the tree of arrays (n, ...) that to_rows made the rows from.
+
+    Lists of the tree come back as tuples. Each array is contiguous.
 
     Args:
         rows: what to_rows returned.
-        order: the indices of the rows to take, by default all. With indices, each array is a copy.
+        order: the rows to take: a slice, by default all, or an array of indices. With indices each array is a copy;
+            with a slice it may share memory with rows, so do not write to it.
     """
     names = rows.dtype.names
     if names is None:

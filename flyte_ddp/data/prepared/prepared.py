@@ -92,11 +92,18 @@ def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFiles, np.ndarray]:
-    """Open "train" or "test" like open_split, also of a folder of image files.
+    """Open the images and labels of one split of a prepared dataset.
+
+    What open_split opens, it opens in the same way. It also opens a dataset that was prepared from a folder of image
+    files.
+
+    Args:
+        directory: the folder of the prepared dataset.
+        split: "train" or "test".
 
     Returns:
-        Images by index, each (C, H, W) uint8: a memory map or, if they are files, an object that decodes each file when
-        it is asked for. And the labels (N,) int64.
+        The images and the labels. The images are indexed, each (C, H, W) uint8: a memory map or, for image files, an
+        object that decodes a file when its index is asked for. The labels are (N,) int64.
     """
     path = Path(directory) / f"{split}_files.npy"
     if not path.exists():

@@ -223,15 +223,18 @@ class _Batches:
         return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
-        """Read this rank's samples, and yield each step's number with a list of this rank's shares of the global batch.
+        """Read this rank's samples, and yield (step, shares) for each step.
 
-        A share is a tree of tensors (n, ...), padded if the split has lengths, and its place in the global batch. There
-        is one share, or with virtual ranks one for each that has samples. A rank without samples of its own in a step
-        gets one sample of another rank, marked as borrowed.
+        The shares are this rank's part of the step's global batch, as a list of (tree, place). The tree has tensors (n,
+        ...), and the BatchShare is their place in the global batch. The list has one share or, with virtual ranks, one
+        for each of this rank's virtual ranks that has samples. If the split has lengths, the trees are padded, on all
+        ranks alike.
+
+        A rank without samples of its own in a step gets one sample of another rank, marked as borrowed.
 
         Args:
             order: the order of the epoch.
-            steps: the numbers of the steps, from 0.
+            steps: the numbers of the steps within the epoch, from 0.
         """
         lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)

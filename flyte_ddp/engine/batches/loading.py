@@ -70,11 +70,13 @@ class Streamed:
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
         """Yield the samples of each part, as a tree of tensors (n, ...) on the device, which workers read ahead.
 
-        The workers start with the first part and end with the last, or with this generator.
+        The workers start when the first part is asked for, and end after the last one or when the generator is closed.
+        They read ahead, so `parts` and `origins` are consumed before their samples are yielded.
 
         Args:
             parts: (n,) int64 sample indices.
-            origins: where in the training each part is read, from which the Dataset's random numbers follow; by default
+            origins: where in the training each part is read, one for each part, from which the Dataset's random numbers
+                follow. If there are fewer origins than parts, the rest of the parts are not read. By default, each is
                 an evaluation.
 
         Raises:

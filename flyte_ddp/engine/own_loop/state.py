@@ -112,16 +112,17 @@ class LoopState:
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
 
     def start(self, headline: str, percent: tuple[str, ...], precision: str, best: str) -> None:
-        """Start the training before its first step: emit RunStarted, and set up what the steps need; a collective.
+        """Start the training before its first step; a collective.
 
-        It sets progress.checkpoints, which writes checkpoints and, where settings and options ask for them,
-        best_tracker, best_models and audit. best_tracker gets its state from the resumed checkpoint, if there is one.
+        It emits RunStarted, and sets what the steps need: progress.checkpoints always, best_tracker with a validation
+        split, best_models if the options keep the best, and audit if self.exact is set. In a resumed run best_tracker
+        goes on from the checkpoint.
 
         Args:
             headline: the name of the measure that the training is judged by.
             percent: the names of measures from 0 to 1 that are shown in per cent.
-            precision: "float32" or "bfloat16", to be shown.
-            best: "highest" or "lowest", whichever headline is the best; empty if there is no validation split.
+            precision: "float32" or "bfloat16". It is only shown.
+            best: "highest" or "lowest", whichever headline is the best. Empty if there is no validation split.
 
         Raises:
             InputError: loop.batches or loop.keep has not been called.
@@ -324,18 +325,20 @@ class LoopState:
 
         With loop.epochs(best=...), the epoch's weights are kept if they are the best so far.
 
-        If the user's code has left the epoch within a step, this method ends the step first. The checkpoint waits for a
-        later step if a gradient is not applied and differs between ranks.
+        If the user's code has left the epoch in the middle of a step, this method ends that step first.
+
+        While a gradient that is not applied differs between ranks, no checkpoint can be written: it waits for a later
+        step, and a requested stop is not obeyed here.
 
         Args:
             is_left: whether the user's code has left the loop over the epochs, and trains no more. Then a requested
                 stop is not obeyed.
 
         Raises:
-            InputError: loop.evaluated was not called in this epoch, lacks the headline, or with a validation split was
-                not called after the last step; or ranks do different things.
+            InputError: loop.evaluated was not called in this epoch, or without the headline, or with
+                loop.epochs(best=...) not after the last step. Or the ranks do different things.
             NonFiniteError: A measure of a step was not finite.
-            StopRequested: A rank was asked to stop, and epochs are left; the checkpoint was written.
+            StopRequested: A rank was asked to stop, and epochs are left. The checkpoint was written before.
         """
         progress = self.progress
         assert progress.started
