@@ -84,6 +84,8 @@ def remove_leftovers(directory: str | Path, name: str = "") -> None:
 def synced_file(path: Path) -> Iterator[io.BufferedRandom]:
     """Create a file for reading and writing, and wait at the block's end until its content is on disk.
 
+    If the block fails, the file is closed and stays as it is, without that wait: the caller removes it.
+
     Raises:
         FileExistsError: something is at the path already.
     """

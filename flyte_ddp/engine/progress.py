@@ -512,11 +512,11 @@ class Progress:
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
-        """Close the checkpoints at the end of the block, whether it fails or not; a context manager.
+        """Close the checkpoints when the block ends or fails; a context manager.
 
-        If the block raises an error that all ranks raise at once (NonFiniteError or WrongBitsError), each rank first
-        waits for the others. Otherwise the first rank's report would end the others before their last checkpoint is
-        written.
+        After a NonFiniteError or WrongBitsError, which must be raised on all ranks, each rank closes its checkpoints
+        and waits until all have, before the error goes on. Without this wait, the rank that reports the error first
+        would have the others ended before they have written their last checkpoint.
         """
         try:
             yield

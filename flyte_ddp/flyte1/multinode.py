@@ -65,13 +65,15 @@ TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)
 
 
 def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a @task's arguments with which every rank of all registered nodes runs the function.
+    """Return a copy of a @task's arguments that makes the task run on all ranks of all nodes, by torchrun.
 
-    The copy gets a task_config that starts torchrun on the registered number of nodes and ranks per node, and more
-    variables in "environment". A node restarts its ranks at most twice within an attempt.
+    How many nodes (a range, from the fewest to the most) and ranks per node there are, and how long nodes wait for each
+    other, is read from registration(). The copy gets a task_config with these numbers, and more variables in
+    "environment". A node restarts its ranks at most twice within an attempt.
 
     Args:
-        arguments: the arguments for one node, from training_arguments. They are not changed.
+        arguments: the arguments for one node, from training_arguments, with "environment" among them. They are not
+            changed.
     """
     asked = registration()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)

@@ -33,16 +33,16 @@ def split_sizes(run: RunStarted) -> str:
 
 
 def format_measure(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
-    """Return a measure's value as text.
+    """Format a measure's value.
 
-    A measure in `percent` is written as a percentage, the loss with fixed decimals, and any other with four significant
-    digits. A value that is not finite is written as "nan", "inf" or "-inf".
+    A measure in `percent` is written as a percentage, as "50.00%". The measure named "loss" has fixed decimals, and any
+    other has four significant digits. A value that is not finite is written as "nan", "inf" or "-inf".
 
     Args:
         name: the measure.
-        value: its value. With the default decimals, 0.5 becomes "50.00%" if the measure is in `percent`.
-        percent: the measures that are written as percentages.
-        decimals: the decimals of a loss. A percentage has two fewer, so pass at least 2.
+        value: its value; 0.5 is written as "50.00%" if the measure is in `percent`.
+        percent: the names of the measures that are written as percentages.
+        decimals: the decimals of a loss, at least 2. A percentage has two fewer.
     """
     if not math.isfinite(value):
         return str(value)

@@ -150,9 +150,18 @@ def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict
 
 
 def _check_end(opened: tarfile.TarFile, name: str) -> None:
-    """Read a tar file to its end, and raise DataError unless it ends with a block of zeros that nothing follows.
+    """Check that a tar file ends with its end mark, a block of zeros, and that only zeros follow.
 
-    tarfile takes the end of a file for the end of the archive, and a damaged header (other than the first) as well.
+    Call this function when tarfile has read all members: it reads the rest of the file from there. It is needed because
+    tarfile stops without an error where a file is cut short between members, and at a damaged header other than the
+    first.
+
+    Args:
+        opened: the tar file, whose members have all been read.
+        name: what an error calls the file.
+
+    Raises:
+        DataError: The end mark is missing, the file is cut within a block, or anything but zeros follows the mark.
     """
     file: Any = opened.fileobj
     more = False

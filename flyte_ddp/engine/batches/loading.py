@@ -68,16 +68,16 @@ class Streamed:
         return len(self.dataset)
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
-        """Yield the samples of each part, as a tree of tensors (n, ...) on the device, which workers read ahead.
+        """Yield each part's samples on the device, as a tree of tensors (n, ...), while workers read the next parts.
 
-        The workers start when the first part is asked for, and end after the last one or when the generator is closed.
-        They read ahead, so `parts` and `origins` are consumed before their samples are yielded.
+        The workers start when the first part is asked for, and end after the last part or when this generator is
+        closed. With workers, both iterables are advanced ahead of the part that is yielded. The shorter one ends the
+        reading.
 
         Args:
-            parts: (n,) int64 sample indices.
-            origins: where in the training each part is read, one for each part, from which the Dataset's random numbers
-                follow. If there are fewer origins than parts, the rest of the parts are not read. By default, each is
-                an evaluation.
+            parts: for each part its sample indices, (n,) int64 on the CPU.
+            origins: for each part where in the training it is read; the Dataset's random numbers follow from that. By
+                default every part belongs to an evaluation.
 
         Raises:
             DataError: A sample cannot be read, or does not fit the others.

@@ -51,11 +51,11 @@ class StoredTensor:
         return replace(self, shape=(last - first, *self.shape[1:]), first=self.first + first)
 
     def parts(self) -> Iterator[tuple[Path, int, int]]:
-        """Yield each file that has some of these rows, as its path and the first and last index of the file's rows.
+        """Yield (path, first, end) of each file that has some of these rows, in their order.
 
-        The indices count the rows of the whole tensor, of which these may be a slice, and the last one is exclusive.
-        They are the ends of the file, not of these rows: the first index may be before these rows, and the last one
-        after them, even after the tensor's end. A tensor without dimensions counts as one row.
+        The file has the rows first to end - 1. Both count from the start of the whole tensor, even if this object is a
+        slice of it, and neither is cut to the slice: a file may begin before it and end after it. The end of the
+        tensor's last file may be beyond the tensor. A tensor without dimensions counts as one row.
         """
         count = len(self) if self.shape else 1
         for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():

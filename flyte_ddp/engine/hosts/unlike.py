@@ -56,7 +56,12 @@ def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
 
 
 def _other_facts(places: Sequence[Place]) -> Iterator[str]:
-    """Yield a clause on each fact, such as a version, that differs between hosts."""
+    """Yield a clause on each of the places' facts, such as a version, that differs between hosts.
+
+    A clause names the hosts whose value is not the most frequent one: "NAME differ between hosts: HOST has VALUE,
+    others VALUE". If a host has several places, the facts of its first one count. A fact that a host lacks has the
+    value "none" there.
+    """
     facts = {place.host: place.facts for place in reversed(places)}
     hosts = list(dict.fromkeys(place.host for place in places))
     for name in dict.fromkeys(chain.from_iterable(facts.values())):

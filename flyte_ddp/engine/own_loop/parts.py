@@ -172,10 +172,14 @@ class _LossStep(Step):
         self._places = [(name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
 
     def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of the part, (), and the measures as a recipe has them: (2, 1) float64, the loss and 1.
+        """Return a part's mean loss, and its measures in the form that a recipe's have.
+
+        The loss is a tensor without dimensions, and ready for backward(), which this method does not call. The measures
+        are (2, 1) float64 without gradient: the loss, and below it its weight, 1.
 
         Raises:
-            InputError: loss_of changes a weight, or returns anything but a loss that depends on the network.
+            InputError: loss_of changes a weight, or returns anything but a tensor without dimensions that depends on
+                the network.
         """
         before = self._versions()
         loss = self.loss_of(batch.tree)

@@ -36,9 +36,10 @@ ALREADY = "the ranks are a process group before the loop is called, and until it
 def run(
     function: Callable[[Loop], None], environment: Environment, device: torch.device, link: Link, job: Job
 ) -> TrainingResult:
-    """Call the user's function as this rank of the process group, and return the result; a collective.
+    """Call the user's function on this rank, and return the result of the training; a collective.
 
-    Rank 0 writes the weights to job.model_path. While the function runs, hooks of torch watch each optimizer's steps.
+    The process group exists already. Rank 0 writes the weights to job.model_path. While the function runs, hooks of
+    torch watch each optimizer's steps. Errors of the function itself are raised unchanged.
 
     Args:
         function: the user's loop, which is given a Loop.
@@ -51,8 +52,9 @@ def run(
         The result of the training as this rank knows it.
 
     Raises:
-        InputError: A setting or option would have no effect or is wrong, the function doesn't take one argument or
-            doesn't train in loop.epochs, it creates or destroys the process group, or the weights cannot be written.
+        InputError: One of the settings or options is wrong, or is not the default although a loop of the user's own
+            does not use it. Or the function does not take one argument, does not train in loop.epochs, or creates or
+            destroys the process group. Or the weights cannot be written.
         StopRequested: A rank was asked to stop; a checkpoint was written.
         NonFiniteError: A loss is not finite.
     """
