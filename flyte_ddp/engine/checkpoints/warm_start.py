@@ -119,16 +119,7 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 
 
 def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
-    """Load another training's checkpoint, to continue with this training's settings, and return a remark for the user.
-
-    Args:
-        state: the state to load into, as a fresh start has it.
-        path: the checkpoint.
-        job: this training.
-        steps_per_epoch: the number of steps of an epoch of this training.
-
-    Returns:
-        A sentence that says after which epoch, or at which step, the training continues.
+    """Load another training's checkpoint as continue_from() does, and return its remark.
 
     Raises:
         CheckpointError: The file is damaged, of another recipe, or of a network with another base.

@@ -85,21 +85,7 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _with_values(recipe: Recipe, job: Job) -> First:
-    """Build the network on the CPU, load the weights that init names, and freeze the layers that the settings name.
-
-    If init names a checkpoint, its values are not loaded here. This is not a collective.
-
-    Args:
-        recipe: the recipe.
-        job: the training.
-
-    Returns:
-        The network; the names of the frozen weights that keep model()'s values, which files of weights leave out; and
-        remarks for the user.
-
-    Raises:
-        InputError: The network, or the settings of init, cannot be used.
-    """
+    """Build the network as first_model() does without sharding, with values on this rank; not a collective."""
     settings = job.settings
     init = job.init
     if settings.init_leave_out and not init:
