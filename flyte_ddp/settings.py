@@ -219,6 +219,13 @@ class RunOptions(Settings):
         help="after so many steps each time, another rank computes a part of the batch again. If their bits differ, "
         "the attempt ends and names the rank that was wrong. Needs virtual_ranks; 0 is off.",
     )
+    trace_every: int = setting(
+        0,
+        minimum=0,
+        help="after so many steps each time, and in the first one, digests of the batch and of each layer's output, "
+        "gradient and weights go to trace.jsonl in the logs, by which compare finds the first step and layer in which "
+        "two trainings differ; 0 is off.",
+    )
     odd_hosts: str = setting(
         "warn",
         choices=("warn", "refuse"),

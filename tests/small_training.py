@@ -85,6 +85,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
         init: Path | None = None,
         keep_best: int = 0,
         audit_every: int = 0,
+        trace_every: int = 0,
         odd_hosts: str = "warn",
         keep_checkpoint: bool = True,
         sharding: str = "off",
@@ -103,6 +104,7 @@ def trainer(small_data: Path, parent: Path) -> Callable[..., Any]:
             keep_checkpoint=keep_checkpoint,
             keep_best=keep_best,
             audit_every=audit_every,
+            trace_every=trace_every,
             odd_hosts=odd_hosts,
             sharding=sharding,
         )

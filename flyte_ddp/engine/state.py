@@ -25,6 +25,7 @@ from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.step_clock import StepPart
+from flyte_ddp.engine.monitor.trace import Trace
 from flyte_ddp.engine.progress import Progress, StepFigures
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
@@ -134,6 +135,7 @@ class TrainingState:
         self._norms = torch.zeros(0, dtype=torch.float32, device=device)
         self.best_tracker: BestTracker | None = None  # None without a validation split
         self.audit: Audit | None = None
+        self.trace: Trace | None = None  # None without trace_every
         self.best_models: BestModels | None = None  # None without keep_best
         self.drift: Drift | None = None  # None on a rank that is alone
 
@@ -176,10 +178,15 @@ class TrainingState:
         if before and self.gathers_by_part:
             self._gathered = self._gather(shares, before)
         backward = partial(self._backward, (stop, save), before)
+        if self.trace:
+            self.trace.begin({"": self.model}, self.progress.epoch, self.progress.step, len(self.train))
         if self.audit:
             totals = self.audit.add_up_gradients(backward, shares, self.progress.epoch, self.progress.step)
         else:
             totals = self.parallel.add_up_gradients(partial(backward, shares))
+        if self.trace:
+            self.trace.record_gradients()
+            self.trace.end()
         # The totals have the same bits on all ranks, and so have flag, scale and clipping, which follow from them. So
         # either all ranks step or none, without another exchange. The host does not wait for the device, either: a
         # guarded optimizer (_is_guarded) reads the flag there
@@ -222,6 +229,8 @@ class TrainingState:
         """
         after: BufferCopy | None = None
         clock = self.progress.clock
+        if self.trace:
+            self.trace.begin_backward()
         for share in shares:
             if before:
                 before.put_back()
@@ -230,8 +239,12 @@ class TrainingState:
                 is_last = share is shares[-1] and number == len(parts)
                 # Batch norm's variance of a single value is NaN
                 before_part = self.copy_buffers() if part.share.count == 1 else None
+                if self.trace:
+                    self.trace.begin_part(share.share.part, part.tree)
                 with any_batch_size(), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)
+                    if self.trace:
+                        self.trace.end_part(loss)
                     if self.world_size > 1:
                         torch_compat.after_backward(loss, partial(clock.lap, StepPart.COMPUTING))
                     loss.backward()

@@ -25,6 +25,7 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.load import load_named
 from flyte_ddp.engine.loop import fit
 from flyte_ddp.engine.monitor.profile import profiling
+from flyte_ddp.engine.monitor.trace import make_trace
 from flyte_ddp.engine.network.compiled import compile_now
 from flyte_ddp.engine.network.memory import choose_micro_batch
 from flyte_ddp.engine.own_loop.rank import run as run_own_loop
@@ -137,6 +138,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     state.drift = Drift(places, device, progress.warn) if len(places) > 1 else None
     if isinstance(state.parallel, ExactStep):  # otherwise a part may have other bits each time
         state.audit = Audit(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
+    state.trace = make_trace(environment, device, job, progress)
     emit: Callable[[Event], None] = link.emit
     if job.options.keep_best:
         state.best_models = BestModels(state, job, emit, partial(write_weights, setup, job))

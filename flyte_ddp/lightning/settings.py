@@ -14,7 +14,7 @@ GIVEN = ("settings", "data_path", "loader_workers", "pin_memory")  # what a modu
 # Options that mean nothing to Lightning's Trainer
 FOR_RECIPES = {
     "profile": False, "log_gradients": False, "keep_checkpoint": False, "keep_best": 0, "sharding": "off",
-    "compile": False, "audit_every": 0,
+    "compile": False, "audit_every": 0, "trace_every": 0,
 }  # fmt: skip
 
 # Arguments of Lightning's Trainer that have another name or another place here, and those that have none

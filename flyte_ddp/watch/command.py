@@ -47,6 +47,12 @@ class File:
         with suppress(Exception):  # read_on() reports what is wrong with the storage
             self.path = next(path for path in paths if self._storage.exists(path))
 
+    def exists(self) -> bool:
+        try:
+            return bool(self._storage.exists(self.path))
+        except Exception as error:  # each storage has its own errors
+            raise unreadable(self.path, error) from None
+
     def read_on(self, start: int) -> bytes:
         """Return what has been written after the first `start` bytes; b"" if nothing has.
 

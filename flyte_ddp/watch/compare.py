@@ -13,6 +13,7 @@ from flyte_ddp.events import EpochFinished, RunStarted
 from flyte_ddp.report.progress import FORMAT, parse_event
 from flyte_ddp.text import counted
 from flyte_ddp.watch.command import File, finite, printable
+from flyte_ddp.watch.traces import Step, compare_traces, read_trace
 
 
 @dataclass
@@ -23,11 +24,13 @@ class Recorded:
         facts: the facts by name.
         digests: the digest of the weights at each evaluation, by its position in epochs.
         model: the digest of model.pt; empty unless training has finished.
+        trace: what its steps with options.trace_every have computed, by the number of the step.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
     digests: dict[float, str] = field(default_factory=dict)
     model: str = ""
+    trace: dict[int, Step] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, Any]) -> None:
         if line["event"] == "finished":
@@ -61,14 +64,14 @@ def collect_run_facts(event: RunStarted) -> dict[str, str]:
 
 
 def read(place: str) -> Recorded:
-    """Read the digests and facts in the progress file of a training, up to the file's last whole line.
+    """Read the digests and facts in the progress file of a training, up to its last whole line, and its trace.
 
     Args:
         place: the file, the training's folder or logs, or a URL of them in Flyte's storage.
 
     Raises:
-        InputError: there is no such file, it is no progress file, a newer version has written it, or it has no digests,
-            as before the first step.
+        InputError: there is no such file, it is no progress file or trace, a newer version has written it, or it has no
+            digests, as before the first step.
     """
     file = File(place)
     recorded = Recorded()
@@ -84,6 +87,7 @@ def read(place: str) -> Recorded:
             ) from None
     if not recorded.facts or not all(recorded.digests.values()):
         raise InputError(f"{file.path} has no digests: give a training of this version that has begun its first step")
+    recorded.trace = read_trace(file.path)
     return recorded
 
 
@@ -93,6 +97,9 @@ def read(place: str) -> Recorded:
 @click.pass_context
 def compare(context: click.Context, first: str, second: str) -> None:
     """Say from which evaluation on the weights of two trainings differ, and which settings, data or hardware do.
+
+    If both were trained with the option trace_every, it also names the first traced step that differs, and its first
+    layer.
 
     RUN is a training's folder, its output `logs`, the `output` of train(), or the URL of one in Flyte's storage. The
     exit status is 0 if both have finished with the same weights at each evaluation and in model.pt, 1 if not, and 2 for
@@ -104,6 +111,10 @@ def compare(context: click.Context, first: str, second: str) -> None:
         click.echo(f"{place}: {count}, {f'model.pt {run.model}' if run.model else 'not finished'}")
     is_equal, text = compare_runs(*runs)
     click.echo(text)
+    if runs[0].trace and runs[1].trace:
+        click.echo(compare_traces(runs[0].trace, runs[1].trace))
+    elif not is_equal:
+        click.echo("To find the first step and layer that differ, train both again with the option trace_every")
     click.echo("\n".join(list_differences(*runs)))
     context.exit(0 if is_equal else 1)
 

@@ -12,15 +12,15 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 
 # Options that decide which collectives ranks call
-OPTIONS = ("sharding", "compile", "audit_every", "odd_hosts")
+OPTIONS = ("sharding", "compile", "audit_every", "trace_every", "odd_hosts")
 
 
 def check_same_training(environment: Environment, job: Job) -> None:
     """Check that all ranks have rank 0's settings, code, data, initial weights and some options; a collective.
 
     With another learning rate, say, a rank would silently drift apart from the others. The options are sharding,
-    compile, audit_every and odd_hosts. A rank with another version of torch is accepted, though its code's version
-    differs then, because hosts/places.py warns of it.
+    compile, audit_every, trace_every and odd_hosts. A rank with another version of torch is accepted, though its code's
+    version differs then, because hosts/places.py warns of it.
 
     Args:
         environment: this rank.

@@ -77,7 +77,7 @@ class TrainSteps:
         steps = self._batches.steps(state.progress.epoch, state.progress.step, len(self))
         try:
             for shares in collected_between(state.progress.clock.timed(steps)):
-                state.begin_step()
+                state.begin_step(shares)
                 if self._batches.virtual_ranks:
                     seed_all(state.step_seed)
                     yield Parts(shares)

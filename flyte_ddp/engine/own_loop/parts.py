@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from flyte_ddp.engine.audit import Backward
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.buffers import BufferCopy, Buffers
+from flyte_ddp.engine.monitor.trace import Trace
 from flyte_ddp.engine.own_loop.optimizers import list_weights
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.engine.step import Step, Totals, list_gradients
@@ -71,6 +72,7 @@ class ExactGradients:
         add_up: called as add_up(backward, shares, call). Adds up the gradients that backward(shares) computes, and may
             audit them; `call` is the number of this call in its step, from 0.
         is_computing: whether backward() is running.
+        trace: what writes digests of steps; None without it.
     """
 
     def __init__(self, model: nn.Module, virtual_ranks: int):
@@ -82,6 +84,7 @@ class ExactGradients:
         self._is_trained = [weight.requires_grad for weight in self._weights]
         self._buffers = Buffers(model)
         self.is_computing = False
+        self.trace: Trace | None = None
 
     @property
     def grid(self) -> Tensor | None:
@@ -130,12 +133,19 @@ class ExactGradients:
 
         def computed(shares: Sequence[Batch]) -> None:
             after: BufferCopy | None = None
+            if self.trace:
+                self.trace.begin_backward(call)
             for share in shares:
                 before.put_back()
                 seed_part(step_seed, share.share.part, call)
                 with any_batch_size():
                     copied = self.parallel.parts(share, 0)[0]
-                    self.parallel(copied, (False, False), share is shares[-1]).backward()
+                    if self.trace:
+                        self.trace.begin_part(share.share.part, copied.tree, call)
+                    loss = self.parallel(copied, (False, False), share is shares[-1])
+                    if self.trace:
+                        self.trace.end_part(loss)
+                    loss.backward()
                 if share.share.count == 1:  # of a single value, batch norm's variance is no number
                     before.replace_not_finite()
                 after = after or self._buffers.copy()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp.engine.audit import Audit
-from flyte_ddp.engine.batches.batches import TrainBatches
+from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
@@ -20,11 +20,12 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
+from flyte_ddp.engine.monitor.trace import Trace, make_trace
 from flyte_ddp.engine.own_loop.agreement import Call, agree
 from flyte_ddp.engine.own_loop.arrangement import arrangement, load, without_later_groups
 from flyte_ddp.engine.own_loop.last_step import LastStep
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
-from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers, PendingGradients
+from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers, PendingGradients, list_weights
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.progress import Plan, Progress, StepFigures
 from flyte_ddp.engine.results import export_model
@@ -61,6 +62,7 @@ class LoopState:
         wrapped: the networks that the ranks train together.
         exact: with virtual ranks, what adds their gradients up.
         audit: what computes parts of their batches twice.
+        trace: what writes digests of steps; None without options.trace_every.
         batches, steps: of an epoch; None and 0 before they are known.
         trains_on: what the steps of the current epoch come from; None before the first of this attempt.
         logged: the measures of the current step; empty before and after it.
@@ -90,6 +92,7 @@ class LoopState:
         self.wrapped: list[nn.Module] = []
         self.exact: ExactGradients | None = None
         self.audit: Audit | None = None
+        self.trace: Trace | None = None
         self.batches: TrainBatches | None = None
         self.steps = 0
         self.evaluation_sizes: list[int] = []
@@ -158,7 +161,9 @@ class LoopState:
             self.best_models = BestModels(self, self._job, emit, self._write)
             emit = forward_to_all(self.best_models, emit)
         progress.checkpoints = whole_checkpoints(self._environment, emit, self._job)
+        self.trace = make_trace(self._environment, self.device, self._job, progress)
         if self.exact:
+            self.exact.trace = self.trace
             every = self._job.options.audit_every
             self.audit = audit = Audit(self.exact.parallel, self.batches, every, progress.places, progress.warn)
             self.exact.add_up = lambda backward, shares, call: audit.add_up_gradients(
@@ -173,7 +178,8 @@ class LoopState:
         """Return whether no rank has left the evaluation that this one is in; a collective."""
         return agree(Call.BATCH, self.progress.epoch, self.progress.step, self.device)
 
-    def begin_step(self) -> None:
+    def begin_step(self, shares: Sequence[Batch]) -> None:
+        """Begin a step, before the user's code is given its batch: this rank's shares of the global batch."""
         self.is_stepping = True
         self._can_leave, self._last_step = False, None
         progress = self.progress
@@ -182,6 +188,11 @@ class LoopState:
         self.optimizers.begin_step()
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
         self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0
+        if self.trace:
+            networks = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
+            self.trace.begin(networks, progress.epoch, progress.step, self.steps)
+            if not self.exact:  # otherwise loop.backward begins each part
+                self.trace.begin_part(self._environment.rank, shares[0].tree)
 
     def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """Check that an optimizer may step, and measure the norm of all the model's gradients if this step is logged.
@@ -205,6 +216,8 @@ class LoopState:
         if not self.is_stepping:
             raise InputError("an optimizer must step within `for … in loop.batches`: elsewhere each rank is by itself")
         gradients = [weight.grad for weight in self.parts["model"].parameters() if weight.grad is not None]
+        if self.trace:
+            self.trace.record_gradients(list_weights([optimizer]))
         if self._is_logged and gradients:
             self._norm = float(norms(gradients).norm())
 
@@ -241,6 +254,9 @@ class LoopState:
                 "loop.measured: call it where the evaluation ends"
             )
         self.agree(Call.STEP_END)
+        if self.trace:
+            self.trace.end_part(None if self.exact else self.logged["loss"])
+            self.trace.end()
         if not progress.names:
             progress.measure(names_on_all_ranks("loop.log", self.logged))
         self._own = torch.stack([self.logged[name] for name in progress.names])

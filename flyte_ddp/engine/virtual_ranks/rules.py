@@ -21,6 +21,13 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
             f"audit_every must be 0 without virtual_ranks, since others may then round otherwise, got "
             f"{options.audit_every}: set virtual_ranks, or leave audit_every out"
         )
+    for name, reason in (("sharding", "shares out gradients"), ("compile", "leaves no layers")):
+        value = getattr(options, name)
+        if options.trace_every and value not in ("off", False):
+            raise InputError(
+                f"trace_every must be 0 with {name}, which {reason}, got {options.trace_every}: set options.{name} to "
+                f"{'off' if name == 'sharding' else 'false'}, or leave trace_every out"
+            )
     if settings.virtual_ranks and options.sharding != "off":
         raise InputError(
             f"virtual_ranks must be 0 with sharding, which rounds sums of gradients, got {settings.virtual_ranks}: set "

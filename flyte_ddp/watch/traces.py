@@ -1,0 +1,159 @@
+"""The traces of two trainings, compared: the first traced step that differs, and in it the first layer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from flyte_ddp.engine.monitor.trace import BATCH, FILE, LOSS, NETWORK
+from flyte_ddp.errors import InputError
+from flyte_ddp.text import listed
+from flyte_ddp.watch.command import File, printable
+
+MOST_NAMED = 3  # weights in a sentence
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a trace has of a step.
+
+    Attributes:
+        epoch, step, number: the step's position, each from 0; number counts over all epochs.
+        weights: the digest of each weight and buffer before the step, by name.
+        parts: by call of backward and part of the batch, the name and digest of the batch, of each layer's output in
+            the order in which they were computed, and of the loss.
+        gradients: the digest of each weight's gradient, added up over all parts, by name.
+    """
+
+    epoch: int
+    step: int
+    number: int
+    weights: Mapping[str, str]
+    parts: Mapping[tuple[int, int], Sequence[tuple[str, str]]]
+    gradients: Mapping[str, str]
+
+    @property
+    def place(self) -> str:
+        return f"step {self.step + 1} of epoch {self.epoch + 1}"
+
+
+def read_trace(progress_path: str) -> dict[int, Step]:
+    """Read the trace beside a training's progress file: its steps by number; none if there is no trace.
+
+    Of a step that was computed again, after a restart, the last line counts.
+
+    Raises:
+        InputError: The file is no trace.
+    """
+    path = f"{progress_path.rpartition('/')[0] or '.'}/{FILE}"
+    file = File(path)
+    steps: dict[int, Step] = {}
+    if not file.exists():
+        return steps
+    for text in file.read_on(0).split(b"\n")[:-1]:
+        try:
+            line = printable(json.loads(text))
+            parts = {(one["call"], one["part"]): [*map(tuple, one["outputs"])] for one in line.pop("parts")}
+            step = Step(parts=parts, **line)
+        except Exception:  # a line may be anything
+            raise InputError(f"{path} is not a trace that this version knows: {text[:100]!r}") from None
+        steps[step.number] = step
+    return steps
+
+
+def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
+    """Return a sentence on the first traced step that differs, and on what differs first in it.
+
+    Raises:
+        InputError: The traces are of networks with other weights.
+    """
+    both = sorted(one.keys() & other.keys())
+    if not both:
+        return "There is no traced step that both have: train with the same trace_every"
+    before: Step | None = None
+    for number in both:
+        found = _compare_steps(one[number], other[number], before)
+        if found:
+            return found
+        before = one[number]
+    return f"All that is traced is equal in the {len(both)} steps that both have, the last {before.place}"
+
+
+def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
+    """Return a sentence on what differs first in a step of two traces; "" if all is equal.
+
+    Args:
+        one: the step in one trace.
+        other: the same step in the other one.
+        before: the traced step before, which is equal in both; None for the first one.
+    """
+    if one.weights.keys() != other.weights.keys():
+        names = sorted(one.weights.keys() ^ other.weights.keys())
+        raise InputError(
+            f"the traces must be of the same network, and only one has the weights {listed(names, MOST_NAMED)}: "
+            "compare trainings of one recipe or loop"
+        )
+    weights = _differing(one.weights, other.weights)
+    if weights:
+        return f"{_say_when(one, before)}: {listed(weights, MOST_NAMED)}"
+    found = _first_output(one, other)
+    if found:
+        return f"The trainings part in {one.place}, whose weights are equal before it: {found}"
+    gradients = _differing(one.gradients, other.gradients)
+    if gradients:
+        names = [name for name, _ in chain.from_iterable(one.parts.values())]
+        last_call = {name: index for index, name in enumerate(names)}
+        layers = [weight.rpartition(".")[0] or NETWORK for weight in gradients]
+        layer = max(layers, key=lambda name: last_call.get(name, -1))
+        return (
+            f"The trainings part in {one.place}, whose outputs are all equal: the gradient of {layer} differs, and "
+            "that of no layer after it in the forward pass"
+        )
+    return ""
+
+
+def _say_when(step: Step, before: Step | None) -> str:
+    """Return the beginning of a sentence on weights that differ already at the beginning of a step."""
+    if before is None:
+        return f"The weights differ already before {step.place}, the first traced step that both have"
+    if step.number == before.number + 1:
+        return f"The trainings part in the update after {before.place}, whose gradients are equal"
+    return (
+        f"The trainings part between {before.place} and {step.place}; to find step and layer, train both again with "
+        "trace_every 1, from the start or, by resume_from, from a checkpoint that is not later than the first of these"
+    )
+
+
+def _first_output(one: Step, other: Step) -> str:
+    """Return what differs first in the parts of a step, in forward order, with the parts; "" if all is equal."""
+    if one.parts.keys() != other.parts.keys():
+        return f"it has {len(one.parts)} parts of a batch in one training, and {len(other.parts)} in the other"
+    first: dict[int, list[str]] = {}
+    told: dict[int, str] = {}
+    for (call, part), outputs in one.parts.items():
+        index, found = _first_difference(outputs, other.parts[call, part])
+        if found:
+            first.setdefault(index, []).append(str(part))
+            told.setdefault(index, found)
+    if not first:
+        return ""
+    index = min(first)
+    return f"{told[index]}, in part {', '.join(first[index])} of the batch"
+
+
+def _first_difference(outputs: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]) -> tuple[int, str]:
+    """Return the index of the first output that differs, and what it is; "" if all are equal."""
+    for index, (one, other) in enumerate(zip(outputs, others, strict=False)):
+        if one[0] != other[0]:
+            return index, f"{one[0]} in one training where the other has {other[0]}"
+        if one != other:
+            return index, one[0] if one[0] in (BATCH, LOSS) else f"the output of {one[0]}"
+    if len(outputs) != len(others):
+        longer = max(outputs, others, key=len)
+        index = min(len(outputs), len(others))
+        return index, f"{longer[index][0]}, which only one training computes"
+    return len(outputs), ""
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]

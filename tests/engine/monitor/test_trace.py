@@ -1,0 +1,107 @@
+"""Two trainings write what their steps compute, and the first step and layer that differ are found."""
+
+import json
+
+import pytest
+
+from flyte_ddp.engine.monitor.trace import FILE
+from flyte_ddp.errors import InputError
+from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from flyte_ddp.settings import RunOptions
+from flyte_ddp.training import train as train_recipe
+from flyte_ddp.watch.traces import compare_traces, read_trace
+from tests.engine import trace_recipes
+from tests.engine.test_own_loop import LOOPS, SMALL
+from tests.engine.test_own_loop_by_parts import BY_PARTS, EXACT
+from tests.small_training import Unplugged, unplug_at
+
+RECIPES = trace_recipes.__name__
+SHORT = {"batch_size": 48, "virtual_ranks": 3, "seed": 5}  # seven steps
+ORDER = ["the batch", "conv1", "conv2", "fc1", "fc2", "the network", "the loss"]
+
+
+def compared(one, other):
+    return compare_traces(read_trace(f"{one.folder}/progress.jsonl"), read_trace(f"{other.folder}/progress.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def usual(whole):
+    return whole(1, recipe=f"{RECIPES}:Usual", trace_every=1, name="traced", **SHORT)
+
+
+def test_traces_have_the_same_bytes_on_any_number_of_ranks_and_change_no_bit(whole, train, usual):
+    without = whole(1, recipe=f"{RECIPES}:Usual", name="without", **SHORT)
+    assert not (without.folder / FILE).exists()
+    three = train(3, recipe=f"{RECIPES}:Usual", trace_every=1, audit_every=2, **SHORT)
+    assert three.result.digest == usual.result.digest == without.result.digest
+    assert (three.folder / FILE).read_bytes() == (usual.folder / FILE).read_bytes()
+    lines = [json.loads(line) for line in (usual.folder / FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(7)]
+    assert [[name for name, _ in part["outputs"]] for part in lines[0]["parts"]] == [ORDER] * 3
+    assert [name for name, _ in lines[0]["gradients"]] == [name for name, _ in lines[0]["weights"]]
+    assert len({digest for part in lines[0]["parts"] for _, digest in part["outputs"]}) == 3 * len(ORDER) - 3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("InBatch", "in step 4 of epoch 1, whose weights are equal before it: the batch, in part 0, 1, 2 of the batch"),
+        ("InOutput", "in step 4 of epoch 1, whose weights are equal before it: the output of conv2, in part 0, 1, 2"),
+        ("InLoss", "in step 4 of epoch 1, whose weights are equal before it: the loss, in part 0, 1, 2 of the batch"),
+        ("InGradient", "in step 4 of epoch 1, whose outputs are all equal: the gradient of conv2 differs"),
+        ("InUpdate", "in the update after step 4 of epoch 1, whose gradients are equal: conv1.weight, conv1.bias"),
+    ],
+)
+def test_what_differs_first_is_named(train, usual, recipe, words):
+    changed = train(2, recipe=f"{RECIPES}:{recipe}", trace_every=1, **SHORT)
+    assert f"The trainings part {words}" in compared(usual, changed)
+
+
+def test_between_two_traced_steps_the_interval_is_named(train, usual):
+    changed = train(1, recipe=f"{RECIPES}:InOutput", trace_every=2, name="changed", **SHORT)
+    assert [*read_trace(f"{changed.folder}/progress.jsonl")] == [0, 2, 4, 6]
+    said = compared(usual, changed)
+    assert said.startswith("The trainings part between step 3 of epoch 1 and step 5 of epoch 1; to find step and layer")
+    again = train(1, recipe=f"{RECIPES}:Usual", trace_every=2, name="again", **SHORT)
+    assert compared(usual, again) == (
+        "All that is traced is equal in the 4 steps that both have, the last step 7 of epoch 1"
+    )
+
+
+def test_a_killed_training_has_each_step_once_more_and_the_same(train, usual):
+    settings = {"recipe": f"{RECIPES}:Usual", "trace_every": 1, "name": "killed", **SHORT}
+    with pytest.raises(Unplugged):
+        train(2, on_event=unplug_at(4), checkpoint_seconds=0, log_interval=1, **settings)
+    resumed = train(1, **settings)
+    assert resumed.events[0].first_step > 0
+    steps = [json.loads(line)["step"] for line in (resumed.folder / FILE).read_text().splitlines()]
+    assert sorted({*steps}) == [*range(7)]
+    assert compared(usual, resumed) == (
+        "All that is traced is equal in the 7 steps that both have, the last step 7 of epoch 1"
+    )
+
+
+def test_without_virtual_ranks_and_in_loops_of_ones_own(train, whole):
+    for recipe, more in ((LOOPS + "plain", SMALL), (BY_PARTS + "train", EXACT)):
+        one, other = (train(2, recipe=recipe, trace_every=3, name=f"{recipe}{n}", **more) for n in range(2))
+        untraced = whole(2, recipe=recipe, **more)
+        assert one.result.digest == untraced.result.digest
+        assert compared(one, other).startswith("All that is traced is equal in the")
+        first = read_trace(f"{one.folder}/progress.jsonl")[0]
+        assert {name for outputs in first.parts.values() for name, _ in outputs} > {"the batch", "the loss", "model"}
+        assert first.gradients.keys() <= first.weights.keys()
+        changed = train(2, recipe=recipe, trace_every=3, name=f"{recipe}seed", **{**more, "seed": 9})
+        assert "differ" in compared(one, changed)
+
+
+def test_it_is_refused_where_it_can_say_nothing(train, usual, tmp_path):
+    other = train(1, recipe=f"{RECIPES}:OtherNetwork", trace_every=1, **SHORT)
+    with pytest.raises(InputError, match=r"of the same network, and only one has the weights fc3.bias, fc3.weight: "):
+        compared(usual, other)
+    (other.folder / FILE).write_text("{}\n")
+    with pytest.raises(InputError, match=r"trace.jsonl is not a trace that this version knows: b'\{\}'"):
+        compared(usual, other)
+    for option, value in (("sharding", "full"), ("compile", True)):
+        options = RunOptions(trace_every=2, tracking="off", **{option: value})
+        with pytest.raises(InputError, match=f"trace_every must be 0 with {option}, .* got 2: set options.{option} to"):
+            train_recipe(f"{RECIPES}:Usual", Hyperparameters(), options=options, output=tmp_path / option)
