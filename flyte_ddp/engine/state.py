@@ -20,13 +20,14 @@ from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.buffers import BufferCopy, Buffers
+from flyte_ddp.engine.contracts import StepFigures
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.monitor.trace import Trace
-from flyte_ddp.engine.progress import Progress, StepFigures
+from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
 from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards

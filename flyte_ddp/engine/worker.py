@@ -19,6 +19,7 @@ from flyte_ddp.engine.checkpoints.resume import resume
 from flyte_ddp.engine.checkpoints.same_training import check_same_training
 from flyte_ddp.engine.checkpoints.writer import make_checkpoints
 from flyte_ddp.engine.compiler_compat import leave_dynamo_out
+from flyte_ddp.engine.contracts import Plan
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.evaluations import evaluate_test
 from flyte_ddp.engine.job import Job, TrainingResult
@@ -29,7 +30,6 @@ from flyte_ddp.engine.monitor.trace import make_trace
 from flyte_ddp.engine.network.compiled import compile_now
 from flyte_ddp.engine.network.memory import choose_micro_batch
 from flyte_ddp.engine.own_loop.rank import run as run_own_loop
-from flyte_ddp.engine.progress import Plan
 from flyte_ddp.engine.results import write_last, write_results, write_weights
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.sharding.sharding import is_sharded

@@ -7,7 +7,7 @@ from lightning import __version__
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
-from flyte_ddp.engine.progress import Plan
+from flyte_ddp.engine.contracts import Plan
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.lightning.job import LightningJob
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, finish_draft, write_checkpoint, write_draft
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, StorageDestination
 from flyte_ddp.engine.collectives import broadcast_value
+from flyte_ddp.engine.contracts import Checkpoints, Resumable
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.progress import Checkpoints, Resumable
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree

@@ -15,6 +15,7 @@ from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
+from flyte_ddp.engine.contracts import Plan, StepFigures
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
@@ -27,7 +28,7 @@ from flyte_ddp.engine.own_loop.last_step import LastStep
 from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers, PendingGradients, list_weights
 from flyte_ddp.engine.own_loop.parts import ExactGradients
-from flyte_ddp.engine.progress import Plan, Progress, StepFigures
+from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.results import export_model
 from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.engine.sums import Sums
