@@ -240,7 +240,7 @@ class TrainingState:
                 is_last = share is shares[-1] and number == len(parts)
                 # Batch norm's variance of a single value is NaN
                 before_part = self.copy_buffers() if part.share.count == 1 else None
-                if self.trace:
+                if self.trace and not part.share.borrowed:
                     self.trace.begin_part(share.share.part, part.tree)
                 with any_batch_size(), nullcontext() if is_last else self.parallel.no_sync():
                     loss = self.parallel(part, asked, is_last)

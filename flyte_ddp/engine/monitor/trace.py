@@ -48,7 +48,7 @@ class Trace:
         self._networks: Mapping[str, nn.Module] = {}
         self._names: dict[nn.Module, str] = {}
         self._parts: dict[tuple[int, int], Named] = {}  # by call of backward in the step, and part
-        self._part: Named = []  # the one that is computed now
+        self._part: Named | None = None  # the one whose forward pass runs now
         self._remove_hook: Callable[[], None] = lambda: None
         self._weights: Named = []
         self._gradients: dict[str, Tensor] = {}
@@ -104,14 +104,16 @@ class Trace:
 
     def end_part(self, loss: Tensor | None = None) -> None:
         """Digest the loss of a part, if it is given, and no more outputs: layers recomputed by backward count once."""
-        self._remove_hook()
-        self._remove_hook = lambda: None
-        if self._is_on and loss is not None:
-            self._part.append((LOSS, self._digest(loss)))
+        if self._part is not None:
+            self._remove_hook()
+            if loss is not None:
+                self._part.append((LOSS, self._digest(loss)))
+            self._part = None
 
     def _called(self, module: nn.Module, _: Any, output: Any) -> None:
         name = self._names.get(module)
-        if name and not torch.compiler.is_compiling():  # a layer that the user's code has compiled
+        is_compiling = torch.compiler.is_compiling()  # the user's code does, and a digest can't be part of that
+        if name and self._part is not None and not is_compiling:
             self._part.append((name, self._digest(output)))
 
     def record_gradients(self, weights: Iterable[nn.Parameter] | None = None) -> None:

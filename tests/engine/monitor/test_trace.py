@@ -42,6 +42,14 @@ def test_traces_have_the_same_bytes_on_any_number_of_ranks_and_change_no_bit(who
     assert len({digest for part in lines[0]["parts"] for _, digest in part["outputs"]}) == 3 * len(ORDER) - 3
 
 
+def test_samples_that_a_rank_borrows_are_no_part_of_it(train):
+    """The last of the twenty steps has 14 samples for 16 parts."""
+    settings = {"recipe": f"{RECIPES}:Usual", "trace_every": 19, "virtual_ranks": 16, "batch_size": 16}
+    one, three = (train(ranks, name=str(ranks), **settings) for ranks in (1, 3))
+    assert (one.folder / FILE).read_bytes() == (three.folder / FILE).read_bytes()
+    assert [len(step.parts) for step in read_trace(f"{one.folder}/progress.jsonl").values()] == [16, 14]
+
+
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
