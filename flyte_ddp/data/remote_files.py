@@ -258,8 +258,9 @@ class StoredFile(io.RawIOBase):
         begin = self.position
         stop = min(begin + len(buffer), self.size)
         for start in range(begin, stop, PIECE_BYTES):
-            self.position = min(start + PIECE_BYTES, stop)
-            buffer[start - begin : self.position - begin] = self.stored.read(self.file, start, self.position)
+            end = min(start + PIECE_BYTES, stop)
+            buffer[start - begin : end - begin] = self.stored.read(self.file, start, end)
+            self.position = end
         return self.position - begin
 
 

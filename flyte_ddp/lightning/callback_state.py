@@ -75,8 +75,8 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
         observer: a callback that isn't called.
 
     Returns:
-        Whether weights, buffers or the state of optimizers have changed on this rank, so that the caller has to restore
-        them from the checkpoint.
+        Whether weights, buffers, or the state or settings of optimizers have changed on this rank, so that the caller
+        has to restore them from the checkpoint.
     """
     module = trainer.lightning_module
     before = _versions(trainer)
@@ -92,13 +92,20 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
     return _versions(trainer) != before
 
 
-def _versions(trainer: Trainer) -> list[tuple[int, int]]:
-    """Return the id of each tensor of the module and the optimizers, and how often it was changed in place."""
+def _versions(trainer: Trainer) -> list[Any]:
+    """Return what changes with a tensor of the module, or the state or settings of an optimizer.
+
+    Of a tensor it is the id, and how often it was changed in place.
+    """
     module = trainer.lightning_module
     states = chain.from_iterable(one.state.values() for one in trainer.optimizers)
     values = chain.from_iterable(state.values() for state in states)
     tensors = [*module.parameters(), *module.buffers(), *(value for value in values if isinstance(value, Tensor))]
-    return [(id(tensor), version(tensor)) for tensor in tensors]
+    groups = chain.from_iterable(one.param_groups for one in trainer.optimizers)
+    settings = [(name, value) for group in groups for name, value in group.items() if name != "params"]
+    tensors += [value for _, value in settings if isinstance(value, Tensor)]
+    others = [deepcopy(pair) for pair in settings if not isinstance(pair[1], Tensor)]
+    return [*((id(tensor), version(tensor)) for tensor in tensors), *others]
 
 
 def _switches(module: LightningModule) -> dict[str, tuple[Any, str]]:

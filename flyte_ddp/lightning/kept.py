@@ -45,15 +45,9 @@ class KeptFiles:
         return {"logs": self._logs, "files": files}
 
     def _keep(self, file: Path, kept: Path) -> None:
-        if kept.exists():
-            return
-        kept.parent.mkdir(exist_ok=True)
-        beside = temporary_beside(kept)
-        try:
-            link_or_copy(file, beside)
-            os.replace(beside, kept)
-        finally:
-            beside.unlink(missing_ok=True)
+        if not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            _put(file, kept)
 
     def drop_others(self, kept: Mapping[str, Any]) -> None:
         """Remove the kept files that the newest checkpoint doesn't need. kept: what keep() returned for it."""
@@ -78,13 +72,23 @@ class KeptFiles:
         for path, name in kept["files"].items() if distributed.get_rank() == 0 else ():
             file = Path(_moved(path, before, now))
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)
             try:
-                link_or_copy(self._folder / name, file)
+                _put(self._folder / name, file)
             except FileNotFoundError:
-                gone.append(file.name)
+                if not file.exists():
+                    gone.append(file.name)
         callbacks.update(_moved(_checkpoints_in(callbacks), before, now))
         return gone
+
+
+def _put(file: Path, place: Path) -> None:
+    """Link or copy a file to a place, in place of what is there, whole or not at all."""
+    beside = temporary_beside(place)
+    try:
+        link_or_copy(file, beside)
+        os.replace(beside, place)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _checkpoints_in(callbacks: Mapping[str, Any]) -> dict[str, Any]:

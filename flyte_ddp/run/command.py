@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from flyte_ddp.attempt.registration import check_variables
-from flyte_ddp.code.code_version import find_parts
+from flyte_ddp.code.code_version import find_parts, source_file
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import TYPE_NAMES, describe_fields, read_json
@@ -55,7 +55,9 @@ def find_settings_class(recipe: str, name: str | None) -> type[TrainingSettings]
     """
     module = recipe.partition(":")[0]
     beside = f"{module.rpartition('.')[0]}.settings".lstrip(".")
-    if name is None and len(find_parts(beside, sys.path)) <= beside.count("."):
+    found = find_parts(beside, sys.path)
+    has_file = len(found) > beside.count(".") and source_file(found[-1])  # a folder of that name has none
+    if name is None and not has_file:
         return TrainingSettings
     name = name or f"{beside}:Settings"
     try:

@@ -114,12 +114,11 @@ def test_gradients_that_no_optimizer_has_stepped_by_are_not_lost(tmp_path, modul
     check_same(resumed, whole)
 
 
-def test_what_sets_up_an_epoch_is_called_again_and_weights_are_those_of_the_checkpoint(tmp_path):
-    of_it: Any = {
-        "settings": settings(epochs=2),
-        "module": "numerals.variants:EachEpoch",
-        "callbacks": "numerals.variants:counting",
-    }
+@pytest.mark.parametrize(
+    ("module", "more"), [("EachEpoch", {"callbacks": "numerals.variants:counting"}), ("Decaying", {})]
+)
+def test_what_sets_up_an_epoch_is_called_again_and_weights_are_those_of_the_checkpoint(tmp_path, module, more):
+    of_it: Any = {"settings": settings(epochs=2), "module": f"numerals.variants:{module}", **more}
     whole = train(tmp_path / "whole", **of_it)
     resumed = killed_and_resumed(tmp_path / "killed", 45, **of_it)
     assert of(RunStarted, resumed)[0].first_epoch == 1

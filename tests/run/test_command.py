@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 import flyte_ddp
 from flyte_ddp.__main__ import main
-from flyte_ddp.run.command import as_typed
+from flyte_ddp.run.command import as_typed, find_settings_class
+from flyte_ddp.settings import TrainingSettings
 from tests.commands import ROOT
 from tests.examples import project
 
@@ -106,6 +107,14 @@ def test_a_mistake_is_one_sentence(arguments, words):
     status, said = run(*arguments)
     assert status != 0
     assert re.search(words, said), said
+
+
+def test_a_folder_of_settings_beside_the_recipe_is_no_module_of_them(tmp_path, monkeypatch):
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "alone.py").write_text("class Recipe: ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_settings_class("alone:Recipe", None) is TrainingSettings
 
 
 @pytest.mark.parametrize("name", ["init", "data", "output", "nproc"])

@@ -1,5 +1,6 @@
 """Trials of a recipe: some samples, computed as one rank would compute them, without the other ranks."""
 
+import random
 import re
 import sys
 from collections import Counter
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,7 +110,7 @@ class Trial:
     Attributes:
         stages: what each method of the recipe returned, by the method's name, such as "forward".
         pairs: values and weights of each measure, (samples,) each.
-        has_drawn: whether torch drew random numbers.
+        has_drawn: whether torch, Python's random or NumPy drew random numbers.
         transforms: how often each transform of torchvision drew, by the place that calls it and its class's name.
         units: the names of the sharded layers, in the order of their calls.
     """
@@ -197,8 +199,10 @@ class Trials:
             if self.is_training:
                 tree = run("augment", augment, recipe, tree, seed, share)
             seed_part(seed, 0)
+            before = _states_on_host()
             with any_batch_size():
                 outputs = run("forward", recipe.forward, model, tree)
+                trial.has_drawn |= _states_on_host() != before
                 trial.pairs = run("measure", compute_pairs, recipe, outputs, Batch(tree, share))
                 _, values, _ = trial.trained
                 if not self.is_training:
@@ -260,6 +264,12 @@ def fault_named(what: str, remedy: str) -> Iterator[None]:
 
 
 # --- random numbers ---
+
+
+def _states_on_host() -> tuple[Any, ...]:
+    """Return what changes when Python's random or NumPy's global generator draws."""
+    _, keys, *rest = np.random.get_state()
+    return random.getstate(), keys.tobytes(), *rest
 
 
 class _Draws(TorchDispatchMode):

@@ -12,6 +12,8 @@ import torch
 from benchmarks.faults import has_ended
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.code.user_code import find_code
+from flyte_ddp.engine.batches.splits import Resident
+from flyte_ddp.engine.checks.trials import Network, Trials
 from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.engine.measures import augment
 from flyte_ddp.errors import InputError, NonFiniteError
@@ -204,6 +206,14 @@ def test_what_torch_draws_in_augment_depends_on_the_step_and_the_part_alone():
         found.append(augment(CLASSES["TurnedByOne"](Settings()), torch.ones(SIZE, 2), seed, share))
     assert torch.equal(found[0], found[1])
     assert not any(torch.equal(found[0], other) for other in found[2:])
+
+
+def test_what_drops_layers_by_pythons_random_numbers_counts_as_drawing():
+    """Otherwise a single seed would be tried, in which all layers may be used."""
+    for name, has_drawn in (("ForwardByPython", True), ("Sound", False)):
+        recipe = CLASSES[name](Settings())
+        split = Resident(recipe.data("train"), torch.device("cpu"))
+        assert Trials(recipe, Network(recipe.model()), split, torch.arange(4))().has_drawn is has_drawn
 
 
 @pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights", "NaNParameter"])
