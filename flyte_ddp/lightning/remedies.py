@@ -51,17 +51,33 @@ def check_schedules(trainer: Trainer, step: int, other_ranks: str) -> None:
         step: how many batches of the current epoch are done.
         other_ranks: the text from problem_of_ranks(), which ends the message. If it is empty, nothing is checked.
     """
+    epochs = range(trainer.current_epoch, trainer.max_epochs or 0)
     for config in trainer.lr_scheduler_configs if other_ranks else ():
-        schedule, accumulated = config.scheduler, trainer.accumulate_grad_batches
-        left = (trainer.max_epochs or 0) - trainer.current_epoch
+        schedule = config.scheduler
+        total = getattr(schedule, "total_steps", None)
+        if total is None:
+            continue
+        # As Lightning counts: every frequency-th batch, from each epoch's beginning on, if an optimizer steps after it
         if config.interval == "step":
-            left = left * math.ceil(trainer.num_training_batches / accumulated) - step // accumulated
-        total, done = getattr(schedule, "total_steps", math.inf), getattr(schedule, "last_epoch", 0)
-        if done + left // config.frequency > total:
+            of_epoch = _count_steps(trainer, config.frequency, 0)
+            left = _count_steps(trainer, config.frequency, step) + of_epoch * (len(epochs) - 1)
+        else:
+            left = sum((epoch + 1) % config.frequency == 0 for epoch in epochs)
+        done = schedule.last_epoch
+        if done + left > total:
             raise InputError(
                 f"{type(schedule).__name__}.total_steps is {total}, of which {done} are done, and {left} are to come: "
                 f"{other_ranks}"
             )
+
+
+def _count_steps(trainer: Trainer, frequency: int, first: int) -> int:
+    """Return after how many of an epoch's batches, from the batch `first` on, a schedule takes a step."""
+    batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
+    if math.isinf(batches):  # nobody knows
+        return 0
+    numbers = range(frequency, int(batches) + 1, frequency)
+    return sum(number > first and (number % accumulated == 0 or number == batches) for number in numbers)
 
 
 def _counted(ranks: int) -> str:

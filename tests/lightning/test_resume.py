@@ -3,10 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, RunStarted, StepLogged
 from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.lightning.remedies import _count_steps
 from tests.commands import same
 from tests.lightning.project import KilledError, Trained, at_checkpoint, kill, of, settings, train
 
@@ -152,6 +156,24 @@ def test_a_schedule_that_ends_too_early_on_fewer_ranks_is_refused_and_the_checkp
     with pytest.raises(InputError, match=r"OneCycleLR.total_steps is 80, of which 40 .* resume on 2 ranks, or train"):
         train(tmp_path / "killed", nproc=1, **of_it)
     check_same(train(tmp_path / "killed", **of_it), whole)
+
+
+@pytest.mark.parametrize(("frequency", "accumulated"), [(1, 1), (2, 1), (2, 2), (3, 2), (1, 2)])
+def test_steps_of_a_schedule_are_counted_as_lightning_takes_them(tmp_path, frequency, accumulated):
+    module = BoringModel()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    module.configure_optimizers = lambda: (
+        [optimizer],
+        [{"scheduler": schedule, "interval": "step", "frequency": frequency}],
+    )
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=3, limit_train_batches=5, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=accumulated, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module)
+    assert 3 * _count_steps(trainer, frequency, 0) == schedule.last_epoch
 
 
 def test_within_an_epoch_another_number_of_ranks_goes_on_with_the_samples_that_are_left(tmp_path):

@@ -266,11 +266,12 @@ class Loop:
         """Log "loss", and whatever else is to be followed, for this step; call it once in each step, on every rank.
 
         What is logged are means over all ranks, and over the steps since the last log line. The ranks exchange the
-        values at the end of the step. A second call in a step replaces the first. Nothing waits for the device.
+        values at the end of the step. A second call in a step replaces the first. Nothing waits for the device, unless
+        a tensor is on another one.
 
         Args:
             **measures: the values by name, of this rank's samples. The mean of a tensor is taken. "loss" must be among
-                them.
+                them. "tokens" is the number of the step's tokens on this rank.
 
         Raises:
             InputError: "loss" is missing, or the names are not those of the earlier steps.
@@ -279,10 +280,7 @@ class Loop:
         if "loss" not in measures or (self._state.progress.names and {*names} != {*measures}):
             has = ", ".join(measures)
             raise InputError(f"loop.log must have the same measures in each step: {', '.join(names)}, got {has}")
-        self._state.logged = {
-            name: torch.as_tensor(value, dtype=torch.float64, device=self.device).detach().mean()
-            for name, value in measures.items()
-        }
+        self._state.logged = {name: _mean(value, self.device) for name, value in measures.items()}
 
     def measured(self, **measures: Number | tuple[Number, Number]) -> None:
         """Add the measures of a batch of loop.evaluation to sums that loop.evaluated adds up over all ranks.
@@ -427,6 +425,13 @@ def _pairs(measures: dict[str, Number | tuple[Number, Number]]) -> dict[str, tup
     """Return the sum of each measure's values, and that of their weights."""
     pairs = {name: one if isinstance(one, tuple) else (one, _count(one)) for name, one in measures.items()}
     return {name: (_sum(value), _sum(weight)) for name, (value, weight) in pairs.items()}
+
+
+def _mean(value: Number, device: torch.device) -> Tensor:
+    """Return the mean of a number or tensor, () float64 on the device."""
+    if isinstance(value, (int, float)):  # a copy of it to the device would make the host wait
+        return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.as_tensor(value, dtype=torch.float64, device=device).detach().mean()
 
 
 def _sum(value: Number) -> float:
