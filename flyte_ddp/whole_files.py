@@ -111,9 +111,11 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
-    """Provide an open file, which replaces the one at path when the block ends, and is removed if the block fails.
+    """Open a temporary file for writing and reading, which replaces the file at `path` if the block succeeds.
 
-    So the path always has the whole old content, or the whole new content. The new content is on disk by then.
+    The content is on disk before it replaces the earlier file. If the block fails, the temporary file is removed, and
+    the file at `path` stays as it was. So a reader of `path` always finds the whole old content or the whole new
+    content.
     """
     beside = temporary_beside(path)
     try:

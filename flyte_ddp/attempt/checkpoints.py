@@ -165,12 +165,15 @@ class PlatformStore(CheckpointStore):
         """Download the newest checkpoint to `path`, if there is one.
 
         This attempt's own checkpoint comes first; it exists if only the processes were restarted. Without one, and with
-        resume, it is the previous attempt's. That one is then uploaded as this attempt's own, in the background.
+        resume, the previous attempt's checkpoint is downloaded, and then uploaded as this attempt's own, in the
+        background.
 
-        Before that, and also if the download fails, a small file is written to this attempt's folder in the storage. It
-        names the folder of the previous attempt's checkpoint, for the next attempt. A sharded checkpoint whose shards
-        the ranks download themselves is not uploaded again, because copying all shards would take long: the next
-        attempt finds it by this file. Then `path` gets the checkpoint's manifest, but no shards.
+        If ranks download the shards of a sharded checkpoint themselves (is_by_ranks), `path` gets the manifest alone,
+        and nothing is uploaded again.
+
+        Unless the checkpoint is this attempt's own, a text file in this attempt's folder then names the folder of the
+        earlier checkpoint, so that the next attempt finds it. The file is written before the upload, and also if the
+        download fails.
 
         Args:
             resume: whether the previous attempt's checkpoint may be used.

@@ -21,9 +21,11 @@ Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 def restarting(platform: Platform, start: Start) -> Start:
     """Return a function like `start` that calls `start` again, at most twice, if a rank was killed or lost, or hangs.
 
-    A further call needs a checkpoint that was written during the failed call. If the kernel has killed a process for
-    want of memory meanwhile, or for any other error, the error is raised. Each restart emits a RanksRestarted event. In
-    a local run, `start` itself is returned: whoever kills a rank there can start it again.
+    It emits a RanksRestarted event before each further call. It raises the error instead if the failed call has written
+    no checkpoint, or if the kernel has killed a process for want of memory during that call. It also raises all other
+    errors.
+
+    In a local run, `start` itself is returned: whoever kills a rank there can start it again.
 
     Args:
         platform: the platform.

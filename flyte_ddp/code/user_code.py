@@ -151,13 +151,13 @@ def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
 
 
 def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
-    """Return the absolute paths of the imported modules' files, by module name.
+    """Return the absolute path of each imported module's file, by module name.
 
-    Modules without a file are left out. So are modules of a type of their own, which may be lazy: reading their
-    __file__ would import them.
+    Modules without a file are left out. So are modules whose type is a subclass of ModuleType: some of these are lazy,
+    and reading their __file__ would import them.
 
     Args:
-        others: names of modules to leave out.
+        others: names of modules to leave out; their submodules are not left out.
     """
     modules = {n: m for n, m in list(sys.modules.items()) if n not in others and type(m) is ModuleType}
     files = {name: vars(module).get("__file__") for name, module in modules.items()}
@@ -190,7 +190,10 @@ def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
 
 
 def _check_defined(name: str, file: str) -> None:
-    """Raise InputError if a module's source cannot define a name, or has a syntax error.
+    """Raise InputError if a module's source does not define a name at its top level, or has a syntax error.
+
+    An assignment, a definition or an import of the name counts. A module with a star import or with __getattr__ passes,
+    because either may provide the name. The module is not imported.
 
     Args:
         name: "package.module:Name".

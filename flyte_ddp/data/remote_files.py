@@ -250,10 +250,14 @@ class StoredFile(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """Read from the position into the buffer, until the buffer is full or the file ends, and move the position.
+        """Read from the position until the buffer is full or the file ends, and move the position.
 
-        Returns the number of bytes, 0 at the file's end. The method makes as many requests as that takes, because
-        pyarrow would take fewer bytes for an error.
+        Returns the number of bytes, 0 at the file's end. The method fills the buffer by as many requests as that takes,
+        because pyarrow treats a shorter read as an error.
+
+        Raises:
+            DataError: The file is not there, or may not be read.
+            DownloadError: The storage still fails after several tries.
         """
         begin = self.position
         stop = min(begin + len(buffer), self.size)

@@ -101,20 +101,21 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     """Measure the network on a whole split, in float32; a collective.
 
     Each rank evaluates its share, the ranks' sums are added up, and each sum is divided once. The network stays in
-    evaluation mode.
+    evaluation mode. If the training has a moving average of the weights, the average is measured.
 
     Args:
-        state: the training. Its average is measured, if it has one.
+        state: the training.
         split: this rank's batches of the split.
-        link: told after each batch that the process is alive. It may ask for a stop.
+        link: told after each batch that the process is alive. Its stop_requested asks for a stop.
 
     Returns:
-        The measures of the whole split, which all ranks have alike; the loss of guessing, 0 if it was not measured;
-        this rank's predictions on the host, or None; the names of the measures that are not finite; and whether any
-        rank was asked to stop at the end. If the loss is not finite, it is the only measure.
+        All ranks have the same values, except for the predictions, which are those of this rank's samples, on the host.
+        `mismatched` stands for the loss of guessing, and is 0 if it was not measured. If the loss is not finite, it is
+        the only measure. `stop` says whether a rank was asked to stop too late to leave the evaluation.
 
     Raises:
         StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with buffers as before.
+        InputError: The rows of the recipe's predictions differ in shape between batches; only on a rank that has them.
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()

@@ -217,16 +217,17 @@ class Progress:
         return asked
 
     def obey(self, training: Training, asked: Asked, is_evaluated: bool = False) -> None:
-        """Save a checkpoint if ranks have asked for it, and stop if they have asked for that; a collective.
+        """Save a checkpoint if a rank has asked for one or for a stop, and stop in the second case; a collective.
 
-        If the training cannot write a checkpoint yet, owes_checkpoint is set, and the checkpoint waits for a later
-        step. Before saving, the ranks' weights are compared.
+        If the training cannot write a checkpoint yet, the method sets owes_checkpoint and returns. The call after a
+        later step then saves the checkpoint, and stops if a stop was asked for. Before saving,
+        training.compare_between_ranks() compares the ranks' weights; its errors are passed on.
 
         Args:
             training: the training to save.
             asked: the requests that end_step() returned.
-            is_evaluated: whether an evaluation comes next. A checkpoint follows the evaluation anyway, so only a stop
-                is obeyed at once.
+            is_evaluated: whether an evaluation comes next. A checkpoint follows an evaluation anyway, so a mere request
+                to save is not obeyed then. A stop, and a checkpoint that is owed, do not wait.
 
         Raises:
             StopRequested: A rank was asked to stop, and the checkpoint is saved.

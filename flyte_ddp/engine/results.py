@@ -122,20 +122,24 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
 def write_weights(
     setup: SetUp, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
 ) -> str:
-    """Write weights with their metadata, by rank 0; a collective.
+    """Write weights with their metadata to a file; a collective.
+
+    Rank 0 writes the file. The file does not have the weights that model() has frozen: whoever loads the file gets them
+    from model().
 
     Args:
         setup: the training.
         job: goes into the metadata.
         path: the file.
         measures: the measures of these weights.
-        weights: the weights by name, without those that model() has frozen; by default those that are evaluated.
+        weights: the weights by name, without those that model() has frozen. By default, they are the weights that the
+            training evaluates, which may be an average.
 
     Returns:
         The digest of the weights, the same on all ranks.
 
     Raises:
-        OSError: Rank 0 cannot write the file. Rank 0 alone raises it.
+        OSError: Rank 0 cannot write the file. Rank 0 alone raises it; the other ranks return.
     """
     state = setup.state
     size = distributed.get_world_size()

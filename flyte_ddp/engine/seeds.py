@@ -42,6 +42,8 @@ def _gpu_generator() -> torch.Generator | None:
 def seed_all(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch, on the CPU and the current GPU.
 
+    A GPU is only seeded if this process has initialized CUDA.
+
     Args:
         seed: 64 bits, of which NumPy takes the lower 32.
     """

@@ -191,10 +191,11 @@ class SingleStep(nn.Module):
         Afterwards each parameter has as its gradient the sum over the global batch, or None if no sample has used it.
 
         Args:
-            backward: runs the forward and backward passes of this rank's samples.
+            backward: runs the forward and backward passes of this rank's samples. It is called once.
 
         Returns:
-            The sums of the measures and requests, and the norms of the summed gradients.
+            The sums over all ranks: values and weights of the measures, and how many ranks ask to stop and to save.
+                Also the norm of each summed gradient.
         """
         backward()
         sums = self.module.carrier.grad

@@ -78,18 +78,23 @@ class ExportOutputs(NamedTuple):
 @task(**small_resources())
 @platform_errors(platform)
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
-    """Check the inputs of an export before the dataset is downloaded, and return the name of the dataset.
+    """Check the inputs of an export, and choose its dataset.
+
+    Weights in a storage are downloaded. A local run deletes a damaged copy of the dataset, and cache entries whose
+    files are gone. If options.dataset is "auto", a local run also downloads and prepares the dataset.
 
     Args:
         model_state: the weights of a built-in classifier; None if the same workflow trains them.
         options: how to export.
 
     Returns:
-        options.dataset or, if that is "auto", the dataset that the weights' metadata names ("mnist" without metadata).
+        The dataset's name: options.dataset or, if that is "auto", the dataset that the weights' metadata names. "auto"
+        stands for "mnist" if there are no weights, or none with metadata. If a local run cannot download the dataset
+        for "auto", the name is "digits".
 
     Raises:
-        InputError: A format's library is missing, or the weights are those of a recipe's training or of a folder of
-            images.
+        InputError: A format's library is missing, the weights' file does not exist in a local run, or the weights are
+            those of a recipe's training or of a folder of images.
     """
     check_formats(options)
     return choose_dataset(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
@@ -100,10 +105,12 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
-    """Check the inputs of an export of a classifier of a folder of images, before the images are read.
+    """Check the inputs of an export of an image folder's classifier, before the images are read; a task.
+
+    The images are not checked if there are no weights, or no metadata in their file.
 
     Args:
-        model_state: the weights. Without weights, or metadata in them, the images are not checked.
+        model_state: the weights of the classifier, or None.
         images: the size and channels that the images will be read in.
         options: how to export.
 
@@ -111,8 +118,8 @@ def check_folder_export(
         The argument `images`, unchanged.
 
     Raises:
-        InputError: A format's library is missing, a recipe's training wrote the weights, or `images` has another size
-            or number of channels than the images that the weights were trained on.
+        InputError: A format's library or the file of weights is missing, the weights are not those of a built-in
+            classifier, or the weights were trained on images whose size or number of channels is not that of `images`.
     """
     check_formats(options)
     known = classifier_metadata(model_state)

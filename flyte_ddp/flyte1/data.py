@@ -61,16 +61,19 @@ def find_data(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | St
 
 
 def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
-    """Return a StoredData, by which ranks read the input where it is stored. Pass it to RecipeTraining.run.
+    """Return a reference by which ranks read the input where it is stored. Pass the reference to RecipeTraining.run.
 
-    The recipe's data_path is the URL or path of the data. The content is not downloaded; only an index of blocks, or
-    the files' names, sizes and times, are read for a digest. A checkpoint is only valid for data with the same digest.
-    For a cache key that follows the data, too, give the task folder_by_content(folder=...).
+    The recipe's data_path is the URL or path of the data. Nothing is downloaded, except the index of a folder of
+    blocks. The reference has a digest of that index, or else of the files' names, sizes and times. A checkpoint is only
+    valid for data with the same digest. For a cache key that follows the data, too, give the task
+    folder_by_content(folder=...).
 
     fsspec keeps Flyte's settings of that storage for the rest of this process.
 
     Raises:
-        InputError: there are no data.
+        InputError: There are no data.
+        DataError: An index may not be read.
+        DownloadError: The storage fails.
     """
     url = _url_of_table(data) if isinstance(data, StructuredDataset) else get_url(data)
     return stored_data(url, _storage_options(url))

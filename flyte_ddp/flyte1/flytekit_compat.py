@@ -22,13 +22,14 @@ def get_python_type(option: click.ParamType) -> Any:
 
 
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
-    """Patch `pyflyte run` so that `read` parses the text of inputs of this kind and its subclasses.
+    """Patch `pyflyte run` so that `read` parses the text of inputs of this class and its subclasses.
 
-    JsonParamType._parse is the only place that the text passes before flytekit treats it as JSON or a path.
+    The patch lasts as long as the process. A second call replaces the first one's patch, even for another class.
+    flytekit still parses all other inputs.
 
     Args:
         kind: the class of the inputs.
-        read: parses JSON text, or the file at a path.
+        read: takes the text, which is JSON or the path of a file, and returns what it says, such as a dict.
     """
     # A second call must not wrap the function again
     flytekits = getattr(JsonParamType._parse, "flytekits", JsonParamType._parse)

@@ -50,8 +50,8 @@ def find_images(
     """Return the folder of images to train on, and a digest of its files' names, sizes and times.
 
     The result is never cached, because the files may have changed. Without `folder`, a cluster uses the images in the
-    pods' container image, and the digest is empty. A local run on a folder of this machine also drops cache entries
-    whose files are gone.
+    pods' container image, and the digest is empty. A local run on this machine's files also drops the cached results of
+    tasks whose output files are gone.
 
     Args:
         folder: a path or URL; empty for Labeled Faces in the Wild or scikit-learn's digits, as images.source says.
@@ -62,7 +62,7 @@ def find_images(
         batch_size: the samples of a step.
 
     Raises:
-        InputError: a folder is given but images.source is not "folder", there are no images, a cluster cannot read the
+        InputError: A folder is given but images.source is not "folder", there are no images, a cluster cannot read the
             folder, or this machine cannot run the training.
     """
     if folder and images.source != "folder":

@@ -18,11 +18,14 @@ def output_file(path: Path, kind: type[F] = FlyteFile) -> F:
 
 
 def output_folder(path: Path, url: str = "") -> FlyteDirectory:
-    """Return a folder on this machine as an output. Flyte uploads it on a cluster; a local run's stays where it is.
+    """Return a folder on this machine as a task's output.
+
+    Flyte uploads the folder when the task ends. In a local run without `url`, the folder stays where it is.
 
     Args:
         path: the folder on this machine.
-        url: the folder in Flyte's storage where its files go, if some are there already; empty leaves it to Flyte.
+        url: where in Flyte's storage the folder goes, if some of its files are there already; empty leaves the place to
+            Flyte. A local run must leave it empty.
     """
     return FlyteDirectory(str(path), remote_directory=url or _storage())
 

@@ -215,9 +215,12 @@ KINDS: Any = {"slack": Slack, "email": Email}
 
 
 def execution_options() -> dict[str, Any]:
-    """Return the registered notifications, labels and annotations as arguments of a LaunchPlan.
+    """Return the registered notifications, labels and annotations as keyword arguments of a LaunchPlan.
 
-    "labels" and "annotations" are None if none are registered; "notifications" is a list.
+    "labels" and "annotations" are None if none are registered; "notifications" is a list, which may be empty.
+
+    Raises:
+        InputError: A DDP_ environment variable has an invalid value, or nothing reads it.
     """
     asked = registration()
     phases = [getattr(WorkflowExecutionPhase, name.upper()) for name in asked.notify_phases.split(",")]

@@ -96,17 +96,20 @@ def training_environment(
         files: files to ship in addition to the library's own.
         kind: the class of the environment, from clustered().
         variables: variables from clustered(). They replace registered ones of the same name.
-        most_gpus: the number of GPUs that the task can use at most; None means any number. Ignored if `own` sets gpu.
-        own: resources. Each value that is not None replaces the registered one; gpu also decides the pod's registered
-            size.
-        secrets: secrets to add. Each replaces the registered one of its variable.
+        most_gpus: the number of GPUs that the task can use at most; None means any number. The pod gets the registered
+            number if that is smaller. Ignored if `own` sets gpu.
+        own: resources. Each value that is not None replaces the registered one. CPUs, memory and disk that are neither
+            given nor registered follow from the number of GPUs.
+        secrets: secrets to add. Each replaces the registered secret that is put into the same variable.
         env_vars: variables to add. Each replaces any other of the same name.
         include: more files to ship.
-        more: other arguments of the environment, which replace the registered ones. A pod_template without a grace gets
-            the registered grace; the registered labels and annotations are added to it.
+        more: other arguments of the environment, which replace the registered ones. A pod_template gets the registered
+            labels and annotations, and the registered grace if it sets none. The grace is the time from a SIGTERM until
+            the pod is killed.
 
     Raises:
-        InputError: the pod template is the name of one in the cluster, and labels or annotations are registered.
+        InputError: a registered secret is not named GROUP/KEY; or the pod template is the name of one in the cluster,
+            although labels or annotations are registered.
     """
     asked = registration()
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _count_gpus(own)
@@ -275,17 +278,19 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
 def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
     """Return the keyword arguments of a task that trains: cache, retries, live report and time limit.
 
-    The cache depends on `code` and on torch's version.
+    The cache key has `code`, torch's version and the inputs that are not ignored. Retries and the time limit are the
+    registered ones.
 
     Args:
         code: the version of the code that decides the result.
         ignored: names of the task's inputs that the cache ignores.
-        own: the user's own arguments of the task, which replace these. A pod_template also gets the registered grace,
-            labels and annotations.
+        own: the user's own arguments of the task, which replace these. A pod_template gets the registered labels and
+            annotations, and the registered grace if it sets none. The grace is the time from a SIGTERM until the pod is
+            killed.
 
     Raises:
-        InputError: the user's pod_template has another grace than the environment, whose variables tell the pod its
-            grace. Or it is the name of one in the cluster, and labels or annotations are registered.
+        InputError: the user's pod_template sets another grace than the environment, whose variables tell the pod its
+            grace; or it is the name of a template in the cluster, although labels or annotations are registered.
     """
     if "pod_template" in own:
         template, grace = _with_grace(own["pod_template"])

@@ -68,9 +68,9 @@ def refuse_inputs(kind: type[Exception], error_of: Callable[[Exception], Excepti
 def local_cache() -> Iterator[sqlite3.Connection]:
     """Open the local cache for a with statement, as a database connection.
 
-    The table task_cache has a key and a value, a serialised Outputs. Changes are committed if the block ends without an
-    error, and else rolled back. If there is no cache, the table is empty and only in memory. The SDK cannot list or
-    delete entries.
+    This is for listing and deleting entries, which the SDK cannot do. The table task_cache has a key and a value, a
+    serialised Outputs. Changes are committed if the block ends without an error, and else rolled back. If there is no
+    cache, the table is empty and only in memory.
     """
     path = LocalDB._get_cache_dir() / "cache.db"
     with closing(sqlite3.connect(path if path.exists() else ":memory:")) as connection, connection:

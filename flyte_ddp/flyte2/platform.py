@@ -73,13 +73,10 @@ def logs_url() -> str:
 
 
 def previous_logs_url() -> str:
-    """Return the URL of the log folder of the pod that ran before this one.
+    """Return the URL of the log folder of the pod that ran before this one; empty if none did.
 
-    That is the pod of this attempt that was killed last or, for the attempt's first pod, the last pod of the previous
-    attempt.
-
-    Returns:
-        The URL, or an empty string if no pod ran before.
+    Flyte may replace a killed pod within an attempt, so the pod before may belong to the same attempt. For an attempt's
+    first pod, the pod before is the last one of the previous attempt. Call the function in a pod.
     """
     *earlier, _ = _logs_urls(_attempt_url(), flyte.ctx().restart_attempt)
     if not earlier and (previous := previous_checkpoint_url()):

@@ -66,11 +66,12 @@ class Flyte2Training(Training[Data, Outputs]):
     def arguments(self, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
         """Return the keyword arguments of the task that trains or predicts: cache, retries, live report and time limit.
 
-        The cache depends on the recipe's code and on torch's version.
+        The cache key has the version of the recipe's code, torch's version and the inputs that are not ignored.
 
         Args:
             ignored: names of the task's inputs that the cache ignores.
-            own: your own arguments of the task, which replace these.
+            own: your own arguments of the task, which replace these. A pod_template gets the registered labels and
+                annotations, and the registered grace if it sets none.
 
         Raises:
             InputError: Your pod_template sets another grace than the environment has; give the template to

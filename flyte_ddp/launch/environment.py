@@ -69,8 +69,9 @@ def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int =
         backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl". Ranks under gloo may share a GPU.
         nproc: the number of ranks. 0 means one per visible GPU, or two if there is no GPU, but no more than can share a
             batch.
-        batch_size: the samples of a step.
-        virtual_ranks: their number if the training has some: the most ranks that can share a batch then; else 0.
+        batch_size: the samples of a step: the most ranks that can share a batch, if virtual_ranks is 0.
+        virtual_ranks: the parts into which the training cuts a batch: the most ranks that can share it. 0 if it cuts
+            none.
 
     Raises:
         InputError: This machine cannot run the ranks, or they are too many for a batch.

@@ -100,11 +100,11 @@ def launch(
         The value that each rank returned, by rank.
 
     Raises:
-        RankError: A rank has failed or hangs. The error is RecoverableRankError if another attempt may succeed. It
-            names the first rank that failed, or the ranks that the others wait for.
+        RankError: A rank has failed or hangs. The error names the first rank that failed, or else the hung ranks that
+            the others wait for. It is a RecoverableRankError if another attempt may succeed.
         InputError: A rank raised an InputError.
-        PreemptedError: A SIGTERM or SIGHUP arrived. Before the first step the ranks end at once, and afterwards
-            within the grace (see grace.py).
+        PreemptedError: A SIGTERM or SIGHUP arrived. Before the first step the ranks end at once, and afterwards within
+            the grace (see grace.py).
         KeyboardInterrupt: The user pressed Ctrl-C.
     """
     grace = Grace()

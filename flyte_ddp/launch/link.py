@@ -73,10 +73,11 @@ class ParentLink(Link):
             self.send("heartbeat", (phase, peak_memory()))
 
     def send(self, kind: str, content: Any) -> None:
-        """Pickle (kind, content) and send it to the parent, in order. Any thread may call it.
+        """Pickle (kind, content) and send it to the parent, after all earlier messages. Any thread may call the method.
 
-        While another call is sending, this one only queues the message, which the other call sends, and returns at
-        once. The other call may be in the same thread, if a finalizer prints while the thread sends.
+        The call waits while the pipe is full. While another call is sending, this call only queues its message, which
+        the other call sends, and returns at once. The other call may be in the same thread, if a finalizer prints while
+        the thread sends. If the parent is gone, the call never returns: listen() kills this rank then.
 
         Args:
             kind: what the message is, such as "event" or "done".

@@ -45,11 +45,11 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 
 
 def callback_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what callbacks have done that Lightning's checkpoints lack, for restore_callbacks().
+    """Return what callbacks have changed that Lightning's checkpoints lack, for restore_callbacks().
 
     Returns:
-        "stops_early": whether a callback has ended the training. "frozen": requires_grad of each weight and
-        track_running_stats of each layer that has it, by name.
+        "stops_early": whether a callback has ended the training. "frozen": one dict of flags, with requires_grad under
+        the name of each weight, and track_running_stats under the name of each layer that has that attribute.
     """
     switches = _switches(trainer.lightning_module)
     frozen = {name: getattr(owner, attribute) for name, (owner, attribute) in switches.items()}

@@ -123,14 +123,17 @@ class CheckpointFiles(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """Return the state that find() has kept or, for another path, what Lightning reads from there.
 
-        Lightning calls it on all ranks. For the checkpoint of find(), it is a collective, and possible once: the state
-        is not kept any longer. The files that ModelCheckpoints had saved are put back into the logs, and a warning
-        names those that are gone.
+        Lightning calls this on all ranks. For the path of find() it is a collective, and each call needs a call of
+        find() before it: the state is handed out and no longer kept. Rank 0 also puts the files that ModelCheckpoints
+        had saved back into the logs, and warns of each file that is gone.
 
         Args:
             path: the path that find() has returned, or any other.
             map_location: for another path only, as for torch.load.
             weights_only: for another path only, as for torch.load.
+
+        Raises:
+            OSError: Rank 0 cannot write a file into the logs. Rank 0 alone raises it.
         """
         if path != self._path:
             return super().load_checkpoint(path, map_location, weights_only)

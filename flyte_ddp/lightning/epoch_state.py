@@ -87,8 +87,9 @@ class EpochState:
         """Return what a checkpoint within the epoch needs besides Lightning's state; a collective.
 
         Returns:
-            "gradients": those that no optimizer has stepped by, of this rank. "ranks": for each rank, on the CPU, the
-            sums of its metrics, what its steps have logged, and the values that callbacks see.
+            "gradients": those that no optimizer has applied, as the last waits() found them the same on all ranks, by
+            the position of their weight; empty with automatic optimization. They are not copied. "ranks": for each
+            rank, on the CPU, the states of its metrics, what its steps have logged, and the values that callbacks see.
         """
         own = {
             "metrics": {name: metric_state(metric) for name, metric in self._metrics().items()},

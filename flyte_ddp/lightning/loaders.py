@@ -59,14 +59,16 @@ class Loaders:
     ) -> None:
         """Wrap the owner's methods that make DataLoaders, to seed them alike on all ranks and to check their loaders.
 
-        A wrapped method raises InputError for a sampler that Lightning would ignore, or that no resume could restore.
-        What a resume cannot bring back is added to `problems`. The states of the random generators are put back after
-        each method.
+        A wrapped method seeds the random generators, makes the loaders, and puts the generators back. It raises
+        InputError if no resume could restore a loader's sampler or, on several ranks, if Lightning would ignore it. A
+        training loader without a state that a resume needs, or whose Dataset has a generator of its own, is accepted,
+        and a warning is added to `problems`. The loader without a state also sets begins_epochs_anew.
 
         Args:
             owner: has train_dataloader, val_dataloader and test_dataloader; they are replaced on this object.
             seed: seeds the generators; called before each of these methods.
-            begin_order: seeds what the order of samples is drawn from; called after train_dataloader.
+            begin_order: seeds what the order of samples is drawn from. It is called after train_dataloader, once the
+                generators are put back, so what it does to them stays.
         """
 
         def settled(method: Callable[[], Any]) -> Callable[[], Any]:

@@ -62,15 +62,19 @@ class LoggedByValidation(DummyLogger):
 def problems_of_names(
     headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool, has_batches: bool
 ) -> list[str]:
-    """Return warnings if the headline is never logged, or if the validation lacks batches, the headline or the loss.
+    """Return warnings of measures that the module does not log as a report needs them; empty if there are none.
+
+    There is a warning if the headline is logged neither in training nor in validation, and one for each of the headline
+    and the loss that is logged, but not for the validation as a whole. A measure of a single validation loader
+    (NAME/dataloader_idx_N) counts as logged, but not for the validation as a whole.
 
     Args:
         headline: the name of the main measure, which the user has set.
         trained: the names of the measures of training.
         validated: the measures of the validation, by name.
         has_validation: whether anything is validated.
-        has_batches: whether the validation's loaders have batches; True if there are no loaders. If it is False, that
-            is the only warning.
+        has_batches: whether the validation's loaders have batches; True if there are no loaders. If it is False, the
+            only warning says that the validation has no batch.
     """
     if not has_batches:
         return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]

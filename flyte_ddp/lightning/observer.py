@@ -371,10 +371,13 @@ class RankObserver(Checkpoint):
             self._leave_validation(trainer)
 
     def _leave_validation(self, trainer: Trainer) -> None:
-        """Write the checkpoint that _before_validation() has kept, and end the training; a collective.
+        """Write the checkpoint that rank 0 has kept since before the validation, and end the training; a collective.
 
-        All ranks return without doing so if the user's code has changed weights since then: the validation goes on to
-        its end.
+        Rank 0 can't write it if the content could not be copied, or if the user's code has changed rank 0's weights
+        since. Then all ranks return, and the validation goes on to its end, whatever is asked for later.
+
+        Args:
+            trainer: the trainer.
 
         Raises:
             StopRequested: the checkpoint is written; on all ranks.

@@ -142,14 +142,14 @@ def make_trainer(
     validation: LoggedByValidation,
     callbacks: list[Callback],
 ) -> Trainer:
-    """Return Lightning's Trainer for this rank, with the arguments that follow from settings and options.
+    """Create Lightning's Trainer for this rank from job.settings and job.options, and store it in validation.trainer.
 
     Args:
         environment: this rank.
         device: the device of this rank.
         job: the training.
         files: the plugin that writes and reads checkpoints.
-        validation: the logger, which is given the trainer.
+        validation: becomes the Trainer's logger.
         callbacks: the callbacks of the user and of this package.
     """
     settings, world = job.settings, environment.world

@@ -49,11 +49,11 @@ def read_weights(path: str | Path, called: str = "model_state", remedy: str = RE
     Args:
         path: the file.
         called: what messages call the file.
-        remedy: what messages tell the user to do.
+        remedy: what messages tell the user to do if the file has no state dict that can be read.
 
     Raises:
-        InputError: The file is damaged, cannot be read safely or has anything but tensors, or the safetensors
-            library is missing.
+        InputError: The file is missing or damaged, cannot be read safely or has anything but tensors, or the
+            safetensors library is missing.
     """
     try:
         if is_safetensors(path):

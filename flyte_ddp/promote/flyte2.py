@@ -95,19 +95,26 @@ def promote_images(
 
 
 def promote_model(subject: Subject, model_state: File, place: str, options: PromotionOptions) -> PromotionOutputs:
-    """Promote a training's weights if they are better on its test split than those promoted at the place.
+    """Promote a training's weights if they are better on its test split than the weights promoted at a place.
 
-    The first model at a place is always promoted. The function downloads the weights, and writes a report. A task calls
-    it within one_attempt().
+    The first model at a place is always promoted. The function downloads the weights, measures both models, writes a
+    report and prints the outcome. A task calls it within one_attempt(), which turns errors into Flyte's.
 
     Args:
         subject: the training: its recipe, settings and data.
         model_state: the candidate's weights.
         place: a URL, or an absolute path.
-        options: when to promote.
+        options: the measure that decides, the margin, and a name in MLflow's registry.
 
     Returns:
         The outcome: whether the candidate was promoted, the weights that are promoted now, the figures and a report.
+
+    Raises:
+        InputError: the place or the measure cannot be used, the candidate's measure is not finite, or the promoted
+            model has another recipe or other data.
+        DownloadError: the weights cannot be downloaded.
+        ReportedError: what is promoted at the place is damaged or, as a RecoverableError, the storage fails.
+        RankError: the process that measures has failed.
     """
     model = downloaded(model_state)
     assert model

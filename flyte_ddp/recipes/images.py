@@ -100,7 +100,8 @@ class ImageClassifier(Classifier):
         """Choose which images to mirror, and return a mask (n, 1, 1, 1) bool.
 
         Each image has a chance of 1/2. With alternate_flips it is mirrored in every other epoch instead: about half of
-        the images in even epochs, the others in odd ones.
+        the images in even epochs, the others in odd ones. The sum of an image's pixels decides which, so pass the
+        images before any other augmentation.
 
         Args:
             images: (n, C, H, W) uint8.

@@ -106,9 +106,10 @@ class Background(Observer):
             self._reason = ""
 
     def _start(self, work: Callable[..., object], *arguments: Any) -> threading.Event:
-        """Run a function in a new thread, and return an event that is set when the function has ended.
+        """Run a function in a new daemon thread, and return an event that is set when the function has ended.
 
-        Thread.join() would not do: after an interrupt it takes the thread for ended.
+        The thread gets a copy of this thread's context variables. An error of the function sets the event, too, and is
+        not passed on. The event is there because Thread.join() takes a thread for ended after an interrupt.
         """
         done = threading.Event()
 

@@ -87,8 +87,9 @@ class MlflowRun(Tracker):
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
         """Queue numbers as metrics of a step and texts as tags of the run, and send the queue if a request is due.
 
-        A request is due SEND_SECONDS after the previous one (RETRY_SECONDS after a failure), or when the queue fills
-        one. The queue holds MOST_WAITING metrics and drops the oldest, which are counted as lost.
+        A request is due SEND_SECONDS after the previous one, or as soon as MOST_METRICS metrics wait. After a failed
+        request, which raises nothing, the next one is due RETRY_SECONDS later. The queue holds MOST_WAITING metrics. If
+        there are more, the oldest are dropped and counted as lost.
 
         Args:
             step: the step.

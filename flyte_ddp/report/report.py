@@ -148,10 +148,11 @@ def _measure_curves(record: Record, name: str) -> Curves:
 
 
 def speed_curves(record: Record) -> list[Curves]:
-    """Return the curves of speed, as far as it is known, and of gradient norms.
+    """Return four figures over the logged steps: samples per second, tokens per second, MFU and gradient norms.
 
-    The norms are those of all weights together, and of each of the first MOST_LAYERS whose name ends in "weight". Where
-    no name ends so, the first MOST_LAYERS of any name are drawn.
+    MFU is the model FLOPs utilization. A figure has no points if its values are unknown. The norms are those of all
+    weights together, and of the first MOST_LAYERS weights whose names end in "weight" or, if none do, of any names.
+    Norms of 0 are left out.
     """
     at = record.position
     steps = record.steps

@@ -165,7 +165,11 @@ class WandbRun(Tracker):
         )
 
     def _table(self, predictions: Predictions) -> Any:
-        """Return W&B's table of shown_images, with picture, predicted and true class, and the score of each class."""
+        """Return a W&B table with one row for each test image that shown_images() chooses.
+
+        A row has the image's index, the picture, the names of the predicted and the true class, and the probability of
+        each class.
+        """
         classes = predictions.classes
         table = self._wandb.Table(columns=["id", "image", "guess", "truth", *(f"score_{name}" for name in classes)])
         guesses = predictions.guesses

@@ -48,10 +48,15 @@ def run(settings_class: str | None) -> None:
 
 
 def find_settings_class(recipe: str, name: str | None) -> type[TrainingSettings]:
-    """Import the class of a recipe's settings: `name`, or Settings of settings.py beside the recipe's module.
+    """Import the settings class of a recipe.
 
-    Returns TrainingSettings if no name is given, and there is no settings.py. Raises InputError if the class cannot be
-    imported, or is no subclass of TrainingSettings.
+    Args:
+        recipe: the recipe's name, "package.module:Name".
+        name: the settings class, as "package.module:Name". None stands for the class Settings of the module settings
+            beside the recipe's module, or for TrainingSettings if there is no such module.
+
+    Raises:
+        InputError: the class cannot be imported, or is no subclass of TrainingSettings.
     """
     module = recipe.partition(":")[0]
     beside = f"{module.rpartition('.')[0]}.settings".lstrip(".")

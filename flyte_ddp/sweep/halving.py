@@ -116,10 +116,10 @@ def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
 
 
 def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
-    """Raise InputError if the sweep's reduction factor does not fit its trials. A factor of 1 always fits.
+    """Raise InputError if the sweep's reduction factor does not fit its trials.
 
-    A larger factor is refused under Lightning, if trials differ in epochs, if a trial sets stop_after, or if there are
-    too few epochs or trials to cut any.
+    A factor of 1 always fits. A larger one is refused in four cases: the trials are trained by Lightning, they differ
+    in epochs, one of them sets stop_after, or the factor is larger than the number of epochs or of trials.
 
     Args:
         sweep: the sweep.
@@ -256,9 +256,11 @@ def choose_entrants(
 
 
 def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
-    """Return all trials in their original order, not ranked, each with the result of the last rung that it was in.
+    """Return all trials by number, not ranked, each with the result of the last rung that it was in.
 
-    Seconds are the sum over a trial's rungs. A result without a finite measure is a failure.
+    The result's seconds are the sum over the trial's rungs. A lost result is a failure, and so is a result in which the
+    sweep's measure is missing or not finite. A trial that was in no rung yet has an empty TrialResult, which is no
+    failure.
 
     Args:
         sweep: how results are compared.
@@ -313,7 +315,10 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
 
 
 def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
-    """Sort the trials: those that trained longest first, then by the sweep's measure, then by number; failed ones last.
+    """Sort the trials from best to worst; failed ones come last.
+
+    Trials that were not stopped early come first, then those that were stopped after more epochs, however many epochs
+    their settings have. Equal ones are sorted by the sweep's measure, and then keep their order.
 
     Args:
         sweep: the measure, and whether larger values are better.

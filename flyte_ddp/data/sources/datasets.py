@@ -125,9 +125,15 @@ def _mnist(class_name: str, ask: Ask) -> Originals:
 
 
 def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the URLs of folders that have the dataset, and (name, MD5) of its files, as torchvision's class has them.
+    """Return where a dataset of torchvision can be downloaded, and which files it has.
 
-    They are cached in a file, because importing torchvision takes seconds.
+    The answer is cached in a file for each version of torchvision, because importing torchvision takes seconds.
+
+    Args:
+        class_name: a class in torchvision.datasets that has mirrors and resources, such as "MNIST".
+
+    Returns:
+        The URLs of folders, each with all of the files; and the (name, MD5) of each file.
     """
     path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
     if not path.exists():

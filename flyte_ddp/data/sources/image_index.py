@@ -97,8 +97,8 @@ def _all_images(folder: Path) -> Files:
 def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
     """Raise InputError if sub-folders with names of splits, such as valid, would be left out or taken for classes.
 
-    Only train and test, together, are taken as splits. A single such name may be a class: then its files lie in its
-    folder itself, while those of a split lie in folders of classes.
+    Only train and test, together, are taken as splits. A single sub-folder with such a name is accepted as a class if
+    its image files lie directly in it. If they lie in folders below it, it is refused as a split.
 
     Args:
         folder: the folder, for messages.
@@ -285,14 +285,16 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
 
 
 def _large_classes(paths: Files, least_images: int) -> list[str]:
-    """Return the classes that have at least `least_images` images in train, or in a folder that is not divided.
+    """Return the names of the classes that have at least `least_images` images to train on, in the order of `paths`.
+
+    Images of the split "test" do not count.
 
     Args:
         paths: what list_images returned.
         least_images: the smallest number of images of a class.
 
     Raises:
-        InputError: They are fewer than two.
+        InputError: Fewer than two classes have so many images.
     """
     classes = [name for name, files in next(iter(paths.values())).items() if len(files) >= least_images]
     if len(classes) < 2:

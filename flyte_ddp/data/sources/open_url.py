@@ -99,14 +99,17 @@ class Opener:
         return _read(file), getattr(file, "size", None)
 
     def _answer(self, url: str) -> requests.Response:
-        """Send a GET request, and return the answer once its headers are here, of any status.
+        """Send a GET request, and return the answer, of any status, once its headers are here.
 
-        A thread of its own sends the request. Name look-up, several addresses, redirects and slowly arriving headers
-        would each outlast the time-outs of requests. A failed wait adds to waited_seconds.
+        A thread of its own sends the request, because name look-up, several addresses, redirects and slowly arriving
+        headers would each outlast the time-outs of requests. The seconds of a failed request are added to
+        waited_seconds.
 
         Raises:
+            UnreachableError: The request has failed, such as by a refused connection. Or no answer has come within
+                limits.answer_seconds, or within what waited_seconds leaves of limits.silence_seconds. If less than 0.1
+                s is left of these, no request is sent.
             RefusedError: the redirects never end.
-            UnreachableError: no answer has come within answer_seconds, or what is left of silence_seconds.
         """
         outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
         limits = self.limits
@@ -136,11 +139,14 @@ class Opener:
         raise UnreachableError(_network_reason(answer))
 
     def _pieces(self, response: requests.Response) -> Pieces:
-        """Yield the body as it is sent, without decoding, and close the response.
+        """Yield the body as it is sent, without decoding, and close the response at the end.
+
+        A wait in vain is added to waited_seconds.
 
         Raises:
-            UnreachableError: too few bytes have come within a window, as in Limits, or none.
-            RefusedError: the connection was cut.
+            UnreachableError: No byte has come for limits.window_seconds, or fewer than limits.window_bytes within that
+                time.
+            RefusedError: The connection was cut.
         """
         window_start = time.monotonic()
         window_bytes = 0

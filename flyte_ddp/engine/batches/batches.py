@@ -204,16 +204,18 @@ class _Batches:
         return [number for number, cut in cuts if cut.start < cut.stop]
 
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
-        """Return an order of the split's samples: a BlocksInOrder for a split in blocks, otherwise a Shuffled.
+        """Return an order of the split's samples, shuffled by the keys.
 
-        Both shuffle by the keys. Even without shuffling, a BlocksInOrder takes samples from several places of the split
-        (streams) in turn, so it does not have the split's order.
+        It is a BlocksInOrder if the split is in blocks, and otherwise a Shuffled. Even without shuffling, a
+        BlocksInOrder differs from the split's order: it takes samples from several places of the split (streams) in
+        turn.
 
         Args:
             keys: the key of each pass over the samples; a pass whose key is None is not shuffled. A split in blocks
                 takes a single key.
-            origin: a function that returns, for a step, the place in the training from which the random numbers of this
-                rank's samples follow (sample_seeds.Origin). A split in blocks draws none, and does not call it.
+            origin: origin(step) returns the sample_seeds.Origin of this rank's samples, from which a Dataset's random
+                numbers follow. An Origin of None, the default, gives a sample the same numbers each time. A split in
+                blocks does not call origin.
 
         Raises:
             InputError: The split is in blocks, and there is more than one key.
@@ -225,12 +227,12 @@ class _Batches:
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
         """Read this rank's samples, and yield (step, shares) for each step.
 
-        The shares are this rank's part of the step's global batch, as a list of (tree, place). The tree has tensors (n,
-        ...), and the BatchShare is their place in the global batch. The list has one share or, with virtual ranks, one
-        for each of this rank's virtual ranks that has samples. If the split has lengths, the trees are padded, on all
-        ranks alike.
+        The shares are a list of (tree, BatchShare). The tree has the samples, as tensors (n, ...) on the device, and
+        the BatchShare has their place in the step's global batch. Without virtual ranks, the list has one share. With
+        them, it has a share for each of this rank's virtual ranks that has samples.
 
-        A rank without samples of its own in a step gets one sample of another rank, marked as borrowed.
+        A rank without samples in a step gets a single share with one sample of another rank, marked as borrowed. If the
+        split has lengths, all ranks pad their samples to the longest sample of the global batch.
 
         Args:
             order: the order of the epoch.
@@ -251,15 +253,18 @@ class _Batches:
             yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
 
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
-        """Yield, for each virtual rank that this rank computes in a step, a copy of its samples and their place.
+        """Cut this rank's samples of a step into those of each virtual rank, and yield copies of them with their place.
 
-        Virtual ranks without samples are left out. If `tree` has only a borrowed sample, yield that with its share as
-        they are.
+        Virtual ranks without samples are left out. A rank without samples of its own has a borrowed one, which is
+        another rank's and counts for nothing. Then `tree` and `share` are yielded as they are.
 
         Args:
             step: the number of the step in the epoch, from 0.
             tree: the tensors (n, ...) of all of this rank's samples of the step.
             share: their place in the global batch.
+
+        Yields:
+            The tensors of one virtual rank's samples, and their place. Its `part` is the number of the virtual rank.
         """
         if share.borrowed:
             yield tree, share

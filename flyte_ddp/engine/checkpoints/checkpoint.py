@@ -40,9 +40,10 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
     """Write a checkpoint's content to a temporary file beside path, which finish_draft() then makes the checkpoint.
 
-    The caller may change the tensors once this has returned: the kernel has them, though perhaps not yet the disk. The
-    content may have Shards, whose rows other ranks have. Rank 0 then calls write_draft() while each other rank calls
-    fill(None, content, device), which sends its rows to rank 0.
+    The caller may change the tensors once this has returned: the kernel has the bytes, though perhaps not yet the disk.
+
+    Each sharded tensor is a Shard in the content, with one rank's rows. With Shards, rank 0 calls write_draft() while
+    each other rank calls fill(None, content, device), which sends that rank's rows to rank 0.
 
     Args:
         path: where the checkpoint will be.
@@ -53,7 +54,7 @@ def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU)
         The temporary file.
 
     Raises:
-        OSError: The file cannot be written. The temporary file is removed.
+        OSError: The file cannot be written. The temporary file is removed, and fill() returns on the other ranks.
     """
     draft = temporary_beside(path)
     content = {"format": FORMAT, **content}
@@ -85,22 +86,23 @@ def finish_draft(draft: Path, path: Path) -> None:
 
 
 def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Verify a checkpoint's checksum and identity, and return its content.
+    """Verify a checkpoint's checksum, format and identity, and return its content.
 
-    Its tensors are mapped from the file, not read into memory. The tensors of a sharded checkpoint are StoredTensors,
-    and content["shards"] has the digest of each of its files, which the caller has to verify.
+    Tensors are mapped from the file, not read into memory. A sharded checkpoint has several files and a manifest, and
+    its tensors come as StoredTensors. Only the manifest is verified here; the caller has to verify the files.
 
     Args:
         path: the checkpoint: one file, or the manifest of several.
         identity: what determines the result of this training.
-        files: the hashes of the user's files, for the message about other code.
+        files: the hashes of the user's files. With them, the error about other code names the files that have changed.
 
     Returns:
-        A dict with "identity" and "state", and with what else was written.
+        A dict with "identity" and "state", and with what else was written. For a sharded checkpoint, "shards" has the
+        SHA-256 of each file, by its path.
 
     Raises:
         OtherTrainingError: the checkpoint has another format, or is of a training with another identity.
-        CheckpointError: the checkpoint is damaged, or cannot be read.
+        CheckpointError: the checkpoint is missing or damaged, or cannot be read.
     """
     try:
         with open(path, "rb") as file:

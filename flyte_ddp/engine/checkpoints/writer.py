@@ -57,7 +57,9 @@ def make_checkpoints(
 
 
 def whole_checkpoints(environment: Environment, emit: Callable[[Event], None], job: Job) -> Checkpoints:
-    """Return the writer of a training that is not sharded: on rank 0 of a single file, on the other ranks of nothing.
+    """Return the writer of this rank's checkpoints, for a training that is not sharded.
+
+    On rank 0 it writes a single file. On the other ranks it writes nothing.
 
     Args:
         environment: this rank.

@@ -123,12 +123,14 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
 def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
     """Read samples twice, then by two loader workers at once, and return why they are not the same.
 
+    A split without loader workers is only read twice. A split in memory is not read.
+
     Args:
-        split: the split. If it is in memory, nothing is read.
+        split: the split.
         chosen: (n,) int64, the indices of the samples to read, in increasing order.
 
     Returns:
-        The fault, or None if there is none; and for Fault.CHANGING the remedy, otherwise an empty text.
+        The first fault that is found, or None; and for Fault.CHANGING the remedy, otherwise an empty text.
     """
     if not isinstance(split, Streamed):
         return None, ""

@@ -151,10 +151,10 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _among_ranks(rank: int, size: int) -> Iterator[None]:
-    """Make this process look like another rank while the block runs, to code that asks for its rank or the world size.
+    """Make this process look like another rank to the code in the block, and undo that afterwards.
 
-    torch.distributed gives the new values. The variables RANK and WORLD_SIZE do so, too, if they are set. After the
-    block all is as before.
+    torch.distributed tells the new rank and world size. So do the variables RANK and WORLD_SIZE, if they were set
+    before; LOCAL_RANK stays. Collectives still go through the real group.
 
     Args:
         rank: the rank to look like.

@@ -222,13 +222,14 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
 
 
 def _refuse_changed_weights(recipe: Recipe, network: Network) -> None:
-    """Raise InputError if a forward pass changes a trained weight.
+    """Raise InputError if the last trial has changed a trained weight, as nn.Embedding does with max_norm.
 
-    Each rank would change the weight by its own samples, so the ranks' networks would differ.
+    Each rank would change the weight by its own samples, so the ranks' networks would differ. The weights of a sharded
+    network are not compared.
 
     Args:
-        recipe: the recipe.
-        network: the network, after a training step.
+        recipe: the recipe, for the message.
+        network: the network, after a trial: one forward and backward pass without an optimizer's step.
     """
     for name in network.changed_weights():
         if network.model.get_parameter(name).requires_grad:
@@ -323,13 +324,15 @@ def _refuse_unreached(training: Trials, split: Split) -> None:
 
 
 def _has_unused(training: Trials, whole: Trial) -> bool:
-    """Return whether one sample leaves trained weights without a gradient.
+    """Return whether a single sample leaves trained weights without a gradient.
 
-    If the network draws random numbers, the sample is tried with several seeds, until one leaves a weight unused.
+    Call it right after the trial of a single sample with seed 0, whose gradients are looked at first. If the network
+    draws random numbers, the sample is computed again with further seeds, until a weight is unused. The network then
+    has the gradients of the last of these trials.
 
     Args:
-        training: the trials, of which the last one had a single sample.
-        whole: the trial of all samples.
+        training: runs the trials.
+        whole: the trial of all samples, which tells whether random numbers were drawn.
     """
     for seed in range(1, SEEDS if whole.has_drawn else 1):
         if training.network.unreached():
@@ -440,17 +443,17 @@ def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
 
 @torch.no_grad()
 def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
-    """Raise InputError if a method returns what would fail only after an epoch, or at the end of the training.
+    """Raise InputError if a method of the recipe returns what would fail only after an epoch, or at the training's end.
 
     - facts() must return a dict.
-    - measure() must work for outputs that are paired with other samples, if is_mixed is set.
+    - measure() must work if each output is paired with another sample's target, if is_mixed is set.
     - predictions() must return None, or a tensor with a row for each sample that NumPy can hold.
     - pictures() must return pairs of a caption and an image (C, H, W) of 1 or 3 channels.
 
     Args:
-        evaluation: the trials in evaluation.
-        tested: the trial of all their samples.
-        is_mixed: whether evaluation also measures mismatched pairs, as the loss of guessing.
+        evaluation: the samples of the evaluation, and the recipe.
+        tested: the results of the recipe's methods for all these samples.
+        is_mixed: whether the evaluation pairs outputs with other samples, to estimate the loss of a guess.
     """
     recipe = evaluation.recipe
     tree = evaluation.tree

@@ -54,16 +54,17 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
 
 def operators(profiler: Any) -> list[dict[str, Any]]:
-    """Return the MOST_OPERATORS operators with most time of their own, on the GPU if it was used, else on the CPU.
+    """Return the operators that took the most time, the slowest first, at most MOST_OPERATORS of them.
 
-    Their own time is that without other operators that they call.
+    They are sorted by the GPU's time if a GPU was used, else by the CPU's. The time that an operator spends in other
+    operators counts for those.
 
     Args:
         profiler: a torch.profiler.profile that has recorded steps.
 
     Returns:
-        For each operator, the slowest first: "name"; "calls"; and microseconds, of all recorded steps together:
-            "cpu_us" with the operators that it calls, "self_cpu_us" and "device_us" its own.
+        A dict for each operator, with sums over all recorded steps: "name" and "calls"; in microseconds, its own time,
+            "self_cpu_us" and "device_us", and "cpu_us", which includes the operators that it calls.
     """
     rows = [
         {

@@ -47,16 +47,17 @@ class Stragglers:
         self._warned: set[tuple[int | str, str]] = set()
 
     def after_steps(self, epoch: int, step: int, steps: int, times: np.ndarray) -> list[SlowRank]:
-        """Record the times of the latest steps, and return a warning of each rank that keeps being late.
+        """Record the times of the latest steps, and return new warnings of ranks that keep being late.
 
-        A rank keeps being late if it is late in IN_A_ROW windows of at least WINDOW_SECONDS. A rank on a GPU of its own
-        that computes slowly is warned of once; otherwise there is one warning for each host and cause.
+        A rank keeps being late if it is late in each of the last IN_A_ROW windows of at least WINDOW_SECONDS. A rank
+        that computes slowly on a GPU of its own gets one warning. Otherwise there is one warning for each host and
+        cause ("data" or "compute"). After MOST_WARNINGS warnings there are no more.
 
         Args:
             epoch: the epoch, from 0.
             step: the number of the epoch's steps so far.
             steps: the number of the steps that the times are from.
-            times: (ranks, 4), each rank's seconds of waiting for data, of computing, and of waiting for the others in
+            times: (ranks, 4), each rank's seconds of waiting for data, of computing, and of waiting for the others, in
                 these steps together; and its number of samples.
         """
         if self._meet_within:

@@ -33,16 +33,20 @@ def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
 def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]) -> None:
     """Load the parts' states, and restore which weights are trained and in which groups the optimizers have them.
 
-    A state that does not fit raises the error of its part's load_state_dict.
+    A state that does not fit raises the error of its part's load_state_dict. After any error, some parts may be changed
+    already.
 
     Args:
-        parts: all parts of the loop, or some of them, by name. They are changed in place.
+        parts: all parts of the loop, or some of them, by name. They are changed in place. An optimizer needs its
+            networks among them if its groups have changed.
         states: the parts' state dicts by name; their tensors are copied.
-        arranged: what arrangement() returned when the states were saved. Weights that no part has now are skipped.
+        arranged: what arrangement() returned when the states were saved. Whether a weight that no part has now was
+            trained is ignored.
 
     Raises:
-        KeyError: A part has no state.
-        ValueError: An optimizer's groups differ from the saved ones, and have weights that are in no network.
+        KeyError: A part has no state, or an optimizer's saved groups differ from the present ones and have a weight
+            that no network has now.
+        ValueError: An optimizer's saved groups differ from the present ones, and had weights that were in no network.
     """
     weights = _weights(parts)
     for name, is_trained in arranged["trained"].items():

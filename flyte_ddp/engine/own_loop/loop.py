@@ -263,18 +263,21 @@ class Loop:
         return loss
 
     def log(self, **measures: Number) -> None:
-        """Log "loss", and whatever else is to be followed, for this step; call it once in each step, on every rank.
+        """Log this step's "loss" and other measures; call it once in each step, on every rank.
 
-        What is logged are means over all ranks, and over the steps since the last log line. The ranks exchange the
-        values at the end of the step. A second call in a step replaces the first. Nothing waits for the device, unless
-        a tensor is on another one.
+        A log line has each measure's mean over all ranks, which count equally, and over the steps since the last line.
+        The measure "tokens" is the number of tokens in this rank's batch, from which tokens per second follow.
+
+        The ranks exchange the values at the end of the step. A second call in a step replaces the first. The host waits
+        for a GPU only if a tensor on the CPU is logged.
 
         Args:
             **measures: the values by name, of this rank's samples. The mean of a tensor is taken. "loss" must be among
-                them. "tokens" is the number of the step's tokens on this rank.
+                them.
 
         Raises:
-            InputError: "loss" is missing, or the names are not those of the earlier steps.
+            InputError: "loss" is missing, or the names are not those of the earlier steps. If ranks log different names
+                in their first step, the end of that step raises it.
         """
         names = self._state.progress.names or ["loss"]
         if "loss" not in measures or (self._state.progress.names and {*names} != {*measures}):
