@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_files.model_metadata import needs_metadata
+from flyte_ddp.model_files.model_metadata import read_required_metadata
 from flyte_ddp.model_files.weights import REMEDY, load_weights
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ class Recipe:
             InputError: the file is damaged, does not fit the network, or has no settings that can be loaded.
         """
         if settings is None:
-            settings = needs_metadata(path, "give the settings of the training").load_settings(path)
+            settings = read_required_metadata(path, "give the settings of the training").load_settings(path)
         recipe = cls(settings, data_path)
         recipe.init_path = init_path
         return recipe.trained_model(path)

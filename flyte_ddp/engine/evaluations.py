@@ -25,14 +25,14 @@ class Evaluated(NamedTuple):
 
     Attributes:
         measures: the measures of the whole split, by name; the same on all ranks.
-        mismatched: mean loss of outputs paired with other samples; 0 if it was not computed.
+        guessing_loss: mean loss of outputs paired with other samples; 0 if it was not computed.
         predictions: (n, ...), those of this rank's samples only, on the host; None if the recipe returns none.
         broken: names of the measures of which a sample's value is not finite.
         stop: whether a rank was asked to stop by the end of the evaluation; the same on all ranks.
     """
 
     measures: dict[str, float]
-    mismatched: float
+    guessing_loss: float
     predictions: Tensor | None
     broken: list[str]
     stop: bool
@@ -110,8 +110,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
 
     Returns:
         All ranks have the same values, except for the predictions, which are those of this rank's samples, on the host.
-        `mismatched` stands for the loss of guessing, and is 0 if it was not measured. If the loss is not finite, it is
-        the only measure. `stop` says whether a rank was asked to stop too late to leave the evaluation.
+        If the loss is not finite, it is the only measure. `stop` says whether a rank was asked to stop too late to leave
+        the evaluation.
 
     Raises:
         StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with buffers as before.

@@ -7,7 +7,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def collected_between(items: Iterator[Item]) -> Generator[Item, None, None]:
+def collect_garbage_between(items: Iterator[Item]) -> Generator[Item, None, None]:
     """Yield the items, one for each step, and collect garbage only between them.
 
     Only young objects are collected, which takes microseconds. With Python's automatic collection, which is off until

@@ -8,7 +8,7 @@ from typing import Any
 
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.evaluations import Evaluated, evaluate
-from flyte_ddp.engine.garbage import collected_between
+from flyte_ddp.engine.garbage import collect_garbage_between
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import EpochFinished, GradientsSeen
@@ -69,7 +69,7 @@ def fit(
             **measures,
         )
         evaluated.check_loss(name, finished.position)
-        progress.evaluated(finished, evaluated.broken, evaluated.mismatched)
+        progress.evaluated(finished, evaluated.broken, evaluated.guessing_loss)
         state.choose(finished)
         progress.begin_next(finished.fraction)
         is_over = _is_over(state, settings)
@@ -104,10 +104,10 @@ def train_until(state: TrainingState, train: TrainBatches, end: int, log_interva
     assert progress.checkpoints
     state.parallel.train()
     progress.go_on()
-    for shares in collected_between(progress.clock.timed(train.steps(progress.epoch, progress.step, end))):
+    for shares in collect_garbage_between(progress.clock.timed(train.steps(progress.epoch, progress.step, end))):
         state.train_step(shares, link.stop_requested, progress.checkpoints.due())
         is_last = progress.step == end
         asked = progress.end_step(state, is_last or progress.step % log_interval == 0)
         if progress.step == len(train) and link.is_heard and state.log_gradients:
             link.emit(GradientsSeen(progress.epoch, state.gradient_histograms()))
-        progress.obey(state, asked, is_evaluated=is_last)
+        progress.obey(state, asked, is_evaluation_next=is_last)

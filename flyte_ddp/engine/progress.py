@@ -216,7 +216,7 @@ class Progress:
             self._log(training)
         return asked
 
-    def obey(self, training: Training, asked: Asked, is_evaluated: bool = False) -> None:
+    def obey(self, training: Training, asked: Asked, is_evaluation_next: bool = False) -> None:
         """Save a checkpoint if a rank has asked for one or for a stop, and stop in the second case; a collective.
 
         If the training cannot write a checkpoint yet, the method sets owes_checkpoint and returns. The call after a
@@ -226,13 +226,13 @@ class Progress:
         Args:
             training: the training to save.
             asked: the requests that end_step() returned.
-            is_evaluated: whether an evaluation comes next. A checkpoint follows an evaluation anyway, so a mere request
-                to save is not obeyed then. A stop, and a checkpoint that is owed, do not wait.
+            is_evaluation_next: whether an evaluation comes next. A checkpoint follows it anyway, so a mere request to
+                save is not obeyed then. A stop, and a checkpoint that is owed, do not wait.
 
         Raises:
             StopRequested: A rank was asked to stop, and the checkpoint is saved.
         """
-        self.owes_checkpoint |= asked.stop or (asked.save and not is_evaluated)
+        self.owes_checkpoint |= asked.stop or (asked.save and not is_evaluation_next)
         if not self.owes_checkpoint or training.must_wait():
             return
         training.compare_between_ranks()
@@ -343,7 +343,7 @@ class Progress:
 
     # --- evaluations ---
 
-    def evaluated(self, finished: EpochFinished, broken: Iterable[str] = (), mismatched: float = 0.0) -> None:
+    def evaluated(self, finished: EpochFinished, broken: Iterable[str] = (), guessing_loss: float = 0.0) -> None:
         """Append an evaluation to the history, and emit it, the ranks' times of computing and waiting, and warnings.
 
         Warnings tell of measures that are not finite, of a loss without any weights, and of a loss no better than
@@ -352,8 +352,8 @@ class Progress:
         Args:
             finished: the evaluation, and the training before it.
             broken: names of measures that samples have made NaN or infinite.
-            mismatched: the mean loss of outputs that are paired with other samples. It stands in for an unknown loss of
-                constant predictions; 0 if it is unknown, too.
+            guessing_loss: the mean loss of outputs that are paired with other samples. It stands in for an unknown loss
+                of constant predictions; 0 if it is unknown, too.
         """
         self.history.append(finished)
         self._link.emit(finished)
@@ -363,7 +363,7 @@ class Progress:
         if "loss" in finished.evaluated:
             if math.isnan(finished.evaluated["loss"]):  # though no sample's is
                 warnings += self.monitor.warn_of_no_weights(split, position, self.step)
-            warnings += self.monitor.after_evaluation(finished, self.step, mismatched)
+            warnings += self.monitor.after_evaluation(finished, self.step, guessing_loss)
         self.emit_all(warnings)
 
     def begin_next(self, fraction: float) -> None:

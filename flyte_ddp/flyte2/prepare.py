@@ -14,7 +14,7 @@ from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, output_folder
 from flyte_ddp.flyte2.environment import PAUSES, cached
-from flyte_ddp.model_files.model_metadata import needs_metadata
+from flyte_ddp.model_files.model_metadata import read_required_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 
@@ -61,7 +61,7 @@ def classifier_settings(model_state: File) -> Hyperparameters:
     with one_attempt():
         path = downloaded(model_state)
         assert path
-        known = needs_metadata(path, "give the model_state of a training")
+        known = read_required_metadata(path, "give the model_state of a training")
         check_classifier(known, model_state.path)
         return Hyperparameters.from_dict({**known.settings, "dataset": known.data["name"]})
 

@@ -138,7 +138,7 @@ def plain_remedy(weights: str | Path) -> str:
     return f"load a network of your own by model.load_state_dict({read})"
 
 
-def needs_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
+def read_required_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
     """Return the metadata of a weights file. Raises InputError if it has none, is no file of weights, or is not there.
 
     `remedy` is what the message tells users of a recipe to do if the file has no metadata.

@@ -24,7 +24,7 @@ PAGE_SECONDS = 30.0  # between pages that show nothing but steps
 PAGES_FRACTION = 0.05  # the largest fraction of the time to spend on pages that the next one replaces
 MOST_CURVES = 6  # of measures besides the loss
 MOST_LAYERS = 12  # curves in a figure
-# The numbers of steps that speed_curves draws, and memory, which only grows
+# The numbers of steps that speed_figures draws, and memory, which only grows
 ELSEWHERE = ("samples_per_second", "tokens_per_second", "mfu", "gradient_norm", "peak_memory_gib")
 
 
@@ -89,7 +89,7 @@ def fragment(record: Record) -> str:
         samples=sample_pictures(record.info),
         causes=contents.cause_bars(record),
         attempts=contents.attempts_table(record),
-        speed=_drawings(speed_curves(record)),
+        speed=_drawings(speed_figures(record)),
         ranks=contents.ranks(record),
         operators=contents.operator_table(record),
         setup=contents.setup_tables(record),
@@ -104,7 +104,7 @@ def progress_curves(record: Record) -> list[Curves]:
     """Return the curves of the loss, the other measures, and the other numbers of steps, such as the learning rate.
 
     The loss is on a logarithmic axis if its values differ by a factor of more than 30. MOST_CURVES other measures are
-    drawn. Speed and gradient norm are left to speed_curves.
+    drawn. Speed and gradient norm are left to speed_figures.
     """
     loss = _measure_curves(record, "loss")
     points = chain.from_iterable(loss.series.values())
@@ -147,7 +147,7 @@ def _measure_curves(record: Record, name: str) -> Curves:
     )
 
 
-def speed_curves(record: Record) -> list[Curves]:
+def speed_figures(record: Record) -> list[Curves]:
     """Return four figures over the logged steps: samples per second, tokens per second, MFU and gradient norms.
 
     MFU is the model FLOPs utilization. A figure has no points if its values are unknown. The norms are those of all

@@ -115,7 +115,7 @@ def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
     return [*cut, Rung(len(trials) // factor**last, 0)]
 
 
-def check_rungs(sweep: Sweep, trials: AllTrials) -> None:
+def check_reduction_factor(sweep: Sweep, trials: AllTrials) -> None:
     """Raise InputError if the sweep's reduction factor does not fit its trials.
 
     A factor of 1 always fits. A larger one is refused in four cases: the trials are trained by Lightning, they differ
@@ -165,7 +165,7 @@ def classifier_trials(
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
     trials = trials_of(sweep, hp)
-    check_rungs(sweep, [vars(trial) for trial in trials])
+    check_reduction_factor(sweep, [vars(trial) for trial in trials])
     for trial in trials:
         check_ranks(platform, trial, options)
     return trials

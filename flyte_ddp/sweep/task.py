@@ -25,7 +25,7 @@ from flyte_ddp.sweep.halving import (
     Entrant,
     Rungs,
     TrialResult,
-    check_rungs,
+    check_reduction_factor,
     choose_entrants,
     failed_result,
     make_result,
@@ -66,7 +66,7 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
         InputError: the sweep's reduction factor does not fit its trials.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
-    check_rungs(sweep, settings)
+    check_reduction_factor(sweep, settings)
     texts = [trial.to_json() for trial in trials]
     if is_local():  # flytekit's local map task caches all trials or none; one by one, a sweep resumes
         rungs = run_rungs(sweep, settings, lambda entrant: _read_value(run(entrant=entrant, **inputs)))

@@ -10,7 +10,7 @@ from flyte_ddp.engine.average import Average
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted
 from flyte_ddp.model_files.frozen_base import compute_base_digest, frozen_weights
-from flyte_ddp.model_files.model_metadata import needs_metadata
+from flyte_ddp.model_files.model_metadata import read_required_metadata
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import base_recipes
@@ -56,7 +56,7 @@ def test_what_model_freezes_is_in_no_file_and_loading_puts_both_together(tmp_pat
     rest = whole.state_dict().keys() - base.keys()
     saved = weights(tmp_path / "final-checkpoint")["state"]
     assert weights(result.model_path).keys() == saved["model"].keys() == rest
-    assert saved["base"] == needs_metadata(result.model_path, "").base_digest == compute_base_digest(base)
+    assert saved["base"] == read_required_metadata(result.model_path, "").base_digest == compute_base_digest(base)
     if recipe is Averaged:
         assert (
             saved["average"].keys() == saved["choice"]["weights"].keys() == weights(tmp_path / "last.pt").keys() == rest
@@ -142,7 +142,7 @@ def test_a_training_starts_with_the_trained_part_or_with_a_whole_file_that_it_th
 def test_frozen_by_a_setting_stays_in_the_file(tmp_path):
     result, _ = run(Sound, tmp_path, freeze="0")
     assert weights(result.model_path).keys() == Sound(Settings()).model().state_dict().keys()
-    assert needs_metadata(result.model_path, "").base_digest == ""
+    assert read_required_metadata(result.model_path, "").base_digest == ""
 
 
 def test_lora_of_a_base_fifty_times_larger_leaves_less_than_a_twentieth_of_it(tmp_path):

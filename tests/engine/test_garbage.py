@@ -9,7 +9,7 @@ from torch import distributed
 from torch.utils.data import Dataset
 
 from flyte_ddp.engine.batches.loading import Streamed
-from flyte_ddp.engine.garbage import collected_between
+from flyte_ddp.engine.garbage import collect_garbage_between
 
 
 class Cycle:
@@ -19,7 +19,7 @@ class Cycle:
 
 def test_what_a_step_leaves_behind_is_collected_before_the_next_one_and_not_earlier():
     left: list[weakref.ref[Cycle]] = []
-    for number in collected_between(iter(range(3))):
+    for number in collect_garbage_between(iter(range(3))):
         assert not gc.isenabled()
         assert [one() for one in left] == [None] * number
         left.append(weakref.ref(Cycle()))
@@ -28,7 +28,7 @@ def test_what_a_step_leaves_behind_is_collected_before_the_next_one_and_not_earl
 
 
 def test_it_goes_on_by_itself_when_a_step_fails():
-    steps = collected_between(iter(range(3)))
+    steps = collect_garbage_between(iter(range(3)))
     next(steps)
     steps.close()
     assert gc.isenabled()
@@ -47,7 +47,7 @@ def test_loader_workers_do_not_end_a_store_that_failed_before_they_were_forked()
     """And the process that forks them goes on leaving alone what it did, or each rank would copy what all share."""
     gc.freeze()
     frozen = gc.get_freeze_count()
-    for _ in collected_between(iter(range(1))):  # until here it is garbage
+    for _ in collect_garbage_between(iter(range(1))):  # until here it is garbage
         garbage: Any = Cycle()
         garbage.store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         del garbage

@@ -22,7 +22,7 @@ from flyte_ddp.export.settings import ExportOptions
 from flyte_ddp.export.task import export_recipe
 from flyte_ddp.flyte1.inputs import classifier_metadata
 from flyte_ddp.flyte1.recipe import RecipeTraining
-from flyte_ddp.model_files.model_metadata import add_metadata, needs_metadata
+from flyte_ddp.model_files.model_metadata import add_metadata, read_required_metadata
 from flyte_ddp.recipes.models import load_model
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import train
@@ -219,7 +219,7 @@ def test_a_network_that_no_program_can_hold_is_exported_as_weights_alone(short):
 
 def test_weights_that_are_not_those_of_the_reported_measures_fail_the_export(short):
     name, settings, path = short("Lines")
-    known, weights = needs_metadata(path, ""), torch.load(path, weights_only=True)
+    known, weights = read_required_metadata(path, ""), torch.load(path, weights_only=True)
     torch.save({key: -value for key, value in weights.items()}, path)
     add_metadata(path, known)
     with pytest.raises(InputError, match=r"model_state gives loss \d\.\d+ on the test split, but the training rep"):

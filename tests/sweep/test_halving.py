@@ -24,7 +24,7 @@ from flyte_ddp.sweep.halving import (
     AllTrials,
     Entrant,
     TrialResult,
-    check_rungs,
+    check_reduction_factor,
     choose_entrants,
     describe_saving,
     latest_results,
@@ -107,9 +107,9 @@ def test_under_lightning_all_trials_train_to_their_end():
     chosen = choose_entrants(two, under, []).values()
     assert [LightningSettings.from_json(one.settings).epochs for one in chosen] == [2, 3]
     assert [trial.epochs for trial in latest_results(two, under, [after(0, {1: 0.5, 2: 0.6})])] == [2, 3]
-    check_rungs(two, under)
+    check_reduction_factor(two, under)
     with pytest.raises(InputError, match="reduction_factor must be 1 under Lightning, where no training continues"):
-        check_rungs(replace(two, reduction_factor=2), under)
+        check_reduction_factor(replace(two, reduction_factor=2), under)
 
 
 def test_one_that_was_cut_takes_the_place_of_one_that_failed():
@@ -185,9 +185,9 @@ def test_a_trial_without_the_measure_has_failed():
 def test_where_nothing_can_be_cut_it_is_refused(values, base, said):
     sweep = Sweep(values, reduction_factor=3)
     with pytest.raises(InputError) as refused:
-        check_rungs(sweep, trials(sweep, **base))
+        check_reduction_factor(sweep, trials(sweep, **base))
     assert said in str(refused.value)
-    check_rungs(replace(sweep, reduction_factor=1), trials(sweep, **base))
+    check_reduction_factor(replace(sweep, reduction_factor=1), trials(sweep, **base))
 
 
 def test_it_needs_neither_flytekit_nor_torch():

@@ -109,7 +109,7 @@ def _mnist(class_name: str, ask: Ask) -> Originals:
         InputError: DDP_DATA_MIRROR is no URL of a folder, or the folder for data cannot be written to.
     """
     mirror = mirror_from_environment()
-    public, resources = _catalogue(class_name)
+    public, resources = _find_downloads(class_name)
     # MNIST and Fashion-MNIST have the same file names, so torchvision's layout, with a folder for each, comes first
     own = [f"{mirror.rstrip('/')}/{class_name}/raw", mirror] if mirror else []
     mirrors = ask([*own, *public])
@@ -124,7 +124,7 @@ def _mnist(class_name: str, ask: Ask) -> Originals:
     )
 
 
-def _catalogue(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
+def _find_downloads(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
     """Return where a dataset of torchvision can be downloaded, and which files it has.
 
     The answer is cached in a file for each version of torchvision, because importing torchvision takes seconds.

@@ -47,7 +47,7 @@ def make_checkpoints(
         job: the job, with the paths and the time between two checkpoints.
     """
     if not is_sharded(state.model):
-        return whole_checkpoints(environment, emit, job)
+        return make_whole_checkpoints(environment, emit, job)
     destination = (
         StorageDestination(job.storage) if job.storage else SharedFolder(Path(job.checkpoint_path), environment)
     )
@@ -56,7 +56,7 @@ def make_checkpoints(
     return kind(ShardWriter(destination, environment).begin, job, every, emit)
 
 
-def whole_checkpoints(environment: Environment, emit: Callable[[Event], None], job: Job) -> Checkpoints:
+def make_whole_checkpoints(environment: Environment, emit: Callable[[Event], None], job: Job) -> Checkpoints:
     """Return the writer of this rank's checkpoints, for a training that is not sharded.
 
     On rank 0 it writes a single file. On the other ranks it writes nothing.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from flyte_ddp.engine.checks.trials import fault_named, is_same
+from flyte_ddp.engine.checks.trials import as_input_error, is_same
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.measures import finite_number
@@ -57,7 +57,7 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
         if is_whole and weight.grad is not None:
             weight.grad = weight.detach()  # any gradient will do; the weights themselves take no extra memory
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
-    with fault_named(f"{what} cannot make a step", remedy):
+    with as_input_error(f"{what} cannot make a step", remedy):
         optimizer.step()
     if not is_whole:  # each rank steps its own rows, and a checkpoint has the optimizer's state in another form
         return []
@@ -130,7 +130,7 @@ def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
         seed_all(0)  # rates may be drawn
-        with _among_ranks(rank, world_size):
+        with _as_rank(rank, world_size):
             groups = [_plain(group) for group in _build_optimizer(recipe, model).param_groups]
             results.append({"optimizer": groups, "lr_lambda": _some_rates(recipe, steps)})
     one, two = results
@@ -150,7 +150,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _among_ranks(rank: int, size: int) -> Iterator[None]:
+def _as_rank(rank: int, size: int) -> Iterator[None]:
     """Make this process look like another rank to the code in the block, and undo that afterwards.
 
     torch.distributed tells the new rank and world size. So do the variables RANK and WORLD_SIZE, if they were set

@@ -25,7 +25,7 @@ from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.data_probe import refuse_coupled_reading, unequal_data
 from flyte_ddp.engine.checks.optimizer_probe import try_optimizer
-from flyte_ddp.engine.checks.trials import Network, Trial, Trials, choose_tolerance, fault_named, is_close, is_same
+from flyte_ddp.engine.checks.trials import Network, Trial, Trials, as_input_error, choose_tolerance, is_close, is_same
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value
 from flyte_ddp.engine.measures import (
@@ -463,7 +463,7 @@ def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
         raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
     if is_mixed:
         what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
-        with fault_named(what, "define constant_loss(), the loss of guessing"):
+        with as_input_error(what, "define constant_loss(), the loss of guessing"):
             compute_pairs(recipe, mismatched(outputs), Batch(tree, recipe.share))
     predictions = tested.stages["predictions"]
     count = evaluation.size
@@ -473,10 +473,10 @@ def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
             raise InputError(
                 f"{where} must return a tensor with a row for each of the {count} samples, got {_shape(predictions)}"
             )
-        with fault_named(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
+        with as_input_error(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
             predictions.cpu().numpy()
     where = code_location(recipe, "pictures")
-    with fault_named(f"{where} fails, or returns no pairs of a caption and an image", "return () for none"):
+    with as_input_error(f"{where} fails, or returns no pairs of a caption and an image", "return () for none"):
         pictures = [(str(caption), picture) for caption, picture in recipe.pictures(outputs, tree)]
     for _, picture in pictures:
         if not isinstance(picture, Tensor) or picture.ndim != 3 or picture.shape[0] not in (1, 3):

@@ -249,7 +249,7 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
 
 
 @contextmanager
-def fault_named(what: str, remedy: str) -> Iterator[None]:
+def as_input_error(what: str, remedy: str) -> Iterator[None]:
     """Raise an InputError in place of any error within the block: "{what} ({the error}): {remedy}".
 
     Only torch.OutOfMemoryError is passed on unchanged.

@@ -90,7 +90,7 @@ class LossMonitor:
         self.lowest = min(mean, before)
         return []
 
-    def after_evaluation(self, finished: EpochFinished, step: int, mismatched: float = 0.0) -> list[NotLearning]:
+    def after_evaluation(self, finished: EpochFinished, step: int, guessing_loss: float = 0.0) -> list[NotLearning]:
         """Record whether the loss of an evaluation is no better than guessing, and return a warning if it newly is.
 
         It is no better if it is above GUESSING times the loss of a constant prediction. In the first epochs, which may
@@ -99,13 +99,13 @@ class LossMonitor:
         Args:
             finished: the evaluation, with a loss.
             step: the number of the epoch's steps so far.
-            mismatched: the mean loss of outputs paired with other samples, which stands in for an unknown
+            guessing_loss: the mean loss of outputs paired with other samples, which stands in for an unknown
                 constant_loss; 0 if it is unknown, too.
         """
         if finished.position < min(EARLY * self.epochs, MOST_EARLY):
             return []
         loss = finished.evaluated["loss"]
-        bound = self.constant_loss or mismatched
+        bound = self.constant_loss or guessing_loss
         was_guessing = self.guessing
         self.guessing = bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
         if was_guessing or not self.guessing:

@@ -7,7 +7,7 @@ from typing import Any
 from flyte_ddp.engine import collectives
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Split
-from flyte_ddp.engine.garbage import collected_between
+from flyte_ddp.engine.garbage import collect_garbage_between
 from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.parts import Parts
 from flyte_ddp.engine.own_loop.state import LoopState
@@ -76,7 +76,7 @@ class TrainSteps:
         state.put_back()
         steps = self._batches.steps(state.progress.epoch, state.progress.step, len(self))
         try:
-            for shares in collected_between(state.progress.clock.timed(steps)):
+            for shares in collect_garbage_between(state.progress.clock.timed(steps)):
                 state.begin_step(shares)
                 if self._batches.virtual_ranks:
                     seed_all(state.step_seed)

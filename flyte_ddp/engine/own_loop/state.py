@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
-from flyte_ddp.engine.checkpoints.writer import whole_checkpoints
+from flyte_ddp.engine.checkpoints.writer import make_whole_checkpoints
 from flyte_ddp.engine.contracts import Plan, StepFigures
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.job import Job, TrainingResult
@@ -161,7 +161,7 @@ class LoopState:
         if self._job.options.keep_best:
             self.best_models = BestModels(self, self._job, emit, self._write)
             emit = forward_to_all(self.best_models, emit)
-        progress.checkpoints = whole_checkpoints(self._environment, emit, self._job)
+        progress.checkpoints = make_whole_checkpoints(self._environment, emit, self._job)
         self.trace = make_trace(self._environment, self.device, self._job, progress)
         if self.exact:
             self.exact.trace = self.trace
@@ -269,7 +269,7 @@ class LoopState:
         if is_left:
             return
         is_last = progress.step == self.steps
-        progress.obey(self, asked, is_evaluated=is_last)
+        progress.obey(self, asked, is_evaluation_next=is_last)
         if is_last and not progress.owes_checkpoint and not self.must_wait():
             self._can_leave = True
             if self._environment.rank == 0:

@@ -85,8 +85,8 @@ def test_without_a_constant_loss_the_first_window_and_mismatched_outputs_stand_i
     assert monitor.after_steps(0, 1, 5.0, 5000) == monitor.after_steps(0, 2, 6.0, 5000) == []
     (leapt,) = monitor.after_steps(0, 3, 7.0, 5000)
     assert leapt.reason.startswith("the loss leapt from 5 to 7 by step 3")
-    assert monitor.after_evaluation(evaluated(0, 2.0), 3, mismatched=3.0) == []
-    (guessing,) = monitor.after_evaluation(evaluated(1, 2.99, 0.25), 3, mismatched=3.0)
+    assert monitor.after_evaluation(evaluated(0, 2.0), 3, guessing_loss=3.0) == []
+    (guessing,) = monitor.after_evaluation(evaluated(1, 2.99, 0.25), 3, guessing_loss=3.0)
     assert "no better than guessing after epoch 1.25: the loss is 2.99, and 3 for predictions that" in guessing.reason
 
 
