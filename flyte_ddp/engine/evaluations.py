@@ -110,8 +110,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
 
     Returns:
         All ranks have the same values, except for the predictions, which are those of this rank's samples, on the host.
-        If the loss is not finite, it is the only measure. `stop` says whether a rank was asked to stop too late to leave
-        the evaluation.
+        If the loss is not finite, it is the only measure. `stop` says whether a rank was asked to stop too late
+        to leave the evaluation.
 
     Raises:
         StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with buffers as before.
