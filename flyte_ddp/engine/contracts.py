@@ -1,16 +1,13 @@
-"""What a training, its Progress and its writer of checkpoints must have for one another, and the plan of a training."""
+"""The plan of a training, and what it, its Progress and the writer of its checkpoints must have for one another."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from flyte_ddp.engine.sums import Sums
 from flyte_ddp.errors import NonFiniteError
-
-if TYPE_CHECKING:  # progress.py imports this module
-    from flyte_ddp.engine.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Resumable(Protocol):
     """A training that a checkpoint is written of."""
 
     device: torch.device
-    progress: "Progress"
+    progress: Any  # a Progress, whose module imports this one
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resume at this epoch and step needs."""

@@ -138,7 +138,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     state.drift = Drift(places, device, progress.warn) if len(places) > 1 else None
     if isinstance(state.parallel, ExactStep):  # otherwise a part may have other bits each time
         state.audit = Audit(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
-    state.trace = make_trace(environment, device, job, progress)
+    state.trace = make_trace(environment, device, job, progress.epoch + progress.step > 0)
     emit: Callable[[Event], None] = link.emit
     if job.options.keep_best:
         state.best_models = BestModels(state, job, emit, partial(write_weights, setup, job))

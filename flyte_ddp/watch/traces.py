@@ -15,7 +15,7 @@ MOST_NAMED = 3  # weights in a sentence
 
 @dataclass(frozen=True)
 class Step:
-    """What a trace has of a step.
+    """A step of a trace.
 
     Attributes:
         epoch, step, number: the step's position, each from 0; number counts over all epochs.
@@ -54,7 +54,8 @@ def read_trace(progress_path: str) -> dict[int, Step]:
         try:
             line = printable(json.loads(text))
             parts = {(one["call"], one["part"]): [*map(tuple, one["outputs"])] for one in line.pop("parts")}
-            step = Step(parts=parts, **line)
+            weights, gradients = (dict(line.pop(name)) for name in ("weights", "gradients"))
+            step = Step(weights=weights, parts=parts, gradients=gradients, **line)
         except Exception:  # a line may be anything
             raise InputError(f"{path} is not a trace that this version knows: {text[:100]!r}") from None
         steps[step.number] = step

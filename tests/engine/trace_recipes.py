@@ -34,19 +34,29 @@ class InBatch(Usual):
 
 
 class InOutput(Usual):
-    """As one who changes a line of the network: after the second convolution."""
+    """As one who changes a line of the second convolution."""
 
     def model(self):
         model = super().model()
-        model.conv2.register_forward_hook(lambda module, inputs, output: output * (1 + (self.now >= FROM)))
+        model.conv2.__class__ = Doubled
         return model
+
+    def lr_lambda(self, step, total_steps):
+        Doubled.now = step
+        return super().lr_lambda(step, total_steps)
+
+
+class Doubled(torch.nn.Conv2d):
+    now = 0
+
+    def forward(self, inputs):
+        return super().forward(inputs) * (1 + (Doubled.now >= FROM))
 
 
 class InLoss(Usual):
     def measure(self, outputs, batch):
         measures = super().measure(outputs, batch)
-        values, weights = measures["loss"]
-        return {**measures, "loss": (values * (1 + (self.now >= FROM)), weights)}
+        return {**measures, "objective": measures["objective"] * (1 + (self.now >= FROM))}
 
 
 class InGradient(Usual):
@@ -70,7 +80,7 @@ class InUpdate(Usual):
 class OtherNetwork(Usual):
     def model(self):
         model = super().model()
-        model.fc3 = torch.nn.Linear(2, 2)
+        model.fc3 = torch.nn.Linear(2, 2, bias=False)
         return model
 
     def forward(self, model, batch):

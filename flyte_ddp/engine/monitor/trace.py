@@ -13,7 +13,6 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from flyte_ddp.engine.digest import sum_of_all
 from flyte_ddp.engine.job import Job
-from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.launch.environment import Environment
 
@@ -159,12 +158,12 @@ class Trace:
         )
 
 
-def make_trace(environment: Environment, device: torch.device, job: Job, progress: Progress) -> Trace | None:
+def make_trace(environment: Environment, device: torch.device, job: Job, is_resumed: bool) -> Trace | None:
     """Return the trace that a training's options ask for; None if they ask for none, or the training has no logs."""
     every = job.options.trace_every
     if not every or not job.logs:
         return None
-    return Trace(every, job.logs, environment.rank, device, is_resumed=(progress.epoch, progress.step) != (0, 0))
+    return Trace(every, job.logs, environment.rank, device, is_resumed)
 
 
 def _parameters(networks: Mapping[str, nn.Module]) -> list[Iterable[tuple[str, nn.Parameter]]]:

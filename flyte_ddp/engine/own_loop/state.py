@@ -162,7 +162,8 @@ class LoopState:
             self.best_models = BestModels(self, self._job, emit, self._write)
             emit = forward_to_all(self.best_models, emit)
         progress.checkpoints = make_whole_checkpoints(self._environment, emit, self._job)
-        self.trace = make_trace(self._environment, self.device, self._job, progress)
+        is_resumed = progress.epoch + progress.step > 0
+        self.trace = make_trace(self._environment, self.device, self._job, is_resumed)
         if self.exact:
             self.exact.trace = self.trace
             every = self._job.options.audit_every
