@@ -77,7 +77,7 @@ def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
         if found:
             return found
         before = one[number]
-    return f"All that is traced is equal in the {len(both)} steps that both have, the last {before.place}"
+    return f"All that is traced is equal in the {len(both)} steps that both have, the last {one[both[-1]].place}"
 
 
 def _compare_steps(one: Step, other: Step, before: Step | None) -> str:

@@ -268,7 +268,8 @@ def as_input_error(what: str, remedy: str) -> Iterator[None]:
 
 def _states_on_host() -> tuple[Any, ...]:
     """Return what changes when Python's random or NumPy's global generator draws."""
-    _, keys, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    _, keys, *rest = state
     return random.getstate(), keys.tobytes(), *rest
 
 

@@ -115,7 +115,7 @@ class Trace:
         if name and self._part is not None and not is_compiling:
             self._part.append((name, self._digest(output)))
 
-    def record_gradients(self, weights: Iterable[nn.Parameter] | None = None) -> None:
+    def record_gradients(self, weights: Iterable[Tensor] | None = None) -> None:
         """Digest the gradients that all ranks have added up.
 
         Args:
