@@ -96,7 +96,15 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
         )
     weights = _differing(one.weights, other.weights)
     if weights:
-        return f"{_say_when(one, before)}: {listed(weights, MOST_NAMED)}"
+        named = listed(weights, MOST_NAMED)
+        if before is None:
+            return f"The weights differ already before {one.place}, the first traced step that both have: {named}"
+        if one.number == before.number + 1:
+            return f"The trainings part in the update after {before.place}, whose gradients are equal: {named}"
+        return (
+            f"The trainings part between {before.place} and {one.place}: {named}. To find the step and the layer, train "
+            "both again with trace_every 1, from the start or, by resume_from, from a checkpoint of the former or earlier"
+        )
     found = _first_output(one, other)
     if found:
         return f"The trainings part in {one.place}, whose weights are equal before it: {found}"
@@ -111,18 +119,6 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
             "that of no layer after it in the forward pass"
         )
     return ""
-
-
-def _say_when(step: Step, before: Step | None) -> str:
-    """Return the beginning of a sentence on weights that differ already at the beginning of a step."""
-    if before is None:
-        return f"The weights differ already before {step.place}, the first traced step that both have"
-    if step.number == before.number + 1:
-        return f"The trainings part in the update after {before.place}, whose gradients are equal"
-    return (
-        f"The trainings part between {before.place} and {step.place}; to find step and layer, train both again with "
-        "trace_every 1, from the start or, by resume_from, from a checkpoint that is not later than the first of these"
-    )
 
 
 def _first_output(one: Step, other: Step) -> str:

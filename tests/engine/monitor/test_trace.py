@@ -69,7 +69,7 @@ def test_between_two_traced_steps_the_interval_is_named(train, usual):
     changed = train(1, recipe=f"{RECIPES}:InOutput", trace_every=2, name="changed", **SHORT)
     assert [*read_trace(f"{changed.folder}/progress.jsonl")] == [0, 2, 4, 6]
     said = compared(usual, changed)
-    assert said.startswith("The trainings part between step 3 of epoch 1 and step 5 of epoch 1; to find step and layer")
+    assert said.startswith("The trainings part between step 3 of epoch 1 and step 5 of epoch 1: conv1.weight, ")
     again = train(1, recipe=f"{RECIPES}:Usual", trace_every=2, name="again", **SHORT)
     assert compared(usual, again) == (
         "All that is traced is equal in the 4 steps that both have, the last step 7 of epoch 1"
