@@ -102,8 +102,8 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
         if one.number == before.number + 1:
             return f"The trainings part in the update after {before.place}, whose gradients are equal: {named}"
         return (
-            f"The trainings part between {before.place} and {one.place}: {named}. To find the step and the layer, train "
-            "both again with trace_every 1, from the start or, by resume_from, from a checkpoint of the former or earlier"
+            f"The trainings part between {before.place} and {one.place}: {named}. To find the step and the layer, "
+            "train both again with trace_every 1, from the start or, by resume_from, from an earlier checkpoint"
         )
     found = _first_output(one, other)
     if found:
