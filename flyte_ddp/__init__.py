@@ -32,6 +32,8 @@ MODULES = {
     "RecipeSummary": "flyte_ddp.attempt.summaries",
     "RecipeTraining": "flyte_ddp.flyte1.recipe",
     "RunOptions": "flyte_ddp.settings",
+    "ScriptOutputs": "flyte_ddp.script.task",
+    "ScriptTraining": "flyte_ddp.script.task",
     "TarImages": "flyte_ddp.data.blocks.tar",
     "TrainingSettings": "flyte_ddp.settings",
     "file_by_content": "flyte_ddp.flyte1.data",

@@ -26,6 +26,8 @@ from flyte_ddp.recipe import Recipe as Recipe
 from flyte_ddp.recipes.classifier import Classifier as Classifier
 from flyte_ddp.recipes.hyperparameters import Hyperparameters as Hyperparameters
 from flyte_ddp.recipes.models import load_model as load_model
+from flyte_ddp.script.task import ScriptOutputs as ScriptOutputs
+from flyte_ddp.script.task import ScriptTraining as ScriptTraining
 from flyte_ddp.settings import RunOptions as RunOptions
 from flyte_ddp.settings import TrainingSettings as TrainingSettings
 from flyte_ddp.training import train as train

@@ -12,6 +12,7 @@ COMMANDS = {
     "compare": "flyte_ddp.watch.compare:compare",
     "new": "flyte_ddp.new.command:new",
     "run": "flyte_ddp.run.command:run",
+    "script": "flyte_ddp.script.command:script",
     "watch": "flyte_ddp.watch.command:watch",
 }
 

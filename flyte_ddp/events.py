@@ -44,6 +44,7 @@ class RunStarted(Event):
             run.
         earlier: position and digest of each evaluation before a resume, as in EpochFinished.
         may_end_early: whether early stopping may end training before its last epoch.
+        has_epochs: False for a script, which tells only steps: its run counts as one epoch with a single step.
     """
 
     method = "on_run_started"
@@ -72,6 +73,7 @@ class RunStarted(Event):
     ran_on: list[dict[str, Any]] = field(default_factory=list)
     earlier: list[tuple[float, str]] = field(default_factory=list)
     may_end_early: bool = False
+    has_epochs: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,9 @@ class StepLogged(Event):
     """The state after a step. The measures, among them "loss", cover all training samples since the last StepLogged.
 
     Attributes:
+        learning_rate, samples_per_second: NaN in a script's steps.
         gradient_norms: Euclidean norms of this step's gradients by parameter: the ten largest, or all on request.
-        gradient_norm: the Euclidean norm of all gradients together.
+        gradient_norm: the Euclidean norm of all gradients together; NaN in a script's steps.
         tokens_per_second: of all ranks together; None where tokens are not counted.
         mfu: the model FLOPs utilization, from 0 to 1; None where FLOPs or the device's peak are unknown.
         peak_memory_gib: the most memory that rank 0 has had so far: its tensors on a GPU, else its process.

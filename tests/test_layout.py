@@ -44,6 +44,7 @@ FEATURES = (
     "new",
     "promote",
     "run",
+    "script",
     "sweep",
     "watch",
 )

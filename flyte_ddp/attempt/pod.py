@@ -7,6 +7,10 @@ from flyte_ddp.code.code_version import OTHER_CODE
 from flyte_ddp.errors import RecoverableError, ReportedError
 
 CODE_VARIABLE, GPUS_VARIABLE = "DDP_TRAINING_CODE", "DDP_POD_GPUS"  # nothing is checked if they are not set
+SCRIPT_VARIABLES = CHECKPOINT_VARIABLE, EVENTS_VARIABLE = (
+    "DDP_CHECKPOINT_DIR",
+    "DDP_EVENTS",
+)  # ranks of a script get them
 HANDOVER_VARIABLE, PREVIOUS_VARIABLE = "DDP_HANDOVER", "DDP_PREVIOUS_CHECKPOINT"  # flyte_ddp.flyte2.handover reads them
 
 

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABLE, PREVIOUS_VARIABLE
+from flyte_ddp.attempt.pod import (
+    CODE_VARIABLE,
+    GPUS_VARIABLE,
+    HANDOVER_VARIABLE,
+    PREVIOUS_VARIABLE,
+    SCRIPT_VARIABLES,
+)
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
@@ -393,7 +399,15 @@ def check_place(place: str) -> None:
 PREFIX = "DDP_"
 # The variables, in addition to those of a registration, that users set, and that are set in pods
 USERS = (MIRROR_VARIABLE, "DDP_DATA_DIR", "DDP_RUNS_DIR", "DDP_CACHE_DIR")
-PODS = (CODE_VARIABLE, GPUS_VARIABLE, HANDOVER_VARIABLE, POD_VARIABLE, PREVIOUS_VARIABLE, WEBHOOK_SECRET_VARIABLE)
+PODS = (
+    CODE_VARIABLE,
+    GPUS_VARIABLE,
+    HANDOVER_VARIABLE,
+    POD_VARIABLE,
+    PREVIOUS_VARIABLE,
+    WEBHOOK_SECRET_VARIABLE,
+    *SCRIPT_VARIABLES,
+)
 # The variables of our tests, and those that Kubernetes sets in all pods for a service whose name begins like ours
 NOT_OURS = re.compile(r"DDP_TEST_.*|.*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_.*)?)")
 # The variables that have a secret in a pod, and the fields of a Registration that name the secrets

@@ -197,6 +197,11 @@ def faults_named(file: str) -> Iterator[None]:
         raise InputError(f"{file}, line {line}: {error.args[0]} (read by Python {sys.version.split()[0]})") from None
 
 
+def read_script(file: str) -> Source:
+    """Return the source of a file that is run instead of imported. Raises InputError for a syntax error."""
+    return _read_source(file, "", Path(file).read_bytes())
+
+
 @cache
 def _read_source(file: str, package: str, content: bytes) -> Source:
     """Hash a module's source, and list what it imports.

@@ -26,6 +26,7 @@ from flyte_ddp.code.code_version import (
     hash_parts,
     is_first_party,
     is_installed,
+    read_script,
     source_file,
 )
 from flyte_ddp.errors import InputError
@@ -92,8 +93,28 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
     sources = find_sources([module, *ranks], root)
     versions = {one: source.hash for one, source in sources.items()}
     files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
+    _add_data_files(name, os.path.dirname(file), root, data_files, files, versions)
+    return UserCode(name, root, tuple(sorted(files)), hash_parts(versions))
+
+
+def _add_data_files(
+    name: str, folder: str, root: str, data_files: Sequence[str], files: set[str], versions: dict[str, str]
+) -> None:
+    """Add the data files of a recipe or script to its files, and their hashes to its versions.
+
+    Args:
+        name: what the message calls the recipe or script.
+        folder: the folder that the data files are relative to.
+        root: the folder below which they must lie.
+        data_files: the data files.
+        files: the absolute paths of the files so far.
+        versions: the hashes of the files so far.
+
+    Raises:
+        InputError: A data file is not found, or lies outside of root.
+    """
     for one in _check_list("data_files", data_files):
-        path = os.path.abspath(os.path.join(os.path.dirname(file), one))
+        path = os.path.abspath(os.path.join(folder, one))
         if not os.path.isfile(path):
             raise InputError(f"{name}: data file {one!r} is not a file; it is looked for as {path}")
         if not Path(path).is_relative_to(root):
@@ -101,6 +122,50 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
         if path not in files:
             files.add(path)
             versions[Path(path).relative_to(root).as_posix()] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def find_script(script: str | Path, data_files: Sequence[str] = (), ranks: Sequence[str] = ()) -> UserCode:
+    """Find a script and the first-party modules that it imports, without running anything, and compute its version.
+
+    A relative path is looked for in the current folder, and then in the folders of sys.path, as modules are.
+
+    Args:
+        script: the path of a Python file.
+        data_files: files that the script reads, relative to its own folder.
+        ranks: modules of this library that the ranks run.
+
+    Returns:
+        The code. Its root is the folder in which the path was found, and its name the path from there.
+
+    Raises:
+        InputError: The script or a data file is not there, or a file has a syntax error.
+    """
+    given = Path(script)
+    if not given.name.endswith(".py"):
+        raise InputError(f"script must be a Python file, got {str(script)!r}: give the path of a file NAME.py")
+    folders = [str(given.parent)] if given.is_absolute() else [os.getcwd(), *map(os.path.abspath, sys.path)]
+    name = given.name if given.is_absolute() else os.path.normpath(given)
+    root = next((folder for folder in folders if os.path.isfile(os.path.join(folder, name))), None)
+    if root is None:
+        searched = [one for one in dict.fromkeys(folders) if os.path.isdir(one) and not is_installed(one)]
+        raise InputError(
+            f"script must be a Python file that is there, got {str(script)!r}, which is not in {', '.join(searched)}: "
+            "give its path from one of these folders, or its absolute path"
+        )
+    file = os.path.normpath(os.path.join(root, name))
+    if name.startswith(os.pardir):
+        root, name = os.path.split(file)
+    folder = os.path.dirname(file)
+    script_source = read_script(file)
+    sys.path.insert(0, folder)  # where the script's own imports look first
+    try:
+        sources = find_sources([*ranks, *script_source.imports], root)
+    finally:
+        sys.path.remove(folder)
+    sources[name] = script_source
+    versions = {one: source.hash for one, source in sources.items()}
+    files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
+    _add_data_files(name, folder, root, data_files, files, versions)
     return UserCode(name, root, tuple(sorted(files)), hash_parts(versions))
 
 

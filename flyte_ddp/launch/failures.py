@@ -142,7 +142,7 @@ def _format_traceback(error: BaseException) -> str:
 
     All frames stay if none is the user's.
     """
-    own = (f"{ROOT}/launch/", f"{ROOT}/engine/")
+    own = (f"{ROOT}/launch/", f"{ROOT}/engine/", f"{ROOT}/script/")
     caller = error.__traceback__
     while caller and caller.tb_next and caller.tb_next.tb_frame.f_code.co_filename.startswith(own):
         caller = caller.tb_next

@@ -3,9 +3,11 @@
 tests/compat/test_launch.py tests them.
 """
 
+import atexit
 import json
 import multiprocessing.process
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +36,27 @@ def locate_rank(local_rank: int) -> Answer:
     with suppress(Exception):  # another version of torch may raise anything; the report can do without the collective
         collective = _last_collective(torch)
     return Answer(torch.distributed.group.WORLD._get_sequence_number_for_group(), is_idle, collective)
+
+
+def count_collectives() -> int:
+    """Return how many collectives this rank has reached in the group of all ranks; 0 before there is one.
+
+    Any thread may call this function, even while torch is imported or the group is destroyed.
+    """
+    torch: Any = sys.modules.get("torch")
+    with suppress(Exception):
+        if torch.distributed.is_initialized():
+            return int(torch.distributed.group.WORLD._get_sequence_number_for_group())
+    return 0
+
+
+def run_exit_handlers() -> None:
+    """Do what Python does when a program's main module has ended: wait for its threads, and call its exit handlers.
+
+    A rank ends by os._exit, which does neither. A script may still write its checkpoint in a thread.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
 
 
 def _last_collective(torch: Any) -> str:

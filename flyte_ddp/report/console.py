@@ -147,8 +147,9 @@ class Console(Remarks):
         self._run = event
         self._ranks = []
         hosts = len({*event.hosts})
+        sizes = f"{split_sizes(event)}; " if event.has_epochs else ""
         say(
-            f"{event.dataset}: {split_sizes(event)}; {event.world_size} rank{'s' * (event.world_size > 1)} "
+            f"{event.dataset}: {sizes}{event.world_size} rank{'s' * (event.world_size > 1)} "
             f"{f'on {hosts} hosts ' * (hosts > 1)}"
             f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
         )
@@ -157,7 +158,8 @@ class Console(Remarks):
         for remark in event.remarks:
             say(remark)
         if event.first_epoch or event.first_step:
-            say(f"resuming from the checkpoint: epoch {event.first_epoch + 1}, step {event.first_step + 1}")
+            epoch = f"epoch {event.first_epoch + 1}, " if event.has_epochs else ""
+            say(f"resuming from the checkpoint: {epoch}step {event.first_step + 1}")
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
         measured = self._measured(event.split, event.evaluated)
@@ -192,6 +194,9 @@ class Console(Remarks):
         say(f"{early}{chosen}: epoch {counted(event.position)}{gives}")
 
     def on_step_logged(self, event: events.StepLogged) -> None:
+        if not self._run.has_epochs:
+            say("\t".join([f"Step {event.step}", *script_figures(event)]))
+            return
         done = event.step / self._run.steps_per_epoch
         left = time_left(self._run, event.seconds_left)
         others = [
@@ -219,6 +224,11 @@ class Console(Remarks):
         )
 
 
+def script_figures(event: events.StepLogged) -> list[str]:
+    """Format the figures of a script's step, each with its name."""
+    return [f"{in_words(name)} {format_measure(name, value, ())}" for name, value in event.measures.items()]
+
+
 def _speeds(event: events.StepLogged) -> list[str]:
     """Return the tokens per second and the MFU of the latest steps, where they are known."""
     tokens = [] if event.tokens_per_second is None else [f"{event.tokens_per_second:,.0f} tokens/s"]
@@ -241,6 +251,9 @@ class LiveConsole(Console):
 
     def on_run_started(self, event: events.RunStarted) -> None:
         super().on_run_started(event)
+        if not event.has_epochs:
+            self._progress.update(self._task, description="Running the script", total=None)
+            return
         self._progress.update(
             self._task,
             description=f"Epoch {event.first_epoch + 1}/{event.epochs}",
@@ -251,6 +264,9 @@ class LiveConsole(Console):
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         run = self._run
+        if not run.has_epochs:
+            self._progress.update(self._task, description=", ".join([f"Step {event.step}", *script_figures(event)]))
+            return
         measured = self._measured("", event.measures, 3, event.measures)
         position = f"Epoch {event.epoch + 1}/{run.epochs}, step {event.step}/{run.steps_per_epoch}"
         speed = f"{event.samples_per_second:,.0f} {run.samples}/s"
@@ -291,9 +307,11 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     if len(tested) > MOST_SAID:
         tested = [tested[0], "…", *tested[-MOST_SAID + 1 :]]
     lines = []
-    if run:
+    if run and run.has_epochs:
         stand_in = " (stand-in)" if info.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {split_sizes(run)}{stand_in}"))
+    if run and not run.has_epochs and record.steps:
+        lines.append(("Figures", ", ".join([f"step {record.steps[-1].step}", *script_figures(record.steps[-1])])))
     by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
     if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may evaluate nothing
         lines.append((capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"))
@@ -312,7 +330,8 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         lines.append(("Weights", record.digest))
     lines += [("Warning", warning.reason) for warning in record.problems]
     if show_paths:
-        lines += [("Model", str(model)), ("Report", str(report)), ("Next", next_step(info, report))]
+        files = ("Model", str(model)) if run and run.has_epochs else ("Files", str(model.parent))
+        lines += [files, ("Report", str(report)), ("Next", next_step(info, report))]
     width = max(len(label) for label, _ in lines) + 2
     say_last("\n" + "\n".join(f"{label + ':':<{width}}{text}" for label, text in lines))
 

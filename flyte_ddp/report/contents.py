@@ -31,7 +31,13 @@ def tiles(record: Record) -> list[tuple[str, str]]:
     description = record.info.description
     tested = record.tested
     split = record.split
-    if not record.epochs:
+    if run and not run.has_epochs:
+        figures = record.steps[-1].measures if record.steps else {}
+        shown = [(record.format_measure(name, figures), f"{in_words(name)}, newest") for name in figures][
+            :MOST_MEASURES
+        ]
+        shown = shown or [("-", "figures, until the script tells some")]
+    elif not record.epochs:
         shown = [("-", f"{split} {in_words(record.headline)}, after the first epoch")]
     else:
         is_tested = tested is not None and bool(tested.measures)  # a loop of one's own may choose, and not test
@@ -189,7 +195,7 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
     ]
     return {
         "Hyperparameters": _settings(info.settings),
-        **({"Network": _network(record)} if run else {}),
+        **({"Network": _network(record)} if run and run.has_epochs else {}),
         "Options": _settings(info.options),
         "Versions and machine": surroundings().items(),
         "This run": lines,

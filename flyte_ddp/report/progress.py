@@ -83,7 +83,7 @@ class ProgressFile(events.Observer):
         if (
             self._steps >= WRITTEN_STEPS
             and now - self._last < elapsed / WRITTEN_STEPS
-            and event.step < run.steps_per_epoch
+            and (event.step < run.steps_per_epoch or not run.has_epochs)
         ):
             return
         self._steps = self._steps + 1

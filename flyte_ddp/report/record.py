@@ -64,9 +64,9 @@ class RunFailed:
 
 
 def step_figures(step: events.StepLogged) -> dict[str, float]:
-    """Return the numbers of a step by name: all but its measures and its position."""
+    """Return the numbers of a step by name: all but its measures, its position, and what a script has not told."""
     values = {field.name: getattr(step, field.name) for field in fields(step) if field.name not in POSITION}
-    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {name: value for name, value in values.items() if isinstance(value, (int, float)) and value == value}
 
 
 def tracking_id(key: str, first: str) -> str:
@@ -227,6 +227,8 @@ class Record(events.Observer):
             return "Failed"
         if self.finished:
             return "Finished"
+        if self.started and not self.started.has_epochs:
+            return "Training"
         if self.started:
             done = int(self.epochs[-1].position) if self.epochs else self.started.first_epoch
             return f"Training, epoch {done + 1} of {self.info.settings.last_epoch}"
@@ -241,7 +243,9 @@ class Record(events.Observer):
         """Return what is trained on: "on DATASET", or "of RECIPE" while the dataset is unknown."""
         if self.info.description:
             return f"on {self.info.description.name}"
-        return f"on {self.started.dataset}" if self.started else f"of {self.info.recipe_name}"
+        if self.started and self.started.has_epochs:
+            return f"on {self.started.dataset}"
+        return f"of {self.info.recipe_name}"
 
     @property
     def samples(self) -> str:

@@ -79,7 +79,7 @@ def fragment(record: Record) -> str:
         page.REPORT,
         record=record,
         tiles=contents.tiles(record),
-        curves=_drawings(progress_curves(record)),
+        curves=_drawings(progress_curves(record), record),
         epochs=contents.epoch_table(record),
         kept=contents.kept_table(record),
         **describe_predictions(record),
@@ -89,15 +89,18 @@ def fragment(record: Record) -> str:
         samples=sample_pictures(record.info),
         causes=contents.cause_bars(record),
         attempts=contents.attempts_table(record),
-        speed=_drawings(speed_figures(record)),
+        speed=_drawings(speed_figures(record), record),
         ranks=contents.ranks(record),
         operators=contents.operator_table(record),
         setup=contents.setup_tables(record),
     )
 
 
-def _drawings(several: Sequence[Curves]) -> list[Drawing]:
-    return [Drawing(one.title, draw(one)) for one in several if any(one.series.values())]
+def _drawings(several: Sequence[Curves], record: Record) -> list[Drawing]:
+    shown = [one for one in several if any(one.series.values())]
+    if record.started and not record.started.has_epochs:
+        shown = [dataclasses.replace(one, x="steps") for one in shown]
+    return [Drawing(one.title, draw(one)) for one in shown]
 
 
 def progress_curves(record: Record) -> list[Curves]:
@@ -172,7 +175,7 @@ def speed_figures(record: Record) -> list[Curves]:
         *(
             Curves(
                 title,
-                {"": [(at(step), value) for step in steps if (value := getattr(step, name)) is not None]},
+                {"": [(at(step), value) for step in steps if (value := step_figures(step).get(name)) is not None]},
                 from_zero=True,
             )
             for title, name in speeds.items()

@@ -1,5 +1,7 @@
 """The private parts that the launcher uses; tests/launch/test_hang.py has processes that hang or are abandoned."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -29,6 +31,34 @@ def test_a_rank_counts_its_collectives_and_names_the_last(tmp_path):
     assert after.is_idle
     assert after.collective == "gloo:all_reduce of Float [2]", "of the gradients of weight and bias"
     assert between.collective != after.collective
+
+
+def test_collectives_are_counted_before_and_after_there_is_a_group(tmp_path):
+    assert launch_compat.count_collectives() == 0
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        before = launch_compat.count_collectives()
+        distributed.all_reduce(torch.ones(2))
+        after = launch_compat.count_collectives()
+    finally:
+        distributed.destroy_process_group()
+    assert before < after
+    assert launch_compat.count_collectives() == 0
+
+
+ENDING = """if True:
+    import atexit, os, threading, time
+    from flyte_ddp.launch.launch_compat import run_exit_handlers
+    threading.Thread(target=lambda: (time.sleep(0.1), print("thread", flush=True))).start()
+    atexit.register(print, "handler", flush=True)
+    run_exit_handlers()
+    os._exit(0)
+"""
+
+
+def test_exit_handlers_run_after_threads():
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["thread", "handler"], done.stderr
 
 
 def test_the_stack_of_another_thread():

@@ -1,0 +1,53 @@
+"""A script as a task of Flyte 2, in a file of the user's own.
+
+training = ScriptTraining("train.py", arguments=["--epochs", "3"])
+env = training.environment("gpt")
+
+@env.task(**training.arguments())
+async def train_gpt(options: RunOptions = RunOptions()) -> ScriptOutputs:
+    return training.run(options)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flyte.io import Dir, File
+
+from flyte_ddp.attempt.trained import Trained
+from flyte_ddp.flyte2.attempt import one_attempt
+from flyte_ddp.flyte2.data import output_file, output_folder
+from flyte_ddp.flyte2.train import Data, Flyte2Training
+from flyte_ddp.script.training import CHECKPOINT, CommonScriptTraining, last_figures
+from flyte_ddp.settings import RunOptions
+
+
+@dataclass(frozen=True)
+class ScriptOutputs:
+    """The outputs of a script, with the fields of flyte_ddp.script.task.ScriptOutputs."""
+
+    checkpoint: Dir
+    figures: dict[str, float]
+    report: File
+    logs: Dir
+
+
+class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], Flyte2Training[ScriptOutputs]):
+    """A script that torchrun could run, as a task of Flyte 2 on one node."""
+
+    def arguments(self, ignored: Sequence[str] = (), **own: Any) -> dict[str, Any]:
+        """Return arguments of the task as a recipe's; the cache tells options apart, as nproc changes the result."""
+        return super().arguments(ignored, **own)
+
+    def run(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> ScriptOutputs:  # type: ignore[override] # noqa: B008 frozen
+        """Run the script; as flyte_ddp.script.task.ScriptTraining.run."""
+        with one_attempt():
+            return self.run_script(options, arguments)
+
+    def make_outputs(self, trained: Trained) -> ScriptOutputs:
+        return ScriptOutputs(
+            output_folder(trained.model.with_name(CHECKPOINT)),
+            last_figures(trained),
+            output_file(trained.report),
+            output_folder(trained.logs, trained.logs_url),
+        )

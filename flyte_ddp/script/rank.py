@@ -1,0 +1,246 @@
+"""A rank that runs a script in its own process as __main__, with what torchrun would have set."""
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flyte_ddp.attempt.pod import CHECKPOINT_VARIABLE, EVENTS_VARIABLE
+from flyte_ddp.errors import StopRequested
+from flyte_ddp.events import NotLearning, RunStarted, StepLogged
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.launch_compat import count_collectives, run_exit_handlers
+from flyte_ddp.launch.limits import peak_memory
+from flyte_ddp.launch.link import ParentLink
+from flyte_ddp.script.job import ScriptJob, ScriptResult
+
+LOOK_SECONDS = 0.5  # time between two looks at requests, events and collectives
+
+
+class ScriptStopped(StopRequested):
+    """The end of a script after a request to stop."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self, "the script was asked to stop, and has ended")
+
+
+def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptResult:
+    """Run the script as this rank, and return what it has told of itself.
+
+    The process group is the script's own. SIGTERM and SIGINT do what they do in any Python program.
+
+    Args:
+        environment: this rank.
+        link: receives rank 0's figures, and from every rank signs of life.
+        job: the script.
+
+    Raises:
+        SystemExit: the script has ended with an exit status other than 0.
+        StopRequested: the script has ended after a request to stop.
+        Exception: whatever the script raises.
+    """
+    os.chdir(job.working_folder)
+    variables = torchrun_variables(environment, job)
+    os.environ.update(variables)
+    own = {f"${name}": variables[name] for name in (CHECKPOINT_VARIABLE, EVENTS_VARIABLE)}
+    sys.argv = [job.script, *(fill_in(argument, own) for argument in job.arguments)]
+    sys.path.insert(0, str(Path(job.script).parent))
+    if job.root not in sys.path:
+        sys.path.append(job.root)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    world = environment.world
+    link.emit(
+        RunStarted(
+            dataset=job.dataset, samples="samples", headline="loss", percent=(), train_samples=0, test_samples=0,
+            samples_per_epoch=0, world_size=world.size, backend=world.backend, device=world.device,
+            precision="the script's own precision", epochs=1, steps_per_epoch=1, first_epoch=0,
+            first_step=job.first_step, startup_seconds=0.0, layers=[], hosts=[environment.host] * world.size,
+            identity=job.identity, has_epochs=False,
+        )
+    )  # fmt: skip
+    companion = Companion(link, EventsFile(Path(job.events)) if environment.rank == 0 else None)
+    try:
+        run_as_main(job.script)
+        run_exit_handlers()
+    except SystemExit as end:
+        if link.stop_requested or end.code in (None, 0):
+            run_exit_handlers()
+        else:
+            end.args = (f"the script has ended by sys.exit({end.code!r})",)
+            raise
+    finally:
+        companion.close()
+    Path(job.ended, str(environment.rank)).touch()
+    if link.stop_requested:
+        raise ScriptStopped
+    return ScriptResult(
+        epochs=[], warnings=companion.warnings, headline="loss", train_samples=0, test_samples=0, precision="",
+        peak_bytes=peak_memory(), peak_gpu_bytes=0, figures=companion.figures,
+    )  # fmt: skip
+
+
+def fill_in(argument: str, values: dict[str, str]) -> str:
+    """Return an argument with the values of the names in it, such as $DDP_CHECKPOINT_DIR, and nothing else changed."""
+    for name, value in values.items():
+        argument = argument.replace(name, value)
+    return argument
+
+
+def torchrun_variables(environment: Environment, job: ScriptJob) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for this rank of one node, and this package's own two."""
+    size = environment.world.size
+    position = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), environment.rank)
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size)
+    others: dict[str, Any] = {
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": job.port,
+        "TORCHELASTIC_RUN_ID": job.key,
+        "TORCHELASTIC_RESTART_COUNT": job.restarts,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        CHECKPOINT_VARIABLE: job.checkpoint_folder,
+        EVENTS_VARIABLE: os.devnull if environment.rank else job.events,
+    }
+    if size > 1:  # torchrun does the same: ranks would otherwise fight for the cores
+        others["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", 1)
+    return {name: str(value) for name, value in {**position, **sizes, **others}.items()}
+
+
+def run_as_main(path: str) -> None:
+    """Run a Python file as the module __main__, which it stays, so that threads and exit handlers still find it.
+
+    Loader workers that are spawned import it by its path, as those of `python train.py` do.
+    """
+    main = ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))
+
+
+class Companion:
+    """A thread beside the script: it gives signs of life, hands on requests to stop, and tells of the script's figures.
+
+    Attributes:
+        figures: the newest value of each figure in the events.
+        warnings: what was wrong with an event; one at most.
+    """
+
+    def __init__(self, link: ParentLink, events: "EventsFile | None"):
+        """Start the thread.
+
+        Args:
+            link: this rank's link.
+            events: rank 0's events; None on other ranks.
+        """
+        self.figures: dict[str, float] = {}
+        self.warnings: list[Any] = []
+        self._link = link
+        self._events = events
+        self._collectives = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="companion", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and tell of the last events."""
+        self._closing.set()
+        self._thread.join()
+        self._tell(is_last=True)
+
+    def _work(self) -> None:
+        is_told = False
+        while not self._closing.wait(LOOK_SECONDS):
+            if self._link.stop_requested and not is_told:
+                is_told = True
+                self._stop()
+            reached = count_collectives()
+            if reached != self._collectives:
+                self._collectives = reached
+                self._link.heartbeat()
+            self._tell()
+
+    def _stop(self) -> None:
+        """Send this process a SIGTERM, as torchrun does.
+
+        A script without a handler ends at once, here as an answer to the request: by the signal it would count as
+        killed, and the launcher would not wait for ranks whose handler saves a checkpoint.
+        """
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._link.send("stopped", "SIGTERM has ended the script, which has no handler for it")
+            self._link.flush()
+            os._exit(128 + signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _tell(self, is_last: bool = False) -> None:
+        """Emit an event for each new line of the events, and for the first one that cannot be read."""
+        for line in self._events.read_lines(is_last) if self._events else ():
+            found = read_event(line)
+            if isinstance(found, str) and not self.warnings:
+                self.warnings.append(NotLearning(0, 0, found))
+                self._link.emit(self.warnings[0])
+            elif isinstance(found, StepLogged):
+                self.figures |= found.measures
+                self._link.emit(found)
+
+
+class EventsFile:
+    """The file to which a script appends lines of JSON, read as it grows."""
+
+    def __init__(self, path: Path):
+        """Begin behind what an earlier start of the ranks has written."""
+        self._path = path
+        self._read = path.stat().st_size if path.exists() else 0
+        self._begun = b""
+
+    def read_lines(self, is_last: bool = False) -> list[bytes]:
+        """Return the new lines that are not empty. With is_last, a last line without an end counts, too."""
+        with suppress(FileNotFoundError), open(self._path, "rb") as file:
+            file.seek(self._read)
+            news = file.read()
+            self._read += len(news)
+            *lines, self._begun = (self._begun + news).split(b"\n")
+            if is_last:
+                lines.append(self._begun)
+            return [line for line in lines if line.strip()]
+        return []
+
+
+def read_event(line: bytes) -> StepLogged | str:
+    """Return a line of $DDP_EVENTS as an event, or a sentence that says what is wrong with the line.
+
+    Args:
+        line: an object of JSON with a whole number "step" and figures by name. Values that are no numbers are left out.
+    """
+    shown = line[:100].decode("utf-8", "backslashreplace")
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        content = None
+    step = content.get("step") if isinstance(content, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+        return (
+            f'a line of ${EVENTS_VARIABLE} must be JSON with a step, such as {{"step": 10, "loss": 1.2}}, got '
+            f"{shown!r}: such lines are left out"
+        )
+    figures = {
+        name: float(value)
+        for name, value in content.items()
+        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and fits_float(value)
+    }
+    return StepLogged(0, step, 0, figures, math.nan, math.nan, {}, math.nan)
+
+
+def fits_float(value: float) -> bool:
+    """Return whether a number of JSON, which may be a whole number of any length, fits into a float."""
+    with suppress(OverflowError):
+        return not math.isinf(float(value)) or isinstance(value, float)
+    return False

@@ -1,0 +1,66 @@
+"""A script as a Flyte task, in a workflow file of the user's own.
+
+training = ScriptTraining("train.py", arguments=["--epochs", "3"])
+
+@task(**training.arguments())
+def train_gpt(options: RunOptions) -> ScriptOutputs:
+    return training.run(options)
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.attempt.trained import Trained
+from flyte_ddp.flyte1.outputs import output_file, output_folder
+from flyte_ddp.flyte1.recipe import NamedTraining
+from flyte_ddp.flyte1.train import Data
+from flyte_ddp.script.training import CHECKPOINT, CommonScriptTraining, last_figures
+from flyte_ddp.settings import RunOptions
+
+
+class ScriptOutputs(NamedTuple):
+    """The outputs of a script.
+
+    Attributes:
+        checkpoint: the folder that the script had as $DDP_CHECKPOINT_DIR, as the script left it.
+        figures: the newest value of each figure in $DDP_EVENTS.
+        report: an HTML page in one file.
+        logs: a folder with what each rank printed, $DDP_EVENTS as events.jsonl, and what trackers wrote.
+    """
+
+    checkpoint: FlyteDirectory
+    figures: dict[str, float]
+    report: FlyteFile["html"]  # noqa: F821
+    logs: FlyteDirectory
+
+
+class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[ScriptOutputs]):
+    """A script that torchrun could run, as a task of Flyte 1 on one node."""
+
+    def arguments(self, ignored_inputs: Sequence[str] = (), **own: Any) -> dict[str, Any]:
+        """Return arguments of @task as a recipe's; the cache tells options apart, as nproc changes the result."""
+        return super().arguments(ignored_inputs, **own)
+
+    def run(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> ScriptOutputs:  # type: ignore[override] # noqa: B008 frozen
+        """Run the script with one process per rank on this host, and return the task's outputs.
+
+        Args:
+            options: how to run it.
+            arguments: more arguments of the script, after those that the training has.
+
+        Raises:
+            InputError: the script cannot be run as asked.
+            Exception: a rank has failed, or the script was stopped. On a cluster it is the platform's error for that.
+        """
+        return self.run_script(options, arguments)
+
+    def make_outputs(self, trained: Trained) -> ScriptOutputs:
+        return ScriptOutputs(
+            output_folder(trained.model.with_name(CHECKPOINT)),
+            last_figures(trained),
+            output_file(trained.report),
+            output_folder(trained.logs, trained.logs_url),
+        )

@@ -1,0 +1,225 @@
+"""A script's ranks on this machine, around which all is as around any training."""
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from flyte_ddp.attempt.checkpoints import CheckpointStore, point_to_previous
+from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.platform_training import Given, Outputs, Training
+from flyte_ddp.attempt.pod import check_code, check_gpus
+from flyte_ddp.attempt.restarts import restarting
+from flyte_ddp.attempt.trained import Trained, train_by
+from flyte_ddp.attempt.webhook import notifying_webhook
+from flyte_ddp.code.code_version import hash_parts, with_installed
+from flyte_ddp.code.user_code import UserCode, find_observers, find_script
+from flyte_ddp.engine.job import Job, Subject, TrainingResult
+from flyte_ddp.errors import InputError
+from flyte_ddp.events import Event, StepLogged
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.launch.phases import Timeouts
+from flyte_ddp.script.job import RANKS, ScriptJob, ScriptResult, ScriptSettings
+from flyte_ddp.script.mirror import CheckpointMirror
+from flyte_ddp.settings import RunOptions
+
+CHECKPOINT = "checkpoints"  # the folder beside the report that has what the script left in $DDP_CHECKPOINT_DIR
+# Options that mean nothing to a script
+UNUSED = (
+    "profile", "log_gradients", "keep_checkpoint", "keep_best", "sharding", "audit_every", "trace_every", "odd_hosts",
+    "compile",
+)  # fmt: skip
+
+
+class ScriptTimeouts(Timeouts):
+    """Limits for ranks of which nobody knows whether they step, evaluate or write."""
+
+    def exceeded(self, phase: str) -> str:
+        return (
+            f"no collective, printed line or event for {self.seconds(phase):g} s "
+            "(RunOptions.write_timeout_seconds, or start_timeout_seconds before the first one)"
+        )
+
+
+class CommonScriptTraining(Training[Given, Outputs]):
+    """A script that torchrun could run, as a task. Only ranks run it, each in its own process.
+
+    Attributes:
+        script_arguments: the script's arguments.
+    """
+
+    def __init__(
+        self,
+        script: str | Path,
+        arguments: Sequence[str] = (),
+        data_files: Sequence[str] = (),
+        observers: Sequence[str] = (),
+    ):
+        """Find the script. Create the object at the top level of the workflow file, after the imports.
+
+        Args:
+            script: the path of a Python file, looked for in the current folder and then in those of sys.path.
+            arguments: the script's arguments, as a list of texts.
+            data_files: files that the script reads, relative to its folder. They are shipped to the pods, as are the
+                modules of its own that it imports.
+            observers: names of classes, "package.module:Name", with a method for each event that concerns them; no part
+                of the cache version.
+
+        Raises:
+            InputError: there is no such script, or the arguments are no list of texts.
+        """
+        self.script_arguments = check_arguments(arguments)
+        code = find_script(script, data_files, [RANKS])
+        version = hash_parts({"code": code.version, "arguments": json.dumps(self.script_arguments)})
+        super().__init__(dataclasses.replace(code, version=version), find_observers(observers))
+
+    def run_script(self, options: RunOptions, arguments: Sequence[str]) -> Outputs:
+        """Run the script with one process per rank on this host, and return the task's outputs.
+
+        Args:
+            options: how to run it.
+            arguments: more arguments, after those that the training has.
+
+        Raises:
+            InputError: the script cannot be run as asked.
+            Exception: what launcher.launch raises; on a cluster, the platform's error for it.
+        """
+        given = (*self.script_arguments, *check_arguments(arguments))
+        with notifying_webhook(self.platform), platform_errors(self.platform):
+            if options.resume:
+                point_to_previous(self.platform)
+            check_options(options)
+            check_gpus(visible_gpus())
+            check_code(self.code.version)
+            world = choose_world("auto", options.nproc, sys.maxsize)
+            start = restarting(self.platform, Ranks(self.platform, self.code, given, world).start)
+            fetch = lambda: describe_script(self.code, given)  # noqa: E731
+            return self.make_outputs(
+                train_by(self.platform, start, world, fetch, options, self.observers, is_by_ranks=True)
+            )
+
+    def run_as_rank(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to run a script on many nodes. Raises InputError."""
+        raise InputError(
+            f"{self.code.name} must run on one node, got a task for many: call run() in a task without multinode or "
+            "clustered, or make the script a loop of your own"
+        )
+
+
+class Ranks:
+    """The ranks of one attempt, which may be started several times, and the folder of their checkpoints."""
+
+    def __init__(self, platform: Platform, code: UserCode, arguments: Sequence[str], world: World):
+        self._platform = platform
+        self._code = code
+        self._arguments = tuple(arguments)
+        self._world = world
+        self._mirror: CheckpointMirror | None = None
+        self._starts = 0
+
+    def start(self, job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+        """Restore the checkpoints, run the ranks, mirror what they leave, and return their results by rank.
+
+        In the end the checkpoints are in the folder CHECKPOINT beside the job's model_path.
+
+        Raises:
+            Exception: what launch and the mirror raise.
+        """
+        manifest = Path(job.checkpoint_path)
+        folder = manifest.with_name("script")
+        if not job.options.resume and self._platform.is_local():
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        storage = cast(CheckpointStore | None, job.storage)
+        mirror = self._mirror = self._mirror or CheckpointMirror(self._platform, folder, manifest, storage)
+        mirror.restore()
+        lock = threading.Lock()
+
+        def emit(event: Event) -> None:  # the mirror's thread has events, too
+            if isinstance(event, StepLogged):
+                mirror.step = event.step
+            with lock:
+                on_event(event)
+
+        with tempfile.TemporaryDirectory() as ended:
+            asked = make_script_job(job, self._code, self._arguments, folder, ended)
+            asked = dataclasses.replace(asked, restarts=self._starts, first_step=mirror.step)
+            self._starts += 1
+            with mirror.following(emit, lambda: len(os.listdir(ended)) == self._world.size):
+                results = launch(asked, self._world, emit)
+        shutil.move(folder, Path(job.model_path).with_name(CHECKPOINT))
+        return results
+
+
+def make_script_job(job: Job, code: UserCode, arguments: Sequence[str], folder: Path, ended: str) -> ScriptJob:
+    """Return the job that the ranks of a script get.
+
+    Args:
+        job: the run.
+        code: the script's code.
+        arguments: the script's arguments.
+        folder: the folder of its checkpoints.
+        ended: an empty folder, for ScriptJob.ended.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return ScriptJob(
+        **{**vars(job), "storage": None},
+        script=os.path.join(code.root, code.name),
+        arguments=tuple(arguments),
+        working_folder=os.getcwd(),
+        checkpoint_folder=str(folder),
+        events=str(Path(job.logs, "events.jsonl")),
+        ended=ended,
+        port=port,
+    )
+
+
+def launch(job: ScriptJob, world: World, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+    """Run a script's ranks, and return their results by rank. Raises what launcher.launch raises."""
+    options = job.options
+    timeouts = ScriptTimeouts(options.write_timeout_seconds, options.start_timeout_seconds)
+    return launcher.launch(f"{RANKS}:run", world, job, timeouts, on_event, preload=())
+
+
+def describe_script(code: UserCode, arguments: Sequence[str]) -> Subject:
+    """Return the description of a script's run by its code and its arguments."""
+    settings = cast(Any, ScriptSettings(script=code.name, arguments=shlex.join(arguments)))
+    version = with_installed(code.version)
+    return Subject(code.name, settings, version, Path(code.name).name, root=code.root, files=code.files)
+
+
+def last_figures(trained: Trained) -> dict[str, float]:
+    """Return the newest value of each figure that the script has told."""
+    return cast(ScriptResult, trained.results[0]).figures
+
+
+def check_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments of a script as a tuple. Raises InputError unless they are a list of texts."""
+    if isinstance(arguments, (list, tuple)) and all(isinstance(one, str) for one in arguments):
+        return tuple(arguments)
+    parts = arguments.split() if isinstance(arguments, str) else arguments
+    remedy = [str(one) for one in parts] if isinstance(parts, (list, tuple)) else ["--name", "value"]
+    raise InputError(f"arguments must be a list of texts, got {arguments!r}: write them as in {remedy!r}")
+
+
+def check_options(options: RunOptions) -> None:
+    """Raise InputError for an option that would have no effect on a script."""
+    for name in UNUSED:
+        value, default = getattr(options, name), getattr(RunOptions(), name)
+        if value != default:
+            raise InputError(
+                f"RunOptions.{name} must be {default!r} for a script, which it would have no effect on, got {value!r}: "
+                "leave it out, or write a loop or a recipe"
+            )

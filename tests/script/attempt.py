@@ -1,0 +1,30 @@
+"""One attempt at a script on a platform that is no more than folders: python -m tests.script.attempt ROOT N SCRIPT …"""
+
+import json
+import sys
+from pathlib import Path
+
+from flyte_ddp.report.console import show_output
+from flyte_ddp.script import mirror
+from flyte_ddp.script.training import CommonScriptTraining, last_figures
+from flyte_ddp.settings import RunOptions
+from tests.attempt.test_platform_training import Folders
+
+
+class FolderScript(CommonScriptTraining):
+    downloaded = downloaded_once = staticmethod(lambda given: given)  # type: ignore[assignment]
+
+    def make_outputs(self, trained):
+        return {"figures": last_figures(trained), "files": sorted(path.name for path in trained.model.parent.iterdir())}
+
+
+def main(root: str, number: str, script: str, *arguments: str) -> None:
+    mirror.QUIET_SECONDS = 0.3
+    training = FolderScript(script, arguments)
+    training.platform = Folders(Path(root), int(number))
+    show_output()
+    print(json.dumps(training.run_script(RunOptions(nproc=2, tracking="off"), [])))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,128 @@
+"""Scripts that know nothing of this package, on a platform: killed, and resumed by their own checkpoints."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.manifest import read_manifest
+from tests.commands import ROOT
+
+pytestmark = pytest.mark.slow
+HERE = Path(__file__).parent
+
+
+def start(root: Path, number: int, script: Path, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.script.attempt", str(root), str(number), str(script), *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=open(root / f"log-{number}", "w"),
+        text=True,
+        start_new_session=True,
+    )
+
+
+def has_checkpoint(root: Path, number: int) -> bool:
+    with suppress(FileNotFoundError):
+        return read_manifest(root / str(number) / "checkpoints" / "checkpoint") is not None
+    return False
+
+
+def kill(root: Path, script: str, *arguments: str) -> None:
+    """Kills the first attempt once the storage has a checkpoint, whatever it does just then."""
+    with start(root, 0, HERE / script, *arguments) as process:
+        while True:
+            assert process.poll() is None, (root / "log-0").read_text()
+            if has_checkpoint(root, 0):
+                os.killpg(process.pid, signal.SIGSTOP)
+                if has_checkpoint(root, 0):  # a storage that is a folder shows halves of files, unlike S3
+                    break
+                os.killpg(process.pid, signal.SIGCONT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def finish(root: Path, number: int, script: Path, *arguments: str) -> tuple[dict, str]:
+    """The outputs of an attempt that succeeds, and what it has said."""
+    with start(root, number, script, *arguments) as process:
+        assert process.stdout is not None
+        outputs = process.stdout.read()
+    said = (root / f"log-{number}").read_text()
+    assert process.returncode == 0, said
+    return json.loads(outputs), said
+
+
+def test_a_script_as_nanogpts(tmp_path):
+    given = ["--out_dir=$DDP_CHECKPOINT_DIR", "--eval_interval", "2000"]
+    kill(tmp_path, "nano.py", *given, "--max_iters", "1000000")
+    outputs, said = finish(tmp_path, 1, HERE / "nano.py", *given, "--max_iters", "1")
+    assert "[rank 0] Resuming training from iter " in said
+    assert "checkpoints" in outputs["files"]
+
+
+def test_a_script_with_the_trainer_of_transformers(tmp_path):
+    given = ["--output_dir", "$DDP_CHECKPOINT_DIR", "--save_steps", "300"]
+    kill(tmp_path, "with_transformers.py", *given, "--max_steps", "1000000")
+    _, said = finish(tmp_path, 1, HERE / "with_transformers.py", *given, "--max_steps", "10")
+    assert "/checkpoint-" in said.partition("resumes from ")[2].partition("\n")[0], said
+    assert (tmp_path / "pod-1" / "checkpoints" / "model.safetensors").is_file()
+
+
+def test_a_script_with_accelerate(tmp_path):
+    given = ["$DDP_CHECKPOINT_DIR"]
+    kill(tmp_path, "with_accelerate.py", *given, "1000000", "100")
+    _, said = finish(tmp_path, 1, HERE / "with_accelerate.py", *given, "1", "100")
+    assert "resumes from epoch " in said
+    assert "resumes from epoch 0" not in said
+    assert (tmp_path / "pod-1" / "checkpoints" / "model.pt").is_file()
+
+
+SLOW = """
+import os, pathlib, signal, sys, threading
+place, stored = pathlib.Path(os.environ["DDP_CHECKPOINT_DIR"]), pathlib.Path(sys.argv[1])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    print("found", (place / "ckpt").read_text(), flush=True)
+    if os.environ["RANK"] == "0":
+        with open(os.environ["DDP_EVENTS"], "a") as events:
+            events.write('{"step": 8, "loss": 0.5}\\n')
+        (place / "last").write_text("written just before the end")
+    sys.exit()
+if os.environ["RANK"] == "0":
+    with open(os.environ["DDP_EVENTS"], "a") as events:
+        events.write('{"step": 7, "loss": 1.5}\\n')
+    progress = pathlib.Path(os.environ["DDP_EVENTS"]).with_name("progress.jsonl")
+    while '"step": 7' not in progress.read_text():
+        threading.Event().wait(0.05)
+    (place / "ckpt").write_text("the whole of it")
+    while not stored.exists():
+        threading.Event().wait(0.05)
+    file = open(place / "ckpt", "w")
+    file.write("the wh")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Event().wait()
+"""
+
+
+def test_a_rank_that_is_killed_while_it_writes_its_checkpoint_finds_the_one_before(tmp_path):
+    (tmp_path / "train.py").write_text(SLOW)
+    stored = tmp_path / "0" / "checkpoints" / "checkpoint"
+    outputs, said = finish(tmp_path, 0, tmp_path / "train.py", str(stored))
+    assert "the ranks start again from the checkpoint: rank 0 on " in said
+    assert "SIGKILL" in said
+    assert "[rank 1] found the whole of it\n" in said
+    assert "resuming from the checkpoint: step 8\n" in said
+    assert outputs["figures"] == {"loss": 0.5}
+    manifest = read_manifest(stored)
+    assert manifest is not None
+    assert {*manifest["objects"]} == {"ckpt", "last"}, "at the end all is taken"
+    assert "found the whole" in (tmp_path / "0" / "logs" / "rank-0.log").read_text()

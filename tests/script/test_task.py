@@ -1,0 +1,130 @@
+"""A script as a task, by the guide to scripts: locally, in a pod and under Flyte 2."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.code.user_code import find_script
+from flyte_ddp.errors import InputError
+from flyte_ddp.script.job import RANKS
+from flyte_ddp.script.training import check_arguments, check_options
+from flyte_ddp.settings import RunOptions
+from scripts.dry_run import build_package
+from tests.commands import ROOT, output, typed
+from tests.pod import IMAGE, Pod, literal
+
+NANO = Path(__file__).with_name("nano.py")
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A user's project as the guide has it, and the guide's commands."""
+    text = (ROOT / "docs" / "scripts.md").read_text()
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "__init__.py").touch()
+    (tmp_path / "jobs").mkdir()
+    shutil.copyfile(NANO, tmp_path / "jobs" / "train.py")
+    for name, block in re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(block)
+    return tmp_path, re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_guide_to_scripts_works_as_it_stands(project):
+    place, (command, run) = project
+    environment = {"PYTHONPATH": f"{ROOT}:{place}"}
+    said = typed(command, place, environment).stderr
+    assert "[rank 0] iter 20: loss " in said
+    assert (place / "trained" / "checkpoints" / "ckpt.pt").is_file()
+    assert "Resuming training from iter 20" in typed(command, place, environment).stderr
+    done = typed(run, place, environment)
+    assert "[rank 0] iter 20: loss " in done.stderr
+    assert Path(output(done, "checkpoint"), "ckpt.pt").is_file()
+    assert "iter 20" in Path(output(done, "logs"), "rank-0.log").read_text()
+    assert "iter 20" not in typed(run, place, environment).stderr, "cached"
+
+
+@pytest.mark.slow
+def test_a_pod_runs_it_and_uploads_its_checkpoints(project, tmp_path):
+    place, _ = project
+    environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
+    task = build_package(IMAGE, environment=environment, package="gpt", folder=place).tasks["gpt.workflow.train_gpt"]
+    path = {"PYTHONPATH": f"{ROOT}:{place}"}
+    first = Pod(task, {"options": literal(RunOptions(nproc=2))}, tmp_path / "pod", path)
+    outputs = first.run()
+    assert Path(outputs["checkpoint"].scalar.blob.uri, "ckpt.pt").is_file()
+    second = Pod(task, {"options": literal(RunOptions(nproc=2))}, tmp_path / "next", path, previous=first)
+    second.run()
+    assert "Resuming training from iter 20" in second.log
+
+
+UNDER_FLYTE_2 = """
+from pathlib import Path
+from flyte_ddp import RunOptions
+from flyte_ddp.script.flyte2 import ScriptTraining
+training = ScriptTraining("jobs/train.py", arguments=["--max_iters", "10"])
+env = training.environment("gpt")
+@env.task(**training.arguments())
+async def train(options: RunOptions = RunOptions()) -> str:
+    return "never called"
+assert any(str(file).endswith("jobs/train.py") for file in env.include)
+outputs = training.run(RunOptions(nproc=1), ["--out_dir", "$DDP_CHECKPOINT_DIR"])
+assert Path(outputs.checkpoint.path, "ckpt.pt").is_file()
+assert all(Path(output.path).exists() for output in (outputs.report, outputs.logs))
+"""
+
+
+@pytest.mark.slow
+def test_it_is_a_task_of_flyte_2(project):
+    place, _ = project
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_FLYTE_2], cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_its_code_is_the_script_and_what_it_imports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "own" / "layers.py").write_text("SIZE = 1\n")
+    (tmp_path / "scripts" / "beside.py").write_text("WORD = 1\n")
+    (tmp_path / "scripts" / "config.json").write_text("{}")
+    (tmp_path / "scripts" / "other.py").write_text("")
+    (tmp_path / "scripts" / "my-train.v2.py").write_text("import beside\nimport own.layers\nimport torch\n")
+
+    def found():
+        return find_script("scripts/my-train.v2.py", ["config.json"], [RANKS])
+
+    first = found()
+    assert first.root == str(tmp_path)
+    assert {os.path.relpath(file, tmp_path) for file in first.files} == {
+        "scripts/my-train.v2.py", "scripts/beside.py", "scripts/config.json", "own/layers.py",
+    }  # fmt: skip
+    (tmp_path / "scripts" / "other.py").write_text("something = 1\n")
+    (tmp_path / "scripts" / "my-train.v2.py").write_text("# why\nimport beside\nimport own.layers\nimport torch\n")
+    assert found().version == first.version
+    (tmp_path / "scripts" / "beside.py").write_text("WORD = 2\n")
+    assert found().version != first.version
+    with pytest.raises(InputError, match=r"data file 'none\.json' is not a file; it is looked for as .*/scripts/none"):
+        find_script("scripts/my-train.v2.py", ["none.json"])
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [("--lr 1", r"write them as in \['--lr', '1'\]"), (["--steps", 3], r"write them as in \['--steps', '3'\]")],
+)
+def test_arguments_are_a_list_of_texts(given, remedy):
+    with pytest.raises(InputError, match=rf"arguments must be a list of texts, got .*: {remedy}"):
+        check_arguments(given)
+
+
+def test_an_option_without_effect_is_refused():
+    with pytest.raises(InputError, match=r"RunOptions\.sharding must be 'off' for a script, which .* got 'full'"):
+        check_options(RunOptions(sharding="full"))
