@@ -53,7 +53,7 @@ def notify(url: str, content: dict[str, Any]) -> None:
 
 
 def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
-    """Post the content. Clear the list `problems` if the server accepts it; otherwise append what went wrong.
+    """Post the content. Clear `problems` if the server accepts it; otherwise the last of them says what went wrong.
 
     A redirect is refused, because the POST would become a GET without its content.
     """

@@ -121,7 +121,8 @@ def _add_data_files(
             raise InputError(f"{name}: data file {one!r} must lie below {root}, to be shipped with the code")
         if path not in files:
             files.add(path)
-            versions[Path(path).relative_to(root).as_posix()] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            key = f"data file {Path(path).relative_to(root).as_posix()}"  # no module can have this name
+            versions[key] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def find_script(script: str | Path, data_files: Sequence[str] = (), ranks: Sequence[str] = ()) -> UserCode:

@@ -1,11 +1,14 @@
 """The peak FLOPS of accelerators, by the names that torch gives them, and how much of it a training uses."""
 
+import re
+
 from flyte_ddp.launch.environment import World
 
 # Floating-point operations per second, dense, from NVIDIA's data sheets: bfloat16 on tensor cores, float32 off them.
-# Names must match entirely or up to a hyphen (A100-SXM4-80GB).
+# Names must match, but for what says socket and memory (A100-SXM4-80GB). A slice of a GPU has another name.
 PEAKS: dict[str, dict[str, float]] = {
     "NVIDIA A100": {"bfloat16": 312e12, "float32": 19.5e12},
+    "NVIDIA A100 80GB PCIe": {"bfloat16": 312e12, "float32": 19.5e12},
     "NVIDIA A10": {"bfloat16": 125e12, "float32": 31.2e12},
     "NVIDIA H100 80GB HBM3": {"bfloat16": 989.5e12, "float32": 67e12},
     "NVIDIA H100 PCIe": {"bfloat16": 756.5e12, "float32": 51e12},
@@ -23,7 +26,7 @@ def peak(device: str, precision: str) -> float | None:
         precision: "bfloat16" or "float32".
     """
     for name, by_precision in PEAKS.items():
-        if device == name or device.startswith(f"{name}-"):
+        if re.fullmatch(rf"{re.escape(name)}(-[A-Z0-9]+-\d+GB)?", device):
             return by_precision.get(precision)
     return None
 

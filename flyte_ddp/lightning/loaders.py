@@ -71,15 +71,15 @@ class Loaders:
                 generators are put back, so what it does to them stays.
         """
 
-        def settled(method: Callable[[], Any]) -> Callable[[], Any]:
+        def settled(name: str, method: Callable[[], Any]) -> Callable[[], Any]:
             @functools.wraps(method)  # Lightning asks whether the class has its own
             def call() -> Any:
                 with isolate_rng():
                     seed()
                     loaders = method()
-                if method.__name__ == TRAIN:
+                if name == TRAIN:
                     begin_order()
-                self._method, self._owner = method.__name__, type(owner).__name__
+                self._method, self._owner = name, type(owner).__name__
                 self._count = 0
                 self._has_cycles = has_cycles(loaders)
                 is_combined = isinstance(loaders, CombinedLoader)
@@ -90,7 +90,7 @@ class Loaders:
             return call
 
         for name in METHODS:
-            setattr(owner, name, settled(getattr(owner, name)))
+            setattr(owner, name, settled(name, getattr(owner, name)))
 
     def _check(self, loader: object) -> None:
         """Check a loader that the method self._method has just returned.

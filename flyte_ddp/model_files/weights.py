@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization_config
 
 from flyte_ddp.errors import InputError, not_installed
-from flyte_ddp.model_files.frozen_base import compute_base_digest, frozen_weights
+from flyte_ddp.model_files.frozen_base import compute_base_digest, frozen_weights, with_versions
 from flyte_ddp.model_files.model_metadata import is_safetensors, read_metadata
 from flyte_ddp.text import listed
 
@@ -39,7 +39,7 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
     if names := misfits(weights, own):
         problem = describe_misfits(names, weights, own)
         raise InputError(f"{called} must fit the network, got {path} with {problem}: {remedy}")
-    model.load_state_dict(weights)
+    model.load_state_dict(with_versions(weights, model))
     return model
 
 

@@ -141,7 +141,7 @@ def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
 
 
 def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
-    """Return (data URI, class) of at most MOST_SAMPLES training images, the first ones of each class in equal number.
+    """Return (data URI, class) of at most MOST_SAMPLES training images, of each class in equal number.
 
     Returns [] for recipes other than image classifiers.
     """
@@ -149,11 +149,12 @@ def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
         return []
     names: Sequence[str] = info.description.classes
     images, labels = open_images(info.data, "train")
-    labels = labels[:10_000]  # enough to find every class
+    step = max(1, len(labels) // 10_000)  # enough to find every class, also if they are sorted
+    labels = labels[::step]
     each = max(1, MOST_SAMPLES // max(1, len(names)))
     samples: list[tuple[int, str]] = []
     for label, name in enumerate(names):
-        samples += [(index, name) for index in np.flatnonzero(labels == label)[:each]]
+        samples += [(step * index, name) for index in np.flatnonzero(labels == label)[:each]]
     return [(picture(images[index]), name) for index, name in samples[:MOST_SAMPLES]]
 
 

@@ -289,9 +289,8 @@ class Record(events.Observer):
 
         Measures that the last epoch lacks come last, as a user's own loop may measure something every few epochs.
         """
-        measured = [step.measures for step in self.steps[-1:]]
-        for epoch in reversed(self.epochs):
-            measured += [epoch.evaluated, epoch.train]
+        measured = [*chain.from_iterable((epoch.evaluated, epoch.train) for epoch in reversed(self.epochs))]
+        measured += [step.measures for step in self.steps]
         return list(dict.fromkeys([self.headline, "loss", *chain.from_iterable(measured)]))
 
     def format_measure(self, name: str, measures: Mapping[str, float]) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import click
@@ -54,12 +54,13 @@ def collect_run_facts(event: RunStarted) -> dict[str, str]:
     Args:
         event: the start of the training.
     """
-    rest = {name: value for name, value in event.identity.items() if name != "settings"}
-    named = {"dataset": event.dataset, **rest, **event.identity.get("settings", {})}
+    named = {**event.identity, "dataset": event.dataset}
+    for name, value in named.pop("settings", {}).items():
+        named[f"setting {name}" if name in named else name] = value
     facts = {name: json.dumps(value, ensure_ascii=False) for name, value in named.items()}
     for name in dict.fromkeys(chain.from_iterable(event.ran_on)):
         values = [str(machine[name]) for machine in event.ran_on if name in machine]
-        facts[f"ran on: {name}"] = ", then ".join(dict.fromkeys(values))
+        facts[f"ran on: {name}"] = ", then ".join(value for value, _ in groupby(values))
     return facts
 
 

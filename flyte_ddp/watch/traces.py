@@ -53,6 +53,9 @@ def read_trace(progress_path: str) -> dict[int, Step]:
     for text in file.read_on(0).split(b"\n")[:-1]:
         try:
             line = printable(json.loads(text))
+        except ValueError:  # an empty line, or one that was cut off
+            continue
+        try:
             parts = {(one["call"], one["part"]): [*map(tuple, one["outputs"])] for one in line.pop("parts")}
             weights, gradients = (dict(line.pop(name)) for name in ("weights", "gradients"))
             step = Step(weights=weights, parts=parts, gradients=gradients, **line)

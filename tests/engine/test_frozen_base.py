@@ -7,9 +7,10 @@ import torch
 from torch import distributed, nn
 
 from flyte_ddp.engine.average import Average
+from flyte_ddp.engine.own_loop.arrangement import arrangement, load
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted
-from flyte_ddp.model_files.frozen_base import compute_base_digest, frozen_weights
+from flyte_ddp.model_files.frozen_base import FrozenBase, compute_base_digest, frozen_weights
 from flyte_ddp.model_files.model_metadata import read_required_metadata
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
@@ -178,3 +179,20 @@ def test_an_average_shares_what_is_frozen():
 def test_weights_of_a_type_that_trains_badly_are_refused(tmp_path, recipe, words):
     with pytest.raises(InputError, match=words):
         run(recipe, tmp_path)
+
+
+class Versioned(nn.Linear):
+    """Takes weights without a version for those of an earlier release, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        assert local_metadata.get("version") == 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def test_what_is_loaded_has_the_versions_of_its_modules():
+    model = nn.Sequential(Versioned(2, 2))
+    base = FrozenBase(model)
+    base.load(model, base.without(model))
+    load({"model": model}, {"model": dict(model.state_dict())}, arrangement({"model": model}))

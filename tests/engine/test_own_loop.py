@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
+from flyte_ddp.engine.own_loop.state import _fitting
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RanksTimed, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankError
@@ -402,3 +403,9 @@ def test_an_evaluation_after_the_last_epoch_is_of_the_test_split(undisturbed):
 def test_what_would_have_no_effect_is_refused(own, settings, words):
     with pytest.raises(InputError, match=words):
         own(**settings)
+
+
+def test_a_device_that_fails_while_a_checkpoint_is_loaded_is_not_taken_for_a_wrong_one():
+    for error, raised in ((torch.OutOfMemoryError("full"), torch.OutOfMemoryError), (IndexError("1"), InputError)):
+        with pytest.raises(raised), _fitting():
+            raise error

@@ -15,6 +15,7 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
+from flyte_ddp.model_files.frozen_base import with_versions
 from flyte_ddp.model_files.weights import describe_misfits, misfits, read_weights, with_base, with_tied
 from flyte_ddp.text import listed
 
@@ -87,7 +88,7 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
     taken = {name: value for name, value in weights.items() if name not in {*left_out, *unfit}}
     if not taken:
         raise InputError(f"init_leave_out must leave some tensors of init ({path}), got {leave_out!r}: name fewer")
-    model.load_state_dict(taken, strict=False)
+    model.load_state_dict(with_versions(taken, model), strict=False)
     new = [name for name in own if name not in taken]
     rest = f"; newly initialised: {listed(new)}" if new else ""
     return {*taken} & {*inside}, f"Starts from {len(taken)} of {len(own)} tensors of {path.name}{rest}"

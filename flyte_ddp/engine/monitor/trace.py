@@ -144,7 +144,7 @@ class Trace:
         line = {**self._line, "weights": _in_hex(self._weights), "parts": parts, "gradients": gradients}
         try:
             with self._file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(f"\n{json.dumps(line)}\n")  # what a full disk or a kill has cut off stays a line of its own
         except OSError as error:  # a disk that is full must not end the training
             print(f"{self._file} lacks step {self._line['number'] + 1}: {error}", file=sys.stderr, flush=True)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.model_files.frozen_base import with_versions
 
 Groups = list[list[str]]
 
@@ -56,6 +57,8 @@ def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[
         state = pytree.tree_map_only(Tensor, Tensor.clone, states[name])
         if isinstance(part, Optimizer):
             _load_optimizer(part, state, arranged["groups"][name], weights)
+        elif isinstance(part, nn.Module):
+            part.load_state_dict(with_versions(state, part))
         else:
             part.load_state_dict(state)
 

@@ -38,6 +38,7 @@ from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochChosen, EpochFinished, Event, forward_to_all
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.model_files.frozen_base import with_versions
 from flyte_ddp.random_numbers import Use, derive_key
 from flyte_ddp.whole_files import writing_to
 
@@ -426,7 +427,8 @@ class LoopState:
         self.is_over = True
         tracker = self.best_tracker
         if tracker and tracker.weights is not None:
-            self.parts["model"].load_state_dict(tracker.weights)
+            model = self.parts["model"]
+            model.load_state_dict(with_versions(tracker.weights, model))
         elif tracker:
             self.progress.warn_once(
                 f"the weights are those of the last epoch, not of the best: {tracker.measure} has never been a finite "
@@ -616,11 +618,14 @@ def _fitting() -> Iterator[None]:
     It is a context manager.
 
     Raises:
-        InputError: The block raised KeyError, TypeError, ValueError or RuntimeError.
+        InputError: The block raised an error that what it loads may be the reason of. Errors of the device, such as a
+            lack of its memory, are raised as they are.
     """
     try:
         yield
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"the checkpoint does not fit what loop.keep was given: {' '.join(str(error).split())}: keep the same, "
             "or drop it by RunOptions(resume=False)"
