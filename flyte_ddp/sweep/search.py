@@ -138,13 +138,14 @@ def _draws(sweep: Sweep, base: AnySettings) -> Iterable[Any]:
     source = random.Random(sweep.seed)
     types = {field.name: field.type for field in dataclasses.fields(base)}
     for _ in range(sweep.trials):
-        yield [_drawn(source.random(), space, types[name] is int) for name, space in sweep.values.items()]
+        yield [_drawn(source.random(), space, types[name] in (int, "int")) for name, space in sweep.values.items()]
 
 
 def _drawn(position: float, space: Any, whole: bool) -> Any:
     """Return the value at a position, from 0 to below 1, of a list or range.
 
-    Numbers of a range have four significant digits, or are whole if `whole` is true.
+    Numbers of a range are whole if `whole` is true. Otherwise they have four significant digits, or, in a narrow range,
+    as many as tell a thousand of them apart.
     """
     if isinstance(space, list):
         return space[int(position * len(space))]
@@ -153,7 +154,11 @@ def _drawn(position: float, space: Any, whole: bool) -> Any:
     least = drawn.minimum - margin
     most = drawn.maximum + margin
     value = least * (most / least) ** position if drawn.scale == "log" else least + (most - least) * position
-    value = round(value) if whole else float(f"{value:.4g}")  # four digits can be read and retyped
+    if whole:
+        value = round(value)
+    else:  # few digits can be read and retyped
+        width = (drawn.maximum - drawn.minimum) / max(abs(drawn.maximum), abs(drawn.minimum))
+        value = float(f"{value:.{max(4, 3 - math.floor(math.log10(width)))}g}")
     return min(max(value, drawn.minimum), drawn.maximum)
 
 

@@ -127,18 +127,19 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
 def _first_output(one: Step, other: Step) -> str:
     """Return what differs first in the parts of a step, in forward order, with the parts; "" if all is equal."""
     if one.parts.keys() != other.parts.keys():
-        return f"it has {len(one.parts)} parts of a batch in one training, and {len(other.parts)} in the other"
-    first: dict[int, list[str]] = {}
-    told: dict[int, str] = {}
+        counts = [f"{len({part for _, part in step.parts})} parts of a batch" for step in (one, other)]
+        return f"it has {counts[0]} in one training and {counts[1]} in the other, or other calls of backward"
+    differing: dict[tuple[int, int], list[int]] = {}  # parts, by call and index of the first output that differs
+    told: dict[tuple[int, int], str] = {}
     for (call, part), outputs in one.parts.items():
         index, found = _first_difference(outputs, other.parts[call, part])
         if found:
-            first.setdefault(index, []).append(str(part))
-            told.setdefault(index, found)
-    if not first:
+            differing.setdefault((call, index), []).append(part)
+            told.setdefault((call, index), found)
+    if not differing:
         return ""
-    index = min(first)
-    return f"{told[index]}, in part {', '.join(first[index])} of the batch"
+    first = min(differing)  # of several calls the later ones may differ because of the first
+    return f"{told[first]}, in part {', '.join(map(str, differing[first]))} of the batch"
 
 
 def _first_difference(outputs: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]) -> tuple[int, str]:

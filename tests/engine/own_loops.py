@@ -326,6 +326,16 @@ def leaves_after_the_fifth_step(loop: Loop):
         evaluate(loop, model, tests)
 
 
+def leaves_each_epoch_early_and_takes_the_best(loop: Loop):
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs(headline="accuracy", best="highest"):
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            if loop.step == 2:
+                break
+        evaluate(loop, model, tests)
+
+
 def left_early(loop: Loop):
     plain(loop, steps=3)
 

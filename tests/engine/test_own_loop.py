@@ -11,6 +11,7 @@ from flyte_ddp.launch.failures import RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import train
+from flyte_ddp.watch.traces import read_trace
 from tests.small_training import TWO_HOSTS, Unplugged, first_and_slow, identical, relative_difference, unplug_at
 
 LOOPS, MISTAKES = "tests.engine.own_loops:", "tests.engine.own_loop_mistakes:"
@@ -403,6 +404,13 @@ def test_an_evaluation_after_the_last_epoch_is_of_the_test_split(undisturbed):
 def test_what_would_have_no_effect_is_refused(own, settings, words):
     with pytest.raises(InputError, match=words):
         own(**settings)
+
+
+def test_an_epoch_that_is_left_early_may_be_the_best(own):
+    trained = own(1, "leaves_each_epoch_early_and_takes_the_best", trace_every=1)
+    assert len(trained.result.epochs) == 2
+    (outputs,) = read_trace(f"{trained.folder}/progress.jsonl")[2].parts.values()
+    assert [name for name, _ in outputs] == ["the batch", "model", "the loss"]
 
 
 def test_a_device_that_fails_while_a_checkpoint_is_loaded_is_not_taken_for_a_wrong_one():

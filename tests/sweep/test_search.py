@@ -22,6 +22,11 @@ def test_a_grid_is_every_combination_of_valid_hyperparameters():
     assert {(trial.epochs, trial.dataset, trial.nesterov, trial.seed) for trial in trials} == {(5, "digits", False, 1)}
 
 
+def test_a_narrow_range_is_not_rounded_to_its_ends():
+    values = {"sgd_momentum": {"minimum": 0.9999, "maximum": 0.99999}}
+    assert len(trials_of(Sweep(values, search="random", trials=50), BASE)) > 45
+
+
 def test_random_trials_stay_within_their_ranges_and_follow_the_seed():
     values = {
         "learning_rate": {"minimum": 0.01, "maximum": 1, "scale": "log"},

@@ -87,6 +87,8 @@ class TrainSteps:
                 state.end_step()
         finally:  # also if the loop is left
             state.is_stepping = False
+            if state.trace and not state.exact:
+                state.trace.end_part(state.logged.get("loss"))
             # Outside of steps all ranks draw alike
             seed_all(derive_key(Use.OWN_STEP, self._settings.seed, state.progress.epoch, state.progress.step))
 
@@ -145,7 +147,12 @@ class Evaluation:
                 # All ranks draw alike again, however many batches each has had, and after a resume, too
                 step = state.progress.step if state.trains_on else 0
                 seed_all(derive_key(Use.OWN_STEP, self._seed, state.progress.epoch, step, 1))
-        moved = [name for name, version in versions.items() if state.buffer_versions().get(name) != version]
+        now = state.buffer_versions() if parts else {}
+        moved = [
+            name
+            for name, (version, buffer) in versions.items()
+            if name not in now or now[name][0] != version or now[name][1] is not buffer
+        ]
         if moved:
             raise InputError(
                 f"with virtual_ranks an evaluation must leave buffers as they are, and it changes {moved[0]}, by the "

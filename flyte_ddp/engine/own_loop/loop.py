@@ -326,7 +326,7 @@ class Loop:
             NonFiniteError: The measure "loss" is not finite.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
-        if state.best_tracker and state.evaluated_at == self.step and not state.is_over:
+        if state.best_tracker and state.evaluated_at == state.steps_done and not state.is_over:
             raise InputError(
                 "loop.evaluated must be called once in each epoch with loop.epochs(best=...), on the validation split: "
                 "let settings.patience end the training, and evaluate a test split once loop.epochs has come to its end"
@@ -356,7 +356,7 @@ class Loop:
         if not math.isfinite(state.evaluated.get("loss", 0.0)):
             split = "validation" if state.best_tracker and not state.is_over else "test"
             raise NonFiniteError.in_evaluation(state.evaluated["loss"], split, self.epoch + (not state.is_over))
-        found, state.evaluated_at = state.evaluated, self.step
+        found, state.evaluated_at = state.evaluated, state.steps_done
         if state.is_over:
             state.tested, state.evaluated = found, {}
         return dict(found)

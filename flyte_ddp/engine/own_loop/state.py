@@ -173,6 +173,11 @@ class LoopState:
                 backward, shares, progress.epoch, progress.step, call
             )
 
+    @property
+    def steps_done(self) -> int:
+        """Return how many of the epoch's steps are done, with one that has logged and that `break` has left."""
+        return self.progress.step + (bool(self.logged) and not self.is_stepping)
+
     def agree(self, call: Call) -> None:
         """Raise InputError if another rank does something else here; a collective."""
         agree(call, self.progress.epoch, self.progress.step, self.device)
@@ -258,7 +263,7 @@ class LoopState:
             )
         self.agree(Call.STEP_END)
         if self.trace:
-            self.trace.end_part(None if self.exact else self.logged["loss"])
+            self.trace.end_part(self.logged["loss"])
             self.trace.end()
         if not progress.names:
             progress.measure(names_on_all_ranks("loop.log", self.logged))
@@ -584,17 +589,16 @@ class LoopState:
             self.optimizers.put_back(saved["gradients"])
         self.evaluated = saved["evaluated"] or self.evaluated
 
-    def buffer_versions(self) -> dict[str, int]:
-        """Return torch's version counter of each buffer of the networks that loop.keep was given.
-
-        The counter grows with each change in place, so a comparison of two results shows which buffers have changed.
+    def buffer_versions(self) -> dict[str, tuple[int, Tensor]]:
+        """Return what tells whether buffers of the networks that loop.keep was given have changed.
 
         Returns:
-            The counters by "<name in loop.keep>.<name of the buffer>".
+            By "<name in loop.keep>.<name of the buffer>", torch's version counter, which grows with each change in
+                place, and the buffer itself, as code may put another tensor in its place.
         """
         networks = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
         return {
-            f"{name}.{buffer_name}": version(buffer)
+            f"{name}.{buffer_name}": (version(buffer), buffer)
             for name, network in networks.items()
             for buffer_name, buffer in network.named_buffers()
         }
