@@ -1,5 +1,7 @@
 """Errors, by what should happen next: fix the input, try again, or give up."""
 
+from collections.abc import Collection
+
 from flyte_ddp.text import counted, masked
 
 try:
@@ -41,7 +43,15 @@ class ReportedError(ClickException, RuntimeError):
 
 
 class RecoverableError(ReportedError):
-    """A failure that another attempt may not have: a lost peer, a killed rank, an unreachable mirror."""
+    """A failure that another attempt may not have: a lost peer, a killed rank, an unreachable mirror.
+
+    Attributes:
+        bad_hosts: the hosts whose hardware is surely to blame; mostly none.
+    """
+
+    def __init__(self, message: str, bad_hosts: Collection[str] = ()):
+        super().__init__(message)
+        self.bad_hosts = tuple(bad_hosts)
 
 
 class DownloadError(RecoverableError):
@@ -126,8 +136,8 @@ class WrongBitsError(RecoverableError):
     Another attempt, on other hosts, continues from the last checkpoint.
     """
 
-    def __init__(self, epoch: int, step: int, reason: str):
-        super().__init__(f"in epoch {epoch + 1}, step {step + 1}, {reason}")
+    def __init__(self, epoch: int, step: int, reason: str, bad_hosts: Collection[str] = ()):
+        super().__init__(f"in epoch {epoch + 1}, step {step + 1}, {reason}", bad_hosts)
 
 
 class CheckpointError(RuntimeError):

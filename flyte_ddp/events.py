@@ -236,6 +236,16 @@ class SlowRank(Event):
     cause: str
 
 
+@dataclass(frozen=True)
+class OddNodes(Event):
+    """Nodes whose own hardware is odd, by a comparison before the first step. Training goes on there."""
+
+    method = "on_odd_nodes"
+
+    nodes: tuple[str, ...]
+    reason: str
+
+
 Warned = NotLearning | SlowRank  # the events that a run's result lists as warnings
 
 

@@ -1,6 +1,5 @@
 """The conversion of a failure to the error that ends an attempt, from which the platform knows whether to retry."""
 
-import platform as machine
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,6 +7,7 @@ from click import ClickException
 
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.errors import DataError, DownloadError
+from flyte_ddp.launch.environment import host_name
 from flyte_ddp.launch.failures import Failure, from_exception
 from flyte_ddp.text import encodable, shortened
 
@@ -38,7 +38,7 @@ def to_failure(platform: Platform, error: BaseException) -> Failure:
     Any other error becomes a failure of this host, without a rank.
     """
     carried: Failure | None = getattr(error, "failure", None)
-    return carried or from_exception(_retry_downloads(platform, error), None, machine.node())
+    return carried or from_exception(_retry_downloads(platform, error), None, host_name())
 
 
 def _retry_downloads(platform: Platform, error: BaseException) -> BaseException:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import platform as machine
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from flyte_ddp.attempt.avoided import keep_away, noting_failure
 from flyte_ddp.attempt.checkpoints import CheckpointStore, point_to_previous
 from flyte_ddp.attempt.failures import platform_errors, to_failure
 from flyte_ddp.attempt.logs import kept_logs
@@ -27,7 +27,13 @@ from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_job
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
-from flyte_ddp.launch.environment import Environment, environment_from_torchrun, is_first_rank, visible_gpus
+from flyte_ddp.launch.environment import (
+    Environment,
+    environment_from_torchrun,
+    host_name,
+    is_first_rank,
+    visible_gpus,
+)
 from flyte_ddp.launch.failures import (
     LOSSES,
     Failure,
@@ -94,11 +100,13 @@ def train_as_rank(
                     return run_rank(environment, DirectLink(on_event), job, train)
 
                 return train_by(platform, start, environment.world, fetch, options, own_observers, is_by_ranks=True)
-            job = make_job(fetch(), options)
+            avoided = keep_away(platform, options.resume_from)
+            job = dataclasses.replace(make_job(fetch(), options), avoided=avoided)
             if not platform.is_local():
                 storage = CheckpointStore(platform, own / "checkpoint", platform.checkpoint_url())
                 job = dataclasses.replace(job, storage=storage)
-            run_rank(environment, DirectLink(None), job, train)
+            with noting_failure(platform):
+                run_rank(environment, DirectLink(None), job, train)
         return None
 
 
@@ -165,7 +173,7 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
     beside = Path(first.error_file + BESIDE)
     if beside.exists():
         return Failure(**json.loads(beside.read_text()))
-    return from_exit_code(first.exitcode, rank, machine.node())
+    return from_exit_code(first.exitcode, rank, host_name())
 
 
 def worth_restarts() -> Callable[[ChildFailedError], bool]:

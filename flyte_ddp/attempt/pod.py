@@ -1,16 +1,17 @@
 """Checks that a pod is as it was registered."""
 
 import os
-import platform
 
 from flyte_ddp.code.code_version import OTHER_CODE
 from flyte_ddp.errors import RecoverableError, ReportedError
+from flyte_ddp.launch.environment import host_name
 
 CODE_VARIABLE, GPUS_VARIABLE = "DDP_TRAINING_CODE", "DDP_POD_GPUS"  # nothing is checked if they are not set
 SCRIPT_VARIABLES = CHECKPOINT_VARIABLE, EVENTS_VARIABLE = (
     "DDP_CHECKPOINT_DIR",
     "DDP_EVENTS",
 )  # ranks of a script get them
+RETRIES_VARIABLE = "DDP_POD_RETRIES"  # the retries of the task, if its pods avoid nodes
 HANDOVER_VARIABLE, PREVIOUS_VARIABLE = "DDP_HANDOVER", "DDP_PREVIOUS_CHECKPOINT"  # flyte_ddp.flyte2.handover reads them
 
 
@@ -38,7 +39,7 @@ def check_gpus(visible: int) -> None:
     asked = os.environ.get(GPUS_VARIABLE)
     if asked is not None and int(asked) != visible:
         raise RecoverableError(
-            f"this pod must have as many GPUs as were registered ({asked}), got {visible} on {platform.node()}: "
+            f"this pod must have as many GPUs as were registered ({asked}), got {visible} on {host_name()}: "
             "check that node's driver and device plugin and the platform's limits, or register with a DDP_GPUS "
             "(or give a --gpus) that the cluster can provide, or with DDP_PROFILE=sandbox for none"
         )

@@ -19,13 +19,14 @@ from flyte_ddp.attempt.pod import (
     GPUS_VARIABLE,
     HANDOVER_VARIABLE,
     PREVIOUS_VARIABLE,
+    RETRIES_VARIABLE,
     SCRIPT_VARIABLES,
 )
 from flyte_ddp.attempt.webhook import WEBHOOK_SECRET_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import Settings, read_json, setting
-from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS
+from flyte_ddp.launch.environment import DEFAULT_CPU_RANKS, NODE_VARIABLE
 from flyte_ddp.launch.grace import MOST_SECONDS, POD_VARIABLE, USUAL_SECONDS
 from flyte_ddp.text import masked
 
@@ -166,6 +167,15 @@ class Registration(Settings):
     annotations: dict = setting(  # noqa: RUF009
         {}, help="annotations of all pods and of the executions of the launch plans, by key."
     )
+    avoid_hours: int = setting(
+        0,
+        minimum=0,
+        maximum=8760,
+        help="for how many hours later attempts keep away from a node whose hardware has failed, or is odd; 0 is off.",
+    )
+    avoid_nodes: str = setting(
+        "", help="names of nodes, separated by commas, on which no training pod of this registration may run."
+    )
     pod_template: str = setting(
         "",
         help="name of a PodTemplate in the cluster for the pods of training: tolerations, node selectors, and whatever "
@@ -195,6 +205,12 @@ class Registration(Settings):
                 "Registration.pod_template must be the name of a PodTemplate in the cluster, got "
                 f"{json.dumps(self.pod_template)}: `kubectl get podtemplates` lists them"
             )
+        for node in self.nodes_to_avoid:
+            if not re.fullmatch(NAME, node):
+                raise InputError(
+                    "avoid_nodes must be names of nodes, separated by commas, in lower case as `kubectl get nodes` "
+                    f"lists them, got {json.dumps(node)}: write them as node-1,node-2"
+                )
         for name, value in self.env.items():
             if name in ours:
                 raise InputError(f"Registration.env must not have {name}, got {json.dumps(value)}: set {name} itself")
@@ -228,6 +244,10 @@ class Registration(Settings):
             kind = named or kind
             found.setdefault(kind, []).append(address)
         return found
+
+    @property
+    def nodes_to_avoid(self) -> list[str]:
+        return [node.strip() for node in self.avoid_nodes.split(",")] if self.avoid_nodes else []
 
     @property
     def training_gpus(self) -> int:
@@ -403,8 +423,10 @@ PODS = (
     CODE_VARIABLE,
     GPUS_VARIABLE,
     HANDOVER_VARIABLE,
+    NODE_VARIABLE,
     POD_VARIABLE,
     PREVIOUS_VARIABLE,
+    RETRIES_VARIABLE,
     WEBHOOK_SECRET_VARIABLE,
     *SCRIPT_VARIABLES,
 )

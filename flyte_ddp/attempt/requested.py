@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE
+from flyte_ddp.attempt.pod import CODE_VARIABLE, GPUS_VARIABLE, RETRIES_VARIABLE
 from flyte_ddp.attempt.registration import SECRETS, name_variable, registration
 from flyte_ddp.attempt.webhook import CONSOLE_VARIABLE, WEBHOOK_VARIABLE
 from flyte_ddp.data.sources.download import MIRROR_VARIABLE, mirror_from_environment
@@ -14,6 +14,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.grace import MOST_SECONDS, POD_VARIABLE
 
 TORCHRUN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+HOURS_VARIABLE = "DDP_AVOID_HOURS"
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,26 @@ def grace_environment(own: int | None = None) -> dict[str, str]:
     seconds = asked.pod_grace if own is None else min(own, asked.grace_seconds or MOST_SECONDS)
     text = str(max(1, seconds))
     return {POD_VARIABLE: text, TORCHRUN_VARIABLE: text}  # torchrun would kill its ranks after 30 s
+
+
+def avoidance_environment(retries: int) -> dict[str, str]:
+    """Return the variables of a training pod that avoids nodes: for how many hours, and the retries of its task."""
+    hours = registration().avoid_hours
+    return {HOURS_VARIABLE: str(hours), RETRIES_VARIABLE: str(retries)} if hours else {}
+
+
+def check_template(name: str) -> None:
+    """Raise InputError for a pod template in the cluster, to which nothing can be added, beside registered avoid_nodes.
+
+    Args:
+        name: the name of the template; empty is none.
+    """
+    nodes = registration().avoid_nodes
+    if name and nodes:
+        raise InputError(
+            f"environment variable DDP_AVOID_NODES must be empty beside a pod template of the cluster ({name}), got "
+            f"{nodes}: put the node affinity into that template"
+        )
 
 
 def webhook_environment() -> dict[str, str]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flyte_ddp.attempt.avoided import keep_away, noting_nodes
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.restarts import Start
 from flyte_ddp.attempt.run import Run, training_run
@@ -114,10 +115,12 @@ def train_by(
         The ranks' results, the run's figures, and the paths of model, report and logs.
 
     Raises:
+        RecoverableError: this pod leaves its node, see keep_away.
         Exception: what `fetch` raises; what `start` raises, on a cluster as the platform's error if this library raised
             it.
     """
     started = time.time()
+    avoided = keep_away(platform, options.resume_from)
     subject = fetch()
     names = subject.dataset, subject.key
     with (
@@ -130,8 +133,7 @@ def train_by(
         if not run.store.is_given:
             options = replace(options, resume_from="")
         job = make_job(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
-        if is_by_ranks and not platform.is_local():
-            job = replace(job, storage=run.store)
+        job = replace(job, avoided=avoided, storage=run.store if is_by_ranks and not platform.is_local() else None)
         info = describe_run(platform, subject, options, run)
         share_events(platform, run, info)
         publish = platform.publisher("Training")
@@ -144,7 +146,7 @@ def train_by(
             observers(StartUp("importing torch"))
             finish_first()
             try:
-                results = start(job, observers)
+                results = noting_nodes(platform, start)(job, observers)
             except (KeyboardInterrupt, PreemptedError):
                 if platform.is_local():
                     say_interrupted(run.store.path)

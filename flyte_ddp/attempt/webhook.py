@@ -14,7 +14,7 @@ import requests
 
 from flyte_ddp.attempt.failures import to_failure
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.launch.failures import Failure, PreemptedError
+from flyte_ddp.launch.failures import Failure, PreemptedError, how_to_avoid
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import warn
 
@@ -74,6 +74,8 @@ def make_content(failure: Failure, platform: Platform) -> dict[str, Any]:
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     message = one_line(Exception((failure.message.splitlines() or [""])[0]))
     execution, link = platform.execution()
+    avoid = {"avoid_nodes": list(failure.bad_nodes)} if failure.bad_nodes else {}
+    remedy = f"\n{how_to_avoid(failure.bad_nodes)}" if avoid else ""
     return {
         "format": FORMAT,
         "event": "training_failed",
@@ -86,5 +88,6 @@ def make_content(failure: Failure, platform: Platform) -> dict[str, Any]:
         "attempt": platform.earlier_attempts(),
         "execution": execution,
         "link": link,
-        "text": f"Training failed: {who}: {failure.cause}: {message}" + (f"\n{link}" if link else ""),
+        **avoid,
+        "text": f"Training failed: {who}: {failure.cause}: {message}{remedy}" + (f"\n{link}" if link else ""),
     }

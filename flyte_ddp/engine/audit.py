@@ -149,7 +149,9 @@ class Audit:
             return InputError(f"in epoch {epoch + 1}, step {step + 1}, {CODE}")
         if verdict.cause is Cause.RANKS:
             return WrongBitsError(epoch, step, f"{self._describe(verdict)}: {RANKS}")
-        return WrongBitsError(epoch, step, f"{name_ranks(verdict.odd, self._places)} {PROCESSOR}")
+        bad_hosts = [self._places[rank].host for rank in verdict.odd] if verdict.is_sure else []
+        reason = f"{name_ranks(verdict.odd, self._places)} {PROCESSOR}"
+        return WrongBitsError(epoch, step, reason, dict.fromkeys(bad_hosts))
 
     def _describe(self, verdict: Verdict) -> str:
         return describe_difference(GRADIENTS, verdict.odd, verdict.others, self._places)

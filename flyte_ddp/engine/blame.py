@@ -24,11 +24,13 @@ class Verdict:
         cause: why the digests differ.
         odd: the ranks that differ; with Cause.PROCESSOR, those whose processors are to blame.
         others: the ranks that most agree with; empty where there is no majority.
+        is_sure: whether the odd ranks also multiply two matrices wrongly, which no code of a user's can cause.
     """
 
     cause: Cause
     odd: Sequence[int]
     others: Sequence[int] = ()
+    is_sure: bool = False
 
 
 def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] = ()) -> Verdict:
@@ -53,7 +55,7 @@ def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] 
     unsteady = [rank for rank, own in digests.items() if len({*own}) > 1]
     wrong = [rank for rank in odd or unsteady if rank in wrong_products]
     if wrong or (len(unsteady) == 1 and not odd and None not in usual.values()):
-        return Verdict(Cause.PROCESSOR, wrong or unsteady)
+        return Verdict(Cause.PROCESSOR, wrong or unsteady, is_sure=bool(wrong))
     return Verdict(Cause.CODE, unsteady) if unsteady else Verdict(Cause.RANKS, odd, others)
 
 

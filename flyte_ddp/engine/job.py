@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -182,6 +183,7 @@ class Job(Subject):
         chosen_by: the environment variable, or "output" for train()'s argument, by which the user chooses the folder.
         storage: where each rank keeps its shards of a checkpoint; None if they stay beside checkpoint_path.
         launched: time.time() of the launch.
+        avoided: a sentence on each node that pods should keep away from, by the node's name; see attempt/avoided.py.
     """
 
     options: RunOptions
@@ -191,6 +193,7 @@ class Job(Subject):
     chosen_by: str = "DDP_RUNS_DIR"
     storage: RankStorage | None = None
     launched: float = field(default_factory=time.time)
+    avoided: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def checkpoint_identity(self) -> dict[str, Any]:

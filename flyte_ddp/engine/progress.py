@@ -5,6 +5,7 @@ alone.
 """
 
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.engine.contracts import Checkpoints, Plan, Resumable, Training
 from flyte_ddp.engine.hosts.machine import describe_machine, note_machine
 from flyte_ddp.engine.hosts.places import Place, hardware, measure_places
-from flyte_ddp.engine.hosts.unlike import list_oddities
+from flyte_ddp.engine.hosts.unlike import list_bad_hosts, list_oddities
 from flyte_ddp.engine.job import Job, KeptModel, TrainingResult
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
@@ -25,8 +26,8 @@ from flyte_ddp.engine.monitor.stragglers import Stragglers
 from flyte_ddp.engine.step import Totals, constants
 from flyte_ddp.engine.sums import StepSums, Sums
 from flyte_ddp.errors import NonFiniteError, StopRequested, WrongBitsError
-from flyte_ddp.events import EpochFinished, Event, NotLearning, RunStarted, StepLogged, list_digests
-from flyte_ddp.launch.environment import Environment
+from flyte_ddp.events import EpochFinished, Event, NotLearning, OddNodes, RunStarted, StepLogged, list_digests
+from flyte_ddp.launch.environment import NODE_VARIABLE, Environment
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.peaks import model_flops_utilization
@@ -139,7 +140,11 @@ class Progress:
             may_end_early=plan.may_end_early,
         )
         self._link.emit(self.started)
-        self.warn(self.epoch, self.step, list_oddities(self.places, job.options))
+        oddities = list_oddities(self.places, job.options)
+        avoided = [job.avoided[host] for host in dict.fromkeys(hosts) if host in job.avoided]
+        self.warn(self.epoch, self.step, [*avoided, *oddities])
+        if os.environ.get(NODE_VARIABLE) and (odd := list_bad_hosts(self.places)):
+            self._link.emit(OddNodes(tuple(odd), "; ".join(oddities)))
         self.go_on()
 
     def go_on(self) -> None:

@@ -3,7 +3,6 @@
 `DDP_NNODES=4 pyflyte ... register` asks for one main node and three workers.
 """
 
-import platform as machine
 from typing import Any
 
 from flytekit.extend import IgnoreOutputs, TaskPlugins
@@ -22,6 +21,7 @@ from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.attempt.webhook import notifying_webhook
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.flyte1 import platform
+from flyte_ddp.launch.environment import host_name
 from flyte_ddp.launch.launch_compat import restarts_only
 
 
@@ -54,7 +54,7 @@ def error_of_node(error: Exception) -> Exception:
     if isinstance(error.__context__, ChildFailedError):
         failure = failure_of_node(error.__context__)
     elif isinstance(error, (RendezvousError, DistError)):
-        lost = RecoverableError(f"node {machine.node()}: the rendezvous of the nodes is lost: {error}")
+        lost = RecoverableError(f"node {host_name()}: the rendezvous of the nodes is lost: {error}")
         failure = to_failure(platform, lost)
     else:
         return error

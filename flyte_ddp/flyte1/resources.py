@@ -15,6 +15,7 @@ from flytekit.extras import accelerators
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.attempt import requested
+from flyte_ddp.attempt.avoided import exclude_nodes, tell_node
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.attempt.registration import MOST_GPUS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment, training_environment
@@ -168,6 +169,33 @@ def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
     elif own is None and not asked.pod_template:  # Kubernetes' own, or that of a template which is not known here
         own = asked.grace_seconds or USUAL_SECONDS
     environment = {**requested.grace_environment(own), **arguments["environment"]}
+    return {**arguments, "pod_template": template, "environment": environment}
+
+
+def with_avoidance(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a training @task's arguments with what keeps its pods away from nodes, if that is registered.
+
+    The pod's template gets the affinity for avoid_nodes, and has Kubernetes tell the pod its node. With avoid_hours,
+    two environment variables tell the pod for how long nodes are avoided, and how many retries the task has. A template
+    in the cluster is not changed.
+
+    Args:
+        arguments: what with_grace() has returned, and "retries". They are not changed.
+
+    Raises:
+        InputError: avoid_nodes is registered beside a template in the cluster.
+    """
+    asked = registration()
+    if not (asked.avoid_hours or asked.avoid_nodes):
+        return arguments
+    in_cluster = arguments.get("pod_template_name")
+    requested.check_template(in_cluster or "")
+    template = arguments.get("pod_template")
+    if not in_cluster:
+        template = copy.deepcopy(template or PodTemplate())
+        tell_node(template.pod_spec, template.primary_container_name)
+        exclude_nodes(template.pod_spec, asked.nodes_to_avoid)
+    environment = {**requested.avoidance_environment(arguments["retries"]), **arguments["environment"]}
     return {**arguments, "pod_template": template, "environment": environment}
 
 

@@ -16,7 +16,7 @@ from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
 from flyte_ddp.flyte1.data import downloaded, downloaded_once
 from flyte_ddp.flyte1.outputs import output_file, output_folder
-from flyte_ddp.flyte1.resources import training_resources, with_grace
+from flyte_ddp.flyte1.resources import training_resources, with_avoidance, with_grace
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 TRAINING_CODE = CodeVersion(IMAGE_CLASSIFIER.version)
@@ -39,13 +39,14 @@ def training_arguments(
         own: keyword arguments of training_resources, such as requests and most_gpus. Others are arguments of @task;
             they replace the computed ones, even cache and retries.
     """
-    return {
+    arguments = {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
         "retries": registration().retries,
         "enable_deck": True,
         "deck_fields": (),  # the live report is the only Deck
         **with_grace(training_resources(code, **own)),
     }
+    return with_avoidance(arguments)
 
 
 class FlytekitTraining(Training[Data, Outputs]):

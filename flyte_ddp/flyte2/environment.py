@@ -4,6 +4,7 @@ They follow from the registration's settings (DDP_GPUS and so on) of the process
 that calls others reads this module again, and gets the settings as variables.
 """
 
+import copy
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import flyte
 
 import flyte_ddp
 from flyte_ddp.attempt import requested
+from flyte_ddp.attempt.avoided import exclude_nodes, tell_node
 from flyte_ddp.attempt.registration import SECRETS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
 from flyte_ddp.code.code_version import is_installed, with_installed
@@ -114,10 +116,16 @@ def training_environment(
     asked = registration()
     gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _count_gpus(own)
     template, grace = _with_grace(more.pop("pod_template", asked.pod_template))
-    given = {**requested.training_environment(gpus, code), **grace, **requested.webhook_environment()}
+    given = {
+        **requested.training_environment(gpus, code),
+        **grace,
+        **requested.webhook_environment(),
+        **requested.avoidance_environment(asked.retries),
+    }
     return _environment(
         name, requested.training_size(gpus), {**given, **variables, **env_vars}, [*files, *include], kind, own,
-        secrets=_secrets(SECRETS, secrets), pod_template=template, **{"interruptible": asked.interruptible, **more},
+        secrets=_secrets(SECRETS, secrets), pod_template=_with_avoidance(template),
+        **{"interruptible": asked.interruptible, **more},
     )  # fmt: skip
 
 
@@ -225,6 +233,33 @@ def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
     return mine, requested.grace_environment(own)
 
 
+def _with_avoidance(template: PodTemplate) -> PodTemplate:
+    """Return the pod template of a training with what keeps its pods away from nodes, if that is registered.
+
+    The template gets the affinity for avoid_nodes, and has Kubernetes tell the pod its node. The given template is not
+    changed. A template in the cluster, given by its name, is returned as it is.
+
+    Raises:
+        InputError: avoid_nodes is registered beside a template in the cluster.
+    """
+    asked = registration()
+    if isinstance(template, str):
+        requested.check_template(template)
+        return template
+    if not (template and (asked.avoid_hours or asked.avoid_nodes)):
+        return template
+    mine = without_nodes(template, asked.nodes_to_avoid)
+    tell_node(mine.pod_spec, mine.primary_container_name)
+    return mine
+
+
+def without_nodes(template: flyte.PodTemplate, nodes: Sequence[str]) -> flyte.PodTemplate:
+    """Return a copy of a pod template with a pod_spec, whose pods run on none of these nodes."""
+    mine = copy.deepcopy(template)
+    exclude_nodes(mine.pod_spec, nodes)
+    return mine
+
+
 def _count_gpus(own: flyte.Resources) -> int:
     device = own.get_device()
     return device.quantity if device else 0
@@ -300,7 +335,7 @@ def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: 
                 f"a task's own pod_template must have the grace of its environment, {expected[POD_VARIABLE]} s, got "
                 f"{grace[POD_VARIABLE]} s: give the template to environment(pod_template=...) instead"
             )
-        own["pod_template"] = _labelled(template)
+        own["pod_template"] = _labelled(_with_avoidance(template))
     return {
         "cache": cached(code, ignored, ["torch"]),
         "retries": flyte.RetryStrategy(registration().retries, PAUSES),

@@ -5,6 +5,9 @@ inputs, and each continues from the checkpoint of the one before.
 """
 
 import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -12,10 +15,11 @@ from typing import Any
 import flyte
 from flyte.errors import ActionAbortedError, BaseRuntimeError, MaxQueuedTimeExceededError
 
+from flyte_ddp.attempt.avoided import AvoidedNode, find_nodes, is_avoiding, mark_left
 from flyte_ddp.attempt.pod import HANDOVER_VARIABLE, PREVIOUS_VARIABLE
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.flyte2 import handover, platform
-from flyte_ddp.flyte2.environment import PAUSES
+from flyte_ddp.flyte2.environment import PAUSES, without_nodes
 from flyte_ddp.flyte2.flyte_compat import with_replicas
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
@@ -29,6 +33,9 @@ async def on_available_nodes(train: Any, *inputs: Any) -> Any:
     another way that may not recur, it asks for the largest number again, and the training continues from the last
     checkpoint. That happens up to DDP_RETRIES times. The failure after that, or one that would recur, is raised. With a
     single number, and in a local run, the task is called as usual.
+
+    With DDP_AVOID_HOURS, the pods go to none of the nodes whose hardware has failed in an earlier action. If there is
+    not even the smallest number of others within DDP_QUEUE_MINUTES, they may go there again.
 
     Args:
         train: the task.
@@ -52,18 +59,28 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
     asked = registration()
     failures = 0
     previous = ""
+    avoided: list[AvoidedNode] = []
+    needed: set[str] = set()  # the nodes without which there are too few
     sizes = iter(asked.node_sizes)
     while True:
         nodes = next(sizes)
         left = f"{folder}/{failures}"
-        minutes = asked.queue_minutes if nodes > asked.node_sizes[-1] else 0
-        say(f"Training on {nodes} node{'s' * (nodes > 1)}")
+        is_smallest = nodes == asked.node_sizes[-1]
+        minutes = 0 if is_smallest and not avoided else asked.queue_minutes
+        say(f"Training on {nodes} node{'s' * (nodes > 1)}{_describe(avoided)}")
+        variables = {HANDOVER_VARIABLE: left, PREVIOUS_VARIABLE: previous}
         try:
-            return await _sized(train, nodes, minutes, {HANDOVER_VARIABLE: left, PREVIOUS_VARIABLE: previous})(*inputs)
+            return await _sized(train, nodes, minutes, variables, [one.node for one in avoided])(*inputs)
         except ActionAbortedError:  # somebody wants the training to end
             raise
         except MaxQueuedTimeExceededError:
-            say(f"{nodes} nodes were not there within {minutes} minutes (DDP_QUEUE_MINUTES)")
+            say(f"{nodes} nodes were not there within {minutes} minutes (DDP_QUEUE_MINUTES){_describe(avoided)}")
+            if is_smallest:
+                needed |= {one.node for one in avoided}
+                for one in avoided:
+                    with suppress(OSError):
+                        mark_left(platform, one)  # a pod that comes to this node now stays there
+                sizes = iter(asked.node_sizes)
         except BaseRuntimeError as error:
             failure = handover.failure_left(left)
             if failures == asked.retries or (failure and not failure.recoverable):
@@ -73,9 +90,17 @@ async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) 
             failures = failures + 1
             sizes = iter(asked.node_sizes)
         previous = handover.place_left(left) or previous
+        if is_avoiding(platform):
+            # All that are listed, whatever the time is: if this pod comes again, it must ask for the same actions
+            listed = find_nodes(platform, previous, limit=math.inf)
+            avoided = [one for one in listed if one.node not in needed]
 
 
-def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str]) -> Any:
+def _describe(avoided: Sequence[AvoidedNode]) -> str:
+    return f", without {', '.join(one.node for one in avoided)}" if avoided else ""
+
+
+def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str], avoided: Sequence[str]) -> Any:
     """Return a copy of the task for a number of nodes, without retries: a retry would ask for as many nodes again.
 
     Args:
@@ -83,11 +108,14 @@ def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str]) -> A
         nodes: the number of nodes.
         minutes: how long the action may wait for the nodes before it fails; 0 means without limit.
         variables: environment variables to add to the pods.
+        avoided: the names of nodes on which no pod may run. A template in the cluster knows nothing of them.
     """
+    template = train.pod_template
     return train.override(
         short_name=f"{train.short_name} on {nodes}",
         plugin_config=with_replicas(train.plugin_config, nodes),
         retries=flyte.RetryStrategy(0),
         timeout=replace(train.timeout, max_queued_time=timedelta(minutes=minutes)),
         env_vars={**(train.env_vars or {}), **variables},
+        pod_template=without_nodes(template, avoided) if isinstance(template, flyte.PodTemplate) else template,
     )

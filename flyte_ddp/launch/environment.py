@@ -19,6 +19,7 @@ from flyte_ddp.launch import nvml
 from flyte_ddp.launch.limits import cpu_limit
 
 DEFAULT_CPU_RANKS = 2
+NODE_VARIABLE = "DDP_NODE_NAME"  # Kubernetes puts the name of a pod's node there, if the registration asks for it
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,12 @@ class Environment:
 
     @property
     def host(self) -> str:
-        return platform.node()
+        return host_name()
+
+
+def host_name() -> str:
+    """Return the name of this host. In a pod it is the name of the node, if the pod knows that, or else of the pod."""
+    return os.environ.get(NODE_VARIABLE) or platform.node()
 
 
 def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int = 0) -> World:

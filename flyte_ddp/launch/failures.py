@@ -1,15 +1,17 @@
 """Failures of ranks: which rank failed, why, and whether trying again can help. Imports no torch."""
 
 import math
+import os
 import re
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
+from flyte_ddp.launch.environment import NODE_VARIABLE
 from flyte_ddp.text import encodable, masked
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +25,11 @@ PEER_MESSAGE = re.compile(
 HARDWARE_MESSAGE = re.compile(
     r"\bECC\b|\bXid\b|uncorrectable|unspecified launch failure|launch timed out|hardware error|NVLink error"
     r"|CUDA error: unknown error|busy or unavailable|fallen off the bus|GPU is lost|system not yet initialized",
+    re.IGNORECASE,
+)
+# Those of them that broken hardware alone causes: a program's own mistakes have the Xid 13, 31, 43 or 45
+BROKEN_MESSAGE = re.compile(
+    r"\bECC\b|uncorrectable|NVLink error|fallen off the bus|GPU is lost|\bXid \(.*?\): (?!(13|31|43|45)\b)\d",
     re.IGNORECASE,
 )
 MEMORY_MESSAGE = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED")
@@ -58,6 +65,7 @@ class Failure:
         recoverable: whether another attempt may succeed.
         others: ranks that hang like this one.
         at: the time of the failure, in seconds since 1970.
+        bad_nodes: the nodes whose hardware is surely to blame; empty if the pods don't know the names of their nodes.
     """
 
     rank: int | None
@@ -69,9 +77,11 @@ class Failure:
     recoverable: bool = True
     others: tuple[int, ...] = ()
     at: float = field(default_factory=time.time)
+    bad_nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "others", tuple(self.others))  # a failure that was JSON has a list
+        for name in ("others", "bad_nodes"):  # a failure that was JSON has lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("message", "details"):
             object.__setattr__(self, name, masked(getattr(self, name)))
 
@@ -86,7 +96,14 @@ class Failure:
         headline = f"rank{'s' if self.others else ''} {ranks} on {self.host}: {said}"
         if self.rank is None:
             headline = said if self.details else self.message
+        if self.bad_nodes:
+            headline += f"; {how_to_avoid(self.bad_nodes)}"
         return f"{headline}\n\n{self.details}" if self.details else headline
+
+
+def how_to_avoid(nodes: Iterable[str]) -> str:
+    """Return a clause on how to keep later pods away from these nodes, for messages."""
+    return f"to keep new pods away from there, register with DDP_AVOID_NODES={','.join(nodes)}"
 
 
 class RankError(ReportedError):
@@ -134,7 +151,17 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
         message=describe_error(error) + remedy,
         details="" if says_everything else encodable(_format_traceback(error)),
         recoverable=recoverable,
+        bad_nodes=_find_bad_nodes(error, host, kind == "error" and recoverable),
     )
+
+
+def _find_bad_nodes(error: BaseException, host: str, may_be_hardware: bool) -> tuple[str, ...]:
+    """Return the nodes whose hardware is surely to blame for an error; none if pods don't know their nodes' names."""
+    if not os.environ.get(NODE_VARIABLE):
+        return ()
+    if isinstance(error, RecoverableError):
+        return error.bad_hosts
+    return (host,) if may_be_hardware and BROKEN_MESSAGE.search(describe_error(error)) else ()
 
 
 def _format_traceback(error: BaseException) -> str:

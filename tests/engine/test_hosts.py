@@ -14,14 +14,15 @@ import torch
 from torch import distributed
 
 from flyte_ddp.engine import worker
-from flyte_ddp.engine.hosts import links
+from flyte_ddp.engine.hosts import links, places
 from flyte_ddp.engine.hosts.links import GPU_LINK, rings_of_hosts
 from flyte_ddp.engine.hosts.machine import note_machine
 from flyte_ddp.engine.hosts.places import Place, check_disk
+from flyte_ddp.engine.hosts.unlike import list_bad_hosts
 from flyte_ddp.engine.hosts.unlike import list_oddities as reasons_of
 from flyte_ddp.engine.job import FINAL, Subject, make_job
 from flyte_ddp.errors import InputError, RecoverableError
-from flyte_ddp.events import NotLearning, RunStarted, list_digests
+from flyte_ddp.events import NotLearning, OddNodes, RunStarted, list_digests
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.failures import RecoverableRankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -120,6 +121,32 @@ def test_a_gpu_whose_product_has_other_bits_than_its_kind_s_is_named():
     assert unlike(many(hardware="another", product=7)) == []
     (reason,) = unlike([Place("node-0", "GPU, 1", "GPU", product=7), Place("node-0", "GPU, 2", "GPU", product=8)])
     assert re.search(r"differs between rank 0 on .*, rank 1 on .* cannot be told which of them is wrong: try", reason)
+
+
+def test_only_a_host_whose_own_hardware_is_odd_is_to_be_avoided():
+    for odd in ({"figures": {"TFLOPS": 350.0}}, {"product": 7}, {"slow_by": "heat"}):
+        assert list_bad_hosts(many(**odd)) == ["node-37"]
+    others = ({"facts": {**FACTS, "torch": "2.8"}}, {"clock": 100.0}, {"lacks": "/run is full"}, {"link": 1.0})
+    for odd in ({}, *others, {"hardware": "another", "product": 7}):
+        assert list_bad_hosts(many(**odd)) == []
+    assert list_bad_hosts([Place("a", "GPU", "GPU", product=7), Place("b", "GPU", "GPU", product=8)]) == []
+    with pytest.raises(RecoverableError) as refused:
+        reasons_of(many(product=7), RunOptions(odd_hosts="refuse"))
+    assert refused.value.bad_hosts == ("node-37",)
+
+
+def run_with_odd_figures(environment, link, job):
+    """Trains; rank 1 is on another node, which has little memory."""
+    type(environment).host = property(lambda self: f"node-{self.rank}")
+    vars(places)["measure_memory"] = lambda device: {"GiB of memory": 8.0 if environment.rank else 64.0}
+    return worker.run(environment, link, job)
+
+
+def test_nodes_with_odd_figures_are_told_to_the_parent_if_pods_know_their_names(train, monkeypatch):
+    for name, expected in (("", []), ("node-0", [("node-1",)])):
+        monkeypatch.setenv("DDP_NODE_NAME", name)
+        events = train(2, target=f"{__name__}:run_with_odd_figures", epochs=1).events
+        assert [event.nodes for event in events if isinstance(event, OddNodes)] == expected
 
 
 def run_with_one_core(environment, link, job):

@@ -12,7 +12,7 @@ from flytekit import PodTemplate, Resources, Secret, task
 from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.extras import accelerators
 from flytekit.tools.translator import get_serializable
-from kubernetes.client import V1PodSpec
+from kubernetes.client import V1Container, V1PodSpec, V1Toleration
 
 from flyte_ddp.attempt import registration, requested
 from flyte_ddp.attempt.registration import Registration, check_names
@@ -48,6 +48,13 @@ from tests.pod import container_of, package
         ("DDP_GRACE_SECONDS", "-1", "at least 0"),
         ("DDP_GRACE_SECONDS", "3601", "at most 3600"),
         ("DDP_GRACE_SECONDS", "2 minutes", "whole number"),
+        ("DDP_AVOID_HOURS", "-1", "at least 0"),
+        ("DDP_AVOID_HOURS", "9000", "at most 8760"),
+        ("DDP_AVOID_HOURS", "a day", "whole number"),
+        ("DDP_AVOID_NODES", "node-1,Node_2", 'lists them, got "Node_2": write them as node-1,node-2'),
+        ("DDP_AVOID_NODES", "node-1,", 'got ""'),
+        ("DDP_AVOID_NODES", "-1", 'got "-1"'),
+        ("DDP_AVOID_NODES", "n" * 254, "names of nodes, separated by commas"),
         ("DDP_ENV", '{"DDP_POD_GRACE": "8"}', "must not have DDP_POD_GRACE"),
         ("DDP_RETRIES", "9" * 5000, "whole number"),
         ("DDP_ENV", "[" * 100_000, "an object"),
@@ -295,6 +302,57 @@ def test_a_training_pod_asks_for_its_grace_and_knows_it(monkeypatch, registered,
     template = arguments["pod_template"]
     assert (template and template.pod_spec.termination_grace_period_seconds) == asks
     assert {arguments["environment"][name] for name in ("DDP_POD_GRACE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")} == {knows}
+
+
+def pod_spec(**own):
+    """The pod of a training task, as it is registered."""
+
+    @task(**train.training_arguments(**own))
+    def trained() -> None: ...
+
+    image = ImageConfig.from_images("trainer:1", {"trainer": "trainer:1"})
+    spec = get_serializable(OrderedDict(), SerializationSettings(image_config=image), trained)
+    return spec.template.k8s_pod.pod_spec
+
+
+def test_a_training_pod_keeps_away_from_nodes_only_if_that_is_registered(monkeypatch):
+    assert "pod_template" in train.training_arguments()
+    assert train.training_arguments()["pod_template"] is None
+    monkeypatch.setenv("DDP_AVOID_HOURS", "24")
+    monkeypatch.setenv("DDP_AVOID_NODES", "node-1, node-2")
+    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1", "node-2"]}
+    pool = V1Toleration(key="sku", operator="Exists")
+    own = PodTemplate(pod_spec=V1PodSpec(containers=[V1Container(name="primary")], tolerations=[pool]))
+    for template in (None, own):
+        spec = pod_spec(retries=7, environment={"MINE": "1"}, **({"pod_template": template} if template else {}))
+        affinity = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert affinity == {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
+        (container,) = spec["containers"]
+        environment = {one["name"]: one.get("value") or one["valueFrom"]["fieldRef"] for one in container["env"]}
+        assert (
+            environment.items()
+            >= {
+                "MINE": "1",
+                "DDP_AVOID_HOURS": "24",
+                "DDP_POD_RETRIES": "7",
+                "DDP_NODE_NAME": {"fieldPath": "spec.nodeName"},
+            }.items()
+        )
+        assert spec.get("tolerations", []) == ([{"key": "sku", "operator": "Exists"}] if template else [])
+    assert own.pod_spec.affinity is None
+    assert requested.registered_environment()["DDP_AVOID_NODES"] == "node-1, node-2", "as a dynamic task's pod reads it"
+    monkeypatch.setenv("DDP_GRACE_SECONDS", "45")
+    assert pod_spec()["terminationGracePeriodSeconds"] == 45
+
+
+def test_a_pod_template_of_the_cluster_has_its_own_affinity(monkeypatch):
+    monkeypatch.setenv("DDP_POD_TEMPLATE", "spot")
+    monkeypatch.setenv("DDP_AVOID_HOURS", "24")
+    arguments = train.training_arguments()
+    assert (arguments["pod_template"], arguments["environment"]["DDP_AVOID_HOURS"]) == (None, "24")
+    monkeypatch.setenv("DDP_AVOID_NODES", "node-1")
+    with pytest.raises(InputError, match=r"of the cluster \(spot\), got node-1: put the node affinity into that temp"):
+        train.training_arguments()
 
 
 @pytest.mark.parametrize(("own", "registered", "knows"), [(300, "", "300"), (300, "60", "60"), (None, "60", "60")])

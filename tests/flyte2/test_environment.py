@@ -150,6 +150,24 @@ def test_a_pod_template_is_for_training(written):
     assert [task.metadata.pod_template_name for task in written(DDP_POD_TEMPLATE="spot")] == ["spot", ""]
 
 
+def test_a_training_pod_keeps_away_from_nodes_only_if_that_is_registered(written, monkeypatch):
+    for spec in (task.k8s_pod.pod_spec for task in written()):
+        assert "affinity" not in spec
+        assert "DDP_NODE_NAME" not in str(spec)
+    training, preparing = written(DDP_AVOID_HOURS="24", DDP_AVOID_NODES="node-1")
+    assert not preparing.HasField("k8s_pod")
+    (container,) = training.k8s_pod.pod_spec["containers"]
+    environment = {one["name"]: one for one in container["env"]}
+    assert environment["DDP_NODE_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
+    assert (environment["DDP_AVOID_HOURS"]["value"], environment["DDP_POD_RETRIES"]["value"]) == ("24", "2")
+    required = training.k8s_pod.pod_spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (rule,) = required["nodeSelectorTerms"][0]["matchExpressions"]
+    assert (rule["key"], rule["operator"], [*rule["values"]]) == ("kubernetes.io/hostname", "NotIn", ["node-1"])
+    assert training.k8s_pod.pod_spec["terminationGracePeriodSeconds"] == 120
+    with pytest.raises(InputError, match=r"must be empty beside a pod template of the cluster \(spot\), got node-1"):
+        image_training.environment("training", pod_template="spot")
+
+
 def test_a_pod_template_of_the_cluster_says_the_grace_itself(monkeypatch):
     for grace in ("", "600"):
         monkeypatch.setenv("DDP_GRACE_SECONDS", grace or "0")

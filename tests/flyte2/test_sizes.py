@@ -48,7 +48,8 @@ class Cluster:
 
         async def run(*inputs):
             error, left = next(self.ends)
-            self.objects |= {f"{task.env_vars['DDP_HANDOVER']}/{name}": text for name, text in left.items()}
+            folder = task.env_vars["DDP_HANDOVER"]
+            self.objects |= {name if "://" in name else f"{folder}/{name}": text for name, text in left.items()}
             if error:
                 raise error
             return "trained"
@@ -113,6 +114,46 @@ def test_after_a_loss_it_goes_on_from_the_checkpoint_with_as_many_nodes_as_there
     assert cluster.previous == ["", "", "s3://four", "s3://four", "s3://four"]
     handed = [task.env_vars["DDP_HANDOVER"] for task in cluster.asked]
     assert handed == [f"s3://bucket/actions/{failures}" for failures in (0, 0, 1, 1, 2)]
+
+
+@pytest.fixture
+def bad_node(run, monkeypatch):
+    """What an action leaves whose node has lost a GPU."""
+    monkeypatch.setenv("DDP_AVOID_HOURS", "24")
+    monkeypatch.setattr(platform, "is_local", lambda: False)
+    monkeypatch.setattr(platform, "execution", lambda: ("p/d/run", ""))
+    found = {"node": "node-7", "reason": "ECC", "time": 1.0, "execution": "p/d/run", "url": "s3://eight"}
+    return {PLACE: "s3://eight", **failed(recoverable=True)}, json.dumps({"format": 1, "nodes": [found]})
+
+
+def excluded(task):
+    affinity = task.pod_template.pod_spec.affinity
+    if not affinity:
+        return []
+    (term,) = affinity.node_affinity.required_during_scheduling_ignored_during_execution.node_selector_terms
+    return [node for rule in term.match_expressions for node in rule.values]
+
+
+def test_the_next_action_asks_for_other_nodes_than_one_that_lost_a_gpu(run, bad_node):
+    left, listed = bad_node
+    cluster = run((LOST, {**left, "s3://eight/avoided-nodes.json": listed}), (QUEUED, {}), (None, {}))
+    assert cluster.outcome == "trained"
+    assert cluster.nodes == [8, 8, 4]
+    assert [excluded(task) for task in cluster.asked] == [[], ["node-7"], ["node-7"]]
+    assert excluded(cluster.task) == []
+
+
+def test_where_there_are_no_other_nodes_it_takes_that_one_again_and_no_pod_leaves_it(run, bad_node, monkeypatch):
+    left, listed = bad_node
+    written = {}
+    monkeypatch.setattr(platform, "put", lambda path, url: written.update({url: path.read_text()}))
+    ends = [(LOST, {**left, "s3://eight/avoided-nodes.json": listed}), *[(QUEUED, {})] * 3]
+    cluster = run(*ends, (LOST, {}), (None, {}))
+    assert cluster.outcome == "trained"
+    assert cluster.nodes == [8, 8, 4, 2, 8, 8]
+    assert [excluded(task) for task in cluster.asked] == [[], *[["node-7"]] * 3, [], []]
+    assert cluster.asked[3].timeout.max_queued_time == timedelta(minutes=30), "not as long as it takes"
+    assert written == {"s3://eight/left-node-7-run": "ECC"}
 
 
 def test_what_would_come_again_ends_it(run):

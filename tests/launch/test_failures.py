@@ -1,5 +1,7 @@
 """What an error of torch, CUDA or NCCL is taken for, by its type and message."""
 
+import dataclasses
+import json
 import re
 import signal
 from typing import Any
@@ -8,8 +10,9 @@ import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.errors import DownloadError, InputError
+from flyte_ddp.errors import DownloadError, InputError, RecoverableError, WrongBitsError
 from flyte_ddp.launch import failures
+from flyte_ddp.launch.environment import host_name
 from flyte_ddp.launch.failures import from_exception, from_exit_code, name_the_cause
 
 # As torch appends it to every error of CUDA
@@ -66,6 +69,36 @@ def test_errors_are_sorted_by_type_and_message(error, kind, recoverable, says):
     assert (failure.kind, failure.recoverable) == (kind, recoverable)
     assert says in failure.message
     assert failure.message.startswith(str(error))
+
+
+LOST = "NVRM: Xid (PCI:0000:3b:00): {}, GPU has failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "bad_nodes"),
+    [
+        (cuda("uncorrectable ECC error encountered"), ("node-a",)),
+        (nccl("unhandled cuda error", "Cuda failure 214 'uncorrectable ECC error encountered'"), ("node-a",)),
+        (torch.AcceleratorError(LOST.format(79)), ("node-a",)),
+        (torch.AcceleratorError(LOST.format(31)), ()),
+        (cuda("unspecified launch failure"), ()),
+        (cuda("CUDA-capable device(s) is/are busy or unavailable"), ()),
+        (nccl("remote process exited or there was a network error", "socket closed"), ()),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: uncorrectable"), ()),
+        (ValueError("NCCL, ECC, out of memory"), ()),
+        (RecoverableError("odd"), ()),
+        (WrongBitsError(0, 3, "wrong", ["node-b", "node-c"]), ("node-b", "node-c")),
+        (InputError("uncorrectable ECC"), ()),
+    ],
+)
+def test_only_broken_hardware_is_blamed_on_a_node_and_only_where_pods_know_its_name(monkeypatch, error, bad_nodes):
+    assert from_exception(error, 1, "pod-1").bad_nodes == ()
+    monkeypatch.setenv("DDP_NODE_NAME", "node-a")
+    failure = from_exception(error, 1, host_name())
+    assert failure.bad_nodes == bad_nodes
+    line = f"register with DDP_AVOID_NODES={','.join(bad_nodes)}"
+    assert str(failure).splitlines()[0].endswith(line) == bool(bad_nodes)
+    assert failures.Failure(**json.loads(json.dumps(dataclasses.asdict(failure)))) == failure
 
 
 class Unspeakable(Exception):

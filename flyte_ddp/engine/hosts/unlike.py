@@ -45,14 +45,29 @@ def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
         options: the options of the run, of which odd_hosts is read.
 
     Raises:
-        RecoverableError: There are such sentences, and options.odd_hosts is "refuse".
+        RecoverableError: There are such sentences, and options.odd_hosts is "refuse". It has list_bad_hosts(places).
     """
     odd = [*_other_facts(places), *_low_figures(places), *_slow_links(places), *_other_clocks(places)]
     advised = [f"{reason}: an odd host may fail, or be slow; give the training hosts alike" for reason in odd]
     reasons = [*advised, *_wrong_gpus(places), *_slow_gpus(places), *_full_disks(places)]
     if reasons and options.odd_hosts == "refuse":
-        raise RecoverableError(f"refused before the first step, as odd_hosts says: {'; '.join(reasons)}")
+        message = f"refused before the first step, as odd_hosts says: {'; '.join(reasons)}"
+        raise RecoverableError(message, list_bad_hosts(places))
     return reasons
+
+
+def list_bad_hosts(places: Sequence[Place]) -> list[str]:
+    """Return the hosts whose own hardware is odd.
+
+    Their figures are low, or a GPU multiplies other bits than most GPUs of its kind, or slows itself down. Hosts that
+    differ in versions, clocks, links or free disk space are not among them.
+    """
+    ranks = [rank for rank, place in enumerate(places) if place.slow_by]
+    for name in FIGURES:
+        ranks += _find_low(places, name)[0].values()
+    for odd, others in wrong_products(places, [place.product for place in places]):
+        ranks += odd if others else []
+    return list(dict.fromkeys(places[rank].host for rank in ranks))
 
 
 def _other_facts(places: Sequence[Place]) -> Iterator[str]:
@@ -73,12 +88,19 @@ def _other_facts(places: Sequence[Place]) -> Iterator[str]:
 
 
 def _low_figures(places: Sequence[Place]) -> Iterator[str]:
-    for name, (owner, share) in FIGURES.items():
-        values = {owner(rank, place): place.figures[name] for rank, place in enumerate(places) if name in place.figures}
-        usual = statistics.median(values.values()) if values else 0.0
-        low = [f"{one} has {value:.3g}" for one, value in values.items() if value < share * usual]
+    for name in FIGURES:
+        low, usual = _find_low(places, name)
         if low:
-            yield f"{name} differ: {listed(low)}, the median {usual:.3g}"
+            said = [f"{one} has {places[rank].figures[name]:.3g}" for one, rank in low.items()]
+            yield f"{name} differ: {listed(said)}, the median {usual:.3g}"
+
+
+def _find_low(places: Sequence[Place], name: str) -> tuple[dict[str, int], float]:
+    """Return a rank of each owner whose figure of this name is far below the median, by owner, and the median."""
+    owner, share = FIGURES[name]
+    ranks = {owner(rank, place): rank for rank, place in enumerate(places) if name in place.figures}
+    usual = statistics.median(places[rank].figures[name] for rank in ranks.values()) if ranks else 0.0
+    return {one: rank for one, rank in ranks.items() if places[rank].figures[name] < share * usual}, usual
 
 
 def _slow_links(places: Sequence[Place]) -> Iterator[str]:

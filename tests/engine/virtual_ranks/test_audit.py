@@ -163,6 +163,7 @@ def test_one_that_is_wrong_from_the_start_is_worth_another_attempt(train):
 def test_whether_ranks_agree_is_asked_after_whether_each_agrees_with_itself(digests, products, cause, odd, others):
     verdict = judge(dict(enumerate(digests)), products)
     assert (verdict.cause, [*verdict.odd], [*verdict.others]) == (cause, odd, others)
+    assert verdict.is_sure == (cause is Cause.PROCESSOR and bool(products))
 
 
 def test_a_rank_whose_optimizer_has_gone_wrong_is_named_at_the_evaluation(train):

@@ -1,0 +1,279 @@
+"""The nodes that a training keeps away from, because their hardware has failed or is odd.
+
+They are in a file beside the checkpoint in the platform's storage. Nothing is written or read unless DDP_AVOID_HOURS is
+set. Pods that are made anew get a node affinity. The pods of a plain retry can go anywhere: there a rank leaves such a
+node at most once.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flyte_ddp.attempt.checkpoints import ELSEWHERE
+from flyte_ddp.attempt.platform import Platform
+from flyte_ddp.attempt.pod import RETRIES_VARIABLE
+from flyte_ddp.attempt.registration import NAME, registration
+from flyte_ddp.attempt.requested import HOURS_VARIABLE
+from flyte_ddp.attempt.restarts import Start
+from flyte_ddp.attempt.storage_folder import StorageFolder, patiently
+from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.errors import RecoverableError
+from flyte_ddp.events import Event, OddNodes
+from flyte_ddp.launch.environment import NODE_VARIABLE, is_first_rank
+from flyte_ddp.launch.failures import RankError, how_to_avoid
+from flyte_ddp.report.background import one_line
+from flyte_ddp.report.console import say, warn
+from flyte_ddp.text import explain_error
+
+FILE, FORMAT = "avoided-nodes.json", 1
+LABEL = "kubernetes.io/hostname"  # of a node; the same as its name, except on clusters that choose otherwise
+
+
+@dataclass(frozen=True)
+class AvoidedNode:
+    """A node to keep away from.
+
+    Attributes:
+        node: the name of the node.
+        reason: what is wrong with its hardware.
+        time: when that was found, in seconds since 1970.
+        execution: the name of the execution that found it.
+        url: the folder in the storage where pods mark that they have left the node.
+    """
+
+    node: str
+    reason: str
+    time: float
+    execution: str
+    url: str
+
+
+def is_avoiding(platform: Platform) -> bool:
+    """Return whether this attempt keeps away from nodes: on a cluster, with DDP_AVOID_HOURS."""
+    return HOURS_VARIABLE in os.environ and not platform.is_local() and registration().avoid_hours > 0
+
+
+# --- the file ---
+
+
+def find_nodes(platform: Platform, *urls: str, limit: float | None = None) -> list[AvoidedNode]:
+    """Return the nodes to keep away from, as the first of these folders that has such a file lists them.
+
+    A folder without a file, or with a broken one, is left out. The folder that it names in ELSEWHERE is searched
+    instead, that of an earlier attempt. A fault of the storage that lasts is a warning, and ends the search.
+
+    Args:
+        platform: the platform.
+        urls: folders of checkpoints; an empty text is none.
+        limit: the hours after which a node is no longer avoided; None is DDP_AVOID_HOURS.
+    """
+    hours = registration().avoid_hours if limit is None else limit
+    searched: set[str] = set()
+    with _only_warning("it is not known which nodes to avoid"):
+        for url in urls:
+            while url and url not in searched:
+                searched.add(url)
+                found = _parse(_fetch(platform, url, FILE), f"{url}/{FILE}")
+                if found is not None:
+                    # The clock that wrote the time may be ahead of this one, but not by as much as the limit
+                    return [one for one in found if abs(time.time() - one.time) <= hours * 3600]
+                url = _fetch(platform, url, ELSEWHERE).rstrip("/")
+    return []
+
+
+def _fetch(platform: Platform, url: str, name: str) -> str:
+    return patiently(f"cannot read {url}/{name}", lambda: StorageFolder(platform, url).fetch_text(name))
+
+
+def _parse(text: str, place: str) -> list[AvoidedNode] | None:
+    """Return the nodes in a file's text; None for an empty text, and with a warning for one that cannot be read."""
+    if not text:
+        return None
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']} is not {FORMAT}")
+        found = [AvoidedNode(**one) for one in content["nodes"]]
+        if not all(re.fullmatch(NAME, one.node) and one.time > 0 for one in found):
+            raise ValueError("no node can have such a name, or time")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        warn(f"{place} is ignored, because it is no list of nodes to avoid: {explain_error(error)}")
+        return None
+    return found
+
+
+def _write(platform: Platform, nodes: Collection[AvoidedNode]) -> None:
+    content = {"format": FORMAT, "nodes": [dataclasses.asdict(one) for one in nodes]}
+    with _only_warning("the nodes to avoid are not in the storage"):
+        StorageFolder(platform, platform.checkpoint_url()).put_text(json.dumps(content), FILE)
+
+
+def add_nodes(platform: Platform, names: Sequence[str], reason: str) -> None:
+    """List these nodes in the file beside this attempt's checkpoint, with what is wrong with their hardware.
+
+    A node that is listed already gets the new reason and time. That it has been left once remains known.
+    """
+    if not names or not is_avoiding(platform):
+        return
+    own = platform.checkpoint_url()
+    listed = {one.node: one for one in find_nodes(platform, own, platform.previous_checkpoint_url())}
+    execution, _ = platform.execution()
+    for name in names:
+        url = listed[name].url if name in listed else own
+        listed[name] = AvoidedNode(name, one_line(Exception(reason)), time.time(), execution, url)
+    _write(platform, listed.values())
+    say(f"Avoided for {registration().avoid_hours} hours, as {HOURS_VARIABLE} says: {', '.join(names)}")
+
+
+@contextmanager
+def _only_warning(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each storage has errors of its own; training goes on without the file
+        warn(f"{problem}: {explain_error(error)}")
+
+
+# --- an attempt ---
+
+
+def keep_away(platform: Platform, resume_from: str = "") -> dict[str, str]:
+    """Leave this node if it is to be avoided, else return a warning about each such node, by the node's name.
+
+    The pods of a retry are as they were, so they may come to the same node again. A node is left once in an execution,
+    and never in the last attempt: better a doubtful node than none. Without DDP_AVOID_HOURS nothing is read, and there
+    are no warnings.
+
+    Args:
+        platform: the platform.
+        resume_from: the folder of an earlier execution's checkpoint, whose nodes are avoided, too; empty is none.
+
+    Raises:
+        RecoverableError: this pod leaves its node.
+    """
+    if not is_avoiding(platform):
+        return {}
+    node = os.environ.get(NODE_VARIABLE, "")
+    if not node:
+        warn(f"{HOURS_VARIABLE} has no effect, because the pod's template does not set {NODE_VARIABLE}")
+        return {}
+    own, previous = platform.checkpoint_url(), platform.previous_checkpoint_url()
+    nodes = {one.node: one for one in find_nodes(platform, own, previous, resume_from.rstrip("/"))}
+    if nodes and is_first_rank():
+        _write(platform, nodes.values())  # the next attempt may know this one's folder alone
+    if node in nodes and _may_leave(platform, nodes[node]):
+        raise RecoverableError(f"left {_describe(nodes[node])}")
+    return {name: f"trains on {_describe(one)}" for name, one in nodes.items()}
+
+
+def _describe(node: AvoidedNode) -> str:
+    return f"node {node.node}, which {HOURS_VARIABLE} avoids ({node.reason}): {how_to_avoid([node.node])}"
+
+
+def _may_leave(platform: Platform, node: AvoidedNode) -> bool:
+    """Return whether this pod can leave its node: no pod of this execution has, and there is an attempt after this one.
+
+    If so, this marks that a pod has left it. Without a storage for that mark, the pod stays.
+    """
+    if platform.earlier_attempts() >= int(os.environ.get(RETRIES_VARIABLE, "0")):
+        return False
+    with _only_warning(f"node {node.node} is not left"):
+        if not _fetch(platform, node.url, _name_mark(platform, node)):
+            mark_left(platform, node)
+            return True
+    return False
+
+
+def mark_left(platform: Platform, node: AvoidedNode) -> None:
+    """Mark in the storage that this execution has left the node, so that no further pod leaves it. Raises OSError."""
+    StorageFolder(platform, node.url).put_text(node.reason or "-", _name_mark(platform, node))
+
+
+def _name_mark(platform: Platform, node: AvoidedNode) -> str:
+    return f"left-{node.node}-{platform.execution()[0].rpartition('/')[2]}"  # each pod writes the same file
+
+
+@contextmanager
+def noting_failure(platform: Platform) -> Iterator[None]:
+    """List the nodes whose hardware is to blame for the failure of ranks that ends the block.
+
+    Rank 0 lists what all ranks have found. Another rank, which has a process of its own on many nodes, lists its own
+    node alone. Without DDP_AVOID_HOURS, nothing is listed.
+    """
+    try:
+        yield
+    except RankError as error:
+        failure = error.failure
+        if is_first_rank() or failure.bad_nodes == (failure.host,):
+            add_nodes(platform, failure.bad_nodes, failure.message)
+        raise
+
+
+def noting_nodes(platform: Platform, start: Start) -> Start:
+    """Return a function like `start` that lists the nodes whose hardware is odd, or to blame for a failure.
+
+    Without DDP_AVOID_HOURS, `start` itself is returned.
+
+    Args:
+        platform: the platform.
+        start: runs the ranks for (job, on_event), and returns their results by rank.
+    """
+
+    def start_noting(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+        def note(event: Event) -> None:
+            if isinstance(event, OddNodes):
+                add_nodes(platform, event.nodes, event.reason)
+            on_event(event)
+
+        with noting_failure(platform):
+            return start(job, note)
+
+    return start_noting if is_avoiding(platform) else start
+
+
+# --- pods ---
+
+
+def tell_node(spec: Any, container: str) -> None:
+    """Have Kubernetes put the name of the pod's node into the variable of a container.
+
+    Args:
+        spec: a V1PodSpec, which is changed.
+        container: the name of the container. It is added if the spec lacks it.
+    """
+    from kubernetes import client  # takes 0.4 s
+
+    spec.containers = spec.containers or []
+    found = [one for one in spec.containers if one.name == container]
+    if not found:
+        found = [client.V1Container(name=container)]
+        spec.containers += found
+    source = client.V1EnvVarSource(field_ref=client.V1ObjectFieldSelector(field_path="spec.nodeName"))
+    found[0].env = [*(found[0].env or []), client.V1EnvVar(name=NODE_VARIABLE, value_from=source)]
+
+
+def exclude_nodes(spec: Any, nodes: Sequence[str]) -> None:
+    """Forbid a pod's nodes by their label, in addition to what its affinity asks for.
+
+    Args:
+        spec: a V1PodSpec, which is changed.
+        nodes: the names of the nodes; if there are none, nothing changes.
+    """
+    from kubernetes import client
+
+    if not nodes:
+        return
+    spec.affinity = spec.affinity or client.V1Affinity()
+    spec.affinity.node_affinity = spec.affinity.node_affinity or client.V1NodeAffinity()
+    required = spec.affinity.node_affinity.required_during_scheduling_ignored_during_execution
+    if required is None:
+        required = client.V1NodeSelector(node_selector_terms=[client.V1NodeSelectorTerm()])
+        spec.affinity.node_affinity.required_during_scheduling_ignored_during_execution = required
+    rule = client.V1NodeSelectorRequirement(key=LABEL, operator="NotIn", values=[*nodes])
+    for term in required.node_selector_terms:  # a node needs to fit one of them
+        term.match_expressions = [*(term.match_expressions or []), rule]
