@@ -173,7 +173,7 @@ class Registration(Settings):
         maximum=8760,
         help="for how many hours later attempts keep away from a node whose hardware has failed, or is odd; 0 is off.",
     )
-    avoid_nodes: str = setting(
+    avoid_hosts: str = setting(
         "", help="names of nodes, separated by commas, on which no training pod of this registration may run."
     )
     pod_template: str = setting(
@@ -205,10 +205,10 @@ class Registration(Settings):
                 "Registration.pod_template must be the name of a PodTemplate in the cluster, got "
                 f"{json.dumps(self.pod_template)}: `kubectl get podtemplates` lists them"
             )
-        for node in self.nodes_to_avoid:
+        for node in self.hosts_to_avoid:
             if not re.fullmatch(NAME, node):
                 raise InputError(
-                    "avoid_nodes must be names of nodes, separated by commas, in lower case as `kubectl get nodes` "
+                    "avoid_hosts must be names of nodes, separated by commas, in lower case as `kubectl get nodes` "
                     f"lists them, got {json.dumps(node)}: write them as node-1,node-2"
                 )
         for name, value in self.env.items():
@@ -246,8 +246,8 @@ class Registration(Settings):
         return found
 
     @property
-    def nodes_to_avoid(self) -> list[str]:
-        return [node.strip() for node in self.avoid_nodes.split(",")] if self.avoid_nodes else []
+    def hosts_to_avoid(self) -> list[str]:
+        return [node.strip() for node in self.avoid_hosts.split(",")] if self.avoid_hosts else []
 
     @property
     def training_gpus(self) -> int:

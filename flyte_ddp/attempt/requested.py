@@ -127,15 +127,15 @@ def avoidance_environment(retries: int) -> dict[str, str]:
 
 
 def check_template(name: str) -> None:
-    """Raise InputError for a pod template in the cluster, to which nothing can be added, beside registered avoid_nodes.
+    """Raise InputError for a pod template in the cluster, to which nothing can be added, beside registered avoid_hosts.
 
     Args:
         name: the name of the template; empty is none.
     """
-    nodes = registration().avoid_nodes
+    nodes = registration().avoid_hosts
     if name and nodes:
         raise InputError(
-            f"environment variable DDP_AVOID_NODES must be empty beside a pod template of the cluster ({name}), got "
+            f"environment variable DDP_AVOID_HOSTS must be empty beside a pod template of the cluster ({name}), got "
             f"{nodes}: put the node affinity into that template"
         )
 

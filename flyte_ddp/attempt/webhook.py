@@ -74,7 +74,7 @@ def make_content(failure: Failure, platform: Platform) -> dict[str, Any]:
     who = failure.host if failure.rank is None else f"rank {failure.rank} on {failure.host}"
     message = one_line(Exception((failure.message.splitlines() or [""])[0]))
     execution, link = platform.execution()
-    avoid = {"avoid_nodes": list(failure.bad_nodes)} if failure.bad_nodes else {}
+    avoid = {"avoid_hosts": list(failure.bad_nodes)} if failure.bad_nodes else {}
     remedy = f"\n{how_to_avoid(failure.bad_nodes)}" if avoid else ""
     return {
         "format": FORMAT,

@@ -175,7 +175,7 @@ def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
 def with_avoidance(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a training @task's arguments with what keeps its pods away from nodes, if that is registered.
 
-    The pod's template gets the affinity for avoid_nodes, and has Kubernetes tell the pod its node. With avoid_hours,
+    The pod's template gets the affinity for avoid_hosts, and has Kubernetes tell the pod its node. With avoid_hours,
     two environment variables tell the pod for how long nodes are avoided, and how many retries the task has. A template
     in the cluster is not changed.
 
@@ -183,10 +183,10 @@ def with_avoidance(arguments: dict[str, Any]) -> dict[str, Any]:
         arguments: what with_grace() has returned, and "retries". They are not changed.
 
     Raises:
-        InputError: avoid_nodes is registered beside a template in the cluster.
+        InputError: avoid_hosts is registered beside a template in the cluster.
     """
     asked = registration()
-    if not (asked.avoid_hours or asked.avoid_nodes):
+    if not (asked.avoid_hours or asked.avoid_hosts):
         return arguments
     in_cluster = arguments.get("pod_template_name")
     requested.check_template(in_cluster or "")
@@ -194,8 +194,8 @@ def with_avoidance(arguments: dict[str, Any]) -> dict[str, Any]:
     if not in_cluster:
         template = copy.deepcopy(template or PodTemplate())
         tell_node(template.pod_spec, template.primary_container_name)
-        exclude_nodes(template.pod_spec, asked.nodes_to_avoid)
-    environment = {**requested.avoidance_environment(arguments["retries"]), **arguments["environment"]}
+        exclude_nodes(template.pod_spec, asked.hosts_to_avoid)
+    environment = {**requested.avoidance_environment(arguments["retries"] or 0), **arguments["environment"]}
     return {**arguments, "pod_template": template, "environment": environment}
 
 

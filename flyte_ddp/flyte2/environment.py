@@ -236,19 +236,19 @@ def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
 def _with_avoidance(template: PodTemplate) -> PodTemplate:
     """Return the pod template of a training with what keeps its pods away from nodes, if that is registered.
 
-    The template gets the affinity for avoid_nodes, and has Kubernetes tell the pod its node. The given template is not
+    The template gets the affinity for avoid_hosts, and has Kubernetes tell the pod its node. The given template is not
     changed. A template in the cluster, given by its name, is returned as it is.
 
     Raises:
-        InputError: avoid_nodes is registered beside a template in the cluster.
+        InputError: avoid_hosts is registered beside a template in the cluster.
     """
     asked = registration()
     if isinstance(template, str):
         requested.check_template(template)
         return template
-    if not (template and (asked.avoid_hours or asked.avoid_nodes)):
+    if not (template and (asked.avoid_hours or asked.avoid_hosts)):
         return template
-    mine = without_nodes(template, asked.nodes_to_avoid)
+    mine = without_nodes(template, asked.hosts_to_avoid)
     tell_node(mine.pod_spec, mine.primary_container_name)
     return mine
 

@@ -97,13 +97,14 @@ class Failure:
         if self.rank is None:
             headline = said if self.details else self.message
         if self.bad_nodes:
-            headline += f"; {how_to_avoid(self.bad_nodes)}"
+            first, newline, advice = headline.partition("\n")  # CUDA's messages have several lines
+            headline = f"{first}; {how_to_avoid(self.bad_nodes)}{newline}{advice}"
         return f"{headline}\n\n{self.details}" if self.details else headline
 
 
 def how_to_avoid(nodes: Iterable[str]) -> str:
     """Return a clause on how to keep later pods away from these nodes, for messages."""
-    return f"to keep new pods away from there, register with DDP_AVOID_NODES={','.join(nodes)}"
+    return f"to keep new pods away from there, register with DDP_AVOID_HOSTS={','.join(nodes)}"
 
 
 class RankError(ReportedError):
@@ -151,7 +152,7 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
         message=describe_error(error) + remedy,
         details="" if says_everything else encodable(_format_traceback(error)),
         recoverable=recoverable,
-        bad_nodes=_find_bad_nodes(error, host, kind == "error" and recoverable),
+        bad_nodes=_find_bad_nodes(error, host, kind == "error" and recoverable and not remedy),
     )
 
 

@@ -51,10 +51,10 @@ from tests.pod import container_of, package
         ("DDP_AVOID_HOURS", "-1", "at least 0"),
         ("DDP_AVOID_HOURS", "9000", "at most 8760"),
         ("DDP_AVOID_HOURS", "a day", "whole number"),
-        ("DDP_AVOID_NODES", "node-1,Node_2", 'lists them, got "Node_2": write them as node-1,node-2'),
-        ("DDP_AVOID_NODES", "node-1,", 'got ""'),
-        ("DDP_AVOID_NODES", "-1", 'got "-1"'),
-        ("DDP_AVOID_NODES", "n" * 254, "names of nodes, separated by commas"),
+        ("DDP_AVOID_HOSTS", "node-1,Node_2", 'lists them, got "Node_2": write them as node-1,node-2'),
+        ("DDP_AVOID_HOSTS", "node-1,", 'got ""'),
+        ("DDP_AVOID_HOSTS", "-1", 'got "-1"'),
+        ("DDP_AVOID_HOSTS", "n" * 254, "names of nodes, separated by commas"),
         ("DDP_ENV", '{"DDP_POD_GRACE": "8"}', "must not have DDP_POD_GRACE"),
         ("DDP_RETRIES", "9" * 5000, "whole number"),
         ("DDP_ENV", "[" * 100_000, "an object"),
@@ -319,7 +319,7 @@ def test_a_training_pod_keeps_away_from_nodes_only_if_that_is_registered(monkeyp
     assert "pod_template" in train.training_arguments()
     assert train.training_arguments()["pod_template"] is None
     monkeypatch.setenv("DDP_AVOID_HOURS", "24")
-    monkeypatch.setenv("DDP_AVOID_NODES", "node-1, node-2")
+    monkeypatch.setenv("DDP_AVOID_HOSTS", "node-1, node-2")
     rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1", "node-2"]}
     pool = V1Toleration(key="sku", operator="Exists")
     own = PodTemplate(pod_spec=V1PodSpec(containers=[V1Container(name="primary")], tolerations=[pool]))
@@ -340,7 +340,7 @@ def test_a_training_pod_keeps_away_from_nodes_only_if_that_is_registered(monkeyp
         )
         assert spec.get("tolerations", []) == ([{"key": "sku", "operator": "Exists"}] if template else [])
     assert own.pod_spec.affinity is None
-    assert requested.registered_environment()["DDP_AVOID_NODES"] == "node-1, node-2", "as a dynamic task's pod reads it"
+    assert requested.registered_environment()["DDP_AVOID_HOSTS"] == "node-1, node-2", "as a dynamic task's pod reads it"
     monkeypatch.setenv("DDP_GRACE_SECONDS", "45")
     assert pod_spec()["terminationGracePeriodSeconds"] == 45
 
@@ -350,7 +350,7 @@ def test_a_pod_template_of_the_cluster_has_its_own_affinity(monkeypatch):
     monkeypatch.setenv("DDP_AVOID_HOURS", "24")
     arguments = train.training_arguments()
     assert (arguments["pod_template"], arguments["environment"]["DDP_AVOID_HOURS"]) == (None, "24")
-    monkeypatch.setenv("DDP_AVOID_NODES", "node-1")
+    monkeypatch.setenv("DDP_AVOID_HOSTS", "node-1")
     with pytest.raises(InputError, match=r"of the cluster \(spot\), got node-1: put the node affinity into that temp"):
         train.training_arguments()
 

@@ -154,7 +154,7 @@ def test_a_training_pod_keeps_away_from_nodes_only_if_that_is_registered(written
     for spec in (task.k8s_pod.pod_spec for task in written()):
         assert "affinity" not in spec
         assert "DDP_NODE_NAME" not in str(spec)
-    training, preparing = written(DDP_AVOID_HOURS="24", DDP_AVOID_NODES="node-1")
+    training, preparing = written(DDP_AVOID_HOURS="24", DDP_AVOID_HOSTS="node-1")
     assert not preparing.HasField("k8s_pod")
     (container,) = training.k8s_pod.pod_spec["containers"]
     environment = {one["name"]: one for one in container["env"]}

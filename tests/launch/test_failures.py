@@ -96,7 +96,7 @@ def test_only_broken_hardware_is_blamed_on_a_node_and_only_where_pods_know_its_n
     monkeypatch.setenv("DDP_NODE_NAME", "node-a")
     failure = from_exception(error, 1, host_name())
     assert failure.bad_nodes == bad_nodes
-    line = f"register with DDP_AVOID_NODES={','.join(bad_nodes)}"
+    line = f"register with DDP_AVOID_HOSTS={','.join(bad_nodes)}"
     assert str(failure).splitlines()[0].endswith(line) == bool(bad_nodes)
     assert failures.Failure(**json.loads(json.dumps(dataclasses.asdict(failure)))) == failure
 
