@@ -24,6 +24,7 @@ GROUPS = {
     "Tasks and workflows": "flyte1|attempt",
     "A loop of your own": r"engine\.own_loop",
     "LightningModules": "lightning",
+    "Scripts": "script",
     "Data in blocks": r"data\.blocks",
     "Trained models": r"model_files|recipes\.models",
     "More": "",
