@@ -68,6 +68,8 @@ def setting(
 def read_json(text: str) -> Any:
     """Parse JSON text and return the value.
 
+    NaN, Infinity and -Infinity, which are not JSON, are accepted and become floats.
+
     Raises:
         InputError: an object has a name twice.
         ValueError: the text is not JSON, or is nested too deeply.

@@ -112,10 +112,14 @@ def train_as_rank(
 
 @contextmanager
 def recording_failure(platform: Platform) -> Iterator[None]:
-    """Write the failure of an error that ends the block to a file, for failure_of_node, and raise the error again.
+    """Write the Failure of an exception that ends the block to a file, and raise the exception again.
 
-    The file is beside the one that torchrun names in TORCHELASTIC_ERROR_FILE, which has only the text of an error.
-    Without that variable nothing is written.
+    It is a context manager. failure_of_node reads the file, which is beside the one that torchrun names in
+    TORCHELASTIC_ERROR_FILE; torchrun's own file has only the exception's text. Nothing is written without that
+    variable, or for a KeyboardInterrupt or SystemExit. If the file cannot be written, that OSError is raised instead.
+
+    Args:
+        platform: the platform, which knows the errors of its downloads.
     """
     try:
         yield

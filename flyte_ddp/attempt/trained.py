@@ -212,16 +212,16 @@ def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
 
 
 def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt]:
-    """Return the earlier attempts at this training, which the run's progress file lists; [] if it cannot be read.
+    """Return the earlier attempts at this training, which a progress file lists; [] if that cannot be read.
 
-    The list is only for the report. On a cluster, it comes from the logs of this attempt's earlier process, or else of
-    the attempt before. In a local run, it comes from the file beside the checkpoint, and only if the run goes on from
-    that checkpoint.
+    On a cluster, the file is that of an earlier process of this attempt or, if this has none, of the previous attempt.
+    In a local run, the file lies beside the checkpoint. It counts only if this run may resume, and its checkpoint is
+    there and is not one that options.resume_from names.
 
     Args:
         platform: the platform.
         run: this attempt's files.
-        resume: whether this attempt may resume.
+        resume: whether this attempt may resume; on a cluster it is ignored.
     """
     if platform.is_local():
         goes_on = resume and run.store.path.exists() and not run.store.is_given

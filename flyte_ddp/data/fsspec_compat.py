@@ -20,11 +20,13 @@ def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[Abstrac
     others, whose options have other names. Exchanging them for a while would disturb other threads.
 
     Args:
-        url: a URL or path.
-        options: options for the client.
+        url: a URL or path. A relative path becomes absolute.
+        options: options for the client, which take precedence over those in the URL.
 
     Raises:
-        InputError: there is no such client, or the URL has keys in it.
+        InputError: fsspec knows no client for the protocol, the client's package cannot be imported, or the URL of an
+            S3 or Google bucket has keys in it. Other errors of the client, such as a failing connection, are raised as
+            they are.
     """
     protocol = split_protocol(url)[0] or "file"
     known = known_implementations.get(protocol)

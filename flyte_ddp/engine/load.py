@@ -209,13 +209,22 @@ def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Sp
 
 
 def split_off_validation(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
-    """Split off the samples to choose the best epoch by: the recipe's own, or a share of the training samples.
+    """Return the samples to train on, and the validation split, by which the best epoch is chosen.
+
+    The validation split is the recipe's own, or the share validation_fraction of the training samples.
+
+    Args:
+        recipe: the recipe.
+        train: the training samples.
+        job: has the settings and options.
+        cache: the cache for a split in blocks.
 
     Returns:
-        The samples to train on, and the validation split, or None if neither the recipe nor the settings have one.
+        The samples to train on: all of `train`, unless a share is held out. And the validation split; None without any.
 
     Raises:
-        InputError: Both have one, or a setting needs one and neither has it.
+        InputError: The recipe has such a split and validation_fraction is set; patience or keep_best is set and there
+            is no such split; or validation_fraction leaves no sample or block on one side.
     """
     settings: TrainingSettings = job.settings
     if recipe.has_validation:

@@ -64,17 +64,17 @@ def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int 
     """Augment a batch as the recipe does, and return the new batch.
 
     If the recipe does not define augment(), the batch is returned as it is, and nothing else happens. Otherwise
-    recipe.share is set, and the global random generators are seeded.
+    recipe.share is set, and the global random generators are seeded, and stay so.
 
     Args:
         recipe: the recipe.
         tree: the batch.
         seed: the seed of the random numbers that augment() draws.
         share: the part of the global batch that this is.
-        epoch: the number of the epoch, from 0.
+        epoch: the number of the epoch, from 0, which augment() finds in its argument `random`.
 
     Raises:
-        InputError: augment() returns anything but tensors, or changes the number of samples.
+        InputError: a leaf of what augment() returns is no tensor, or has another number of samples.
     """
     if getattr(recipe.augment, "__func__", None) is Recipe.augment:  # as it is: nothing is drawn
         return tree

@@ -475,7 +475,10 @@ class Progress:
     # --- the state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resume needs; tensors are those of the training itself, which the next step changes."""
+        """Return the state that load_state_dict() takes.
+
+        Tensors and lists in it are not copied. The next step changes them, so write or copy the state before that step.
+        """
         return {
             "epoch": self.epoch,
             "step": self.step,

@@ -284,10 +284,11 @@ def prefer_deterministic() -> None:
 
 @contextmanager
 def only_deterministic() -> Iterator[None]:
-    """Turn torch's error for an operation without a deterministic version into an InputError that names the operation.
+    """Refuse operations without a deterministic version: raise an InputError that names the operation.
 
-    It is a context manager, and a decorator. While the block runs, torch raises an error for such an operation, where
-    it otherwise only warns. Nothing is refused if the recipe has turned deterministic algorithms off.
+    It is a context manager, and a decorator. Outside of the block, torch only warns of such an operation. Nothing is
+    refused if deterministic algorithms are off when the block begins, as a recipe may turn them off. Other errors are
+    raised as they are, also torch's about CUBLAS_WORKSPACE_CONFIG.
 
     Raises:
         InputError: The block uses an operation that has no deterministic version.

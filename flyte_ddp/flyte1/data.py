@@ -42,10 +42,11 @@ def downloaded(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None
 
 
 def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None:
-    """Return the path of a copy of the file or folder that all ranks of this host share; None for None.
+    """Download a file or folder once per host, and return the path of the copy, which all ranks of the host share.
 
-    The first process that asks makes the copy in the temporary folder, under a hash of the URL. The others wait for the
-    copy. A later call returns it without another download, even if the original has changed.
+    The first process that asks makes the copy in the folder for temporary files, under a hash of the URL. The others
+    wait for the copy. A later call returns the copy without another download, even if the original has changed. Errors
+    of the download are raised, and the next call tries again. None is returned for None.
     """
     if file_or_folder is None:
         return None

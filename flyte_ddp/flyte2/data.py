@@ -59,11 +59,11 @@ def output_file(path: Path) -> File:
 def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
     """Return a folder on this machine as a task's output, after uploading it on a cluster.
 
-    In a local run, and outside of tasks, the folder stays where it is.
+    In a local run without a url, and outside of tasks, the folder stays where it is.
 
     Args:
         path: the folder on this machine.
-        url: the URL in the storage where the folder goes; empty leaves that to Flyte.
+        url: the URL in the storage where the folder goes, in a task of a local run, too; empty leaves that to Flyte.
         digest: the digest of the folder's content, which is its key in the caches; None leaves the key to Flyte.
     """
     if not flyte.ctx():

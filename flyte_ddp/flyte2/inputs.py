@@ -60,9 +60,11 @@ def forget_lost_results() -> None:
 
 
 def _local_paths(outputs: Outputs) -> Iterator[str]:
-    """Yield the paths of the files and folders on this machine that the outputs have.
+    """Yield the local paths, those that begin with "/", of the outputs' files and folders.
 
-    A file or folder may be an output, an item of a list, or a field of a dataclass.
+    Files and folders are found as outputs, as items of a list, and as fields of a dataclass, also of one in another.
+    They are not found if the output's or item's type is optional, such as File | None, nor in dicts, in lists of lists,
+    and in lists within a dataclass.
     """
     for named in outputs.literals:
         for one in named.value.collection.literals or [named.value]:

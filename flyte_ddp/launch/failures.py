@@ -166,9 +166,11 @@ def _find_bad_nodes(error: BaseException, host: str, may_be_hardware: bool) -> t
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Format an error's traceback without this library's own frames before the first frame of the user's code.
+    """Format an error's traceback without the frames of launch/ and engine/ that lead to the user's code.
 
-    All frames stay if none is the user's.
+    The last of these frames stays: it shows what called the user's code. Code outside of launch/ and engine/, such as
+    torch's, counts as the user's. All frames stay if there is no such code. The tracebacks of the error's causes stay
+    whole.
     """
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/", f"{ROOT}/script/")
     caller = error.__traceback__

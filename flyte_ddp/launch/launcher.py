@@ -345,10 +345,13 @@ def _suspend(ranks: list[_Rank]) -> None:
 
 @contextmanager
 def _room_for_sockets() -> Iterator[None]:
-    """Use /tmp for temporary files in the block if the usual folder's path is too long for a socket in it.
+    """Make /tmp the folder of Python's temporary files in the block, if the usual path is too long for a socket.
 
-    multiprocessing chooses the folder of its sockets once, in the block. The system allows about a hundred bytes for a
-    socket's path, and a cluster's queue may set a long TMPDIR. Python does the same from 3.14 on.
+    It is a context manager. Nothing changes if /tmp is not writable. TMPDIR itself stays as it is.
+
+    multiprocessing chooses the folder of its sockets once in a process, and keeps it, so the block must be the first to
+    need a socket. The system allows about a hundred bytes for a socket's path, and a cluster's queue may set a long
+    TMPDIR. Python does the same from 3.14 on.
     """
     chosen = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > MOST_BYTES and os.access("/tmp", os.W_OK | os.X_OK):

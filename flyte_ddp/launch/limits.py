@@ -15,7 +15,9 @@ ROOT = Path("/")
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """Return the container's limit in CPU seconds per second, from its control groups; inf if there is none.
+    """Return how many CPUs' time the container may use, such as 1.5, from its control groups; inf if there is no limit.
+
+    If several groups have limits, the lowest counts. The set of allowed cores is not looked at.
 
     Args:
         root: the folder that has proc and sys.

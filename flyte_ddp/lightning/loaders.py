@@ -57,18 +57,19 @@ class Loaders:
     def adapt_methods(
         self, owner: LightningModule | LightningDataModule, seed: Callable[[], None], begin_order: Callable[[], None]
     ) -> None:
-        """Wrap the owner's methods that make DataLoaders, to seed them alike on all ranks and to check their loaders.
+        """Wrap the owner's methods that make DataLoaders, so that loaders are made alike on all ranks, and checked.
 
-        A wrapped method seeds the random generators, makes the loaders, and puts the generators back. It raises
-        InputError if no resume could restore a loader's sampler or, on several ranks, if Lightning would ignore it. A
-        training loader without a state that a resume needs, or whose Dataset has a generator of its own, is accepted,
-        and a warning is added to `problems`. The loader without a state also sets begins_epochs_anew.
+        A wrapped method calls `seed`, makes the loaders, and puts the global random generators back. Then it checks
+        each loader: it raises InputError for a sampler that no resume could restore or, on several ranks, that
+        Lightning would replace. Two faults of training loaders only add a warning to `problems`: a loader that cannot
+        continue within an epoch, for which begins_epochs_anew is set, too, and a Dataset with a random generator of its
+        own.
 
         Args:
             owner: has train_dataloader, val_dataloader and test_dataloader; they are replaced on this object.
             seed: seeds the generators; called before each of these methods.
-            begin_order: seeds what the order of samples is drawn from. It is called after train_dataloader, once the
-                generators are put back, so what it does to them stays.
+            begin_order: seeds the generators for the order of the samples; called after train_dataloader, once the
+                generators are put back. Its effect stays.
         """
 
         def settled(name: str, method: Callable[[], Any]) -> Callable[[], Any]:

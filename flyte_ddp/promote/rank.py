@@ -21,10 +21,11 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
     """Measure the jobs' models on the test split, in order.
 
     The first job is the candidate. Its recipe loads the samples and computes the measures of every model, so a change
-    of the recipe since the last promotion affects all models alike.
+    of the recipe since the last promotion affects all models alike. Each other job's own recipe builds its network and
+    computes the network's outputs.
 
     Args:
-        environment: the rank's environment.
+        environment: the rank's environment. The rank is alone.
         link: the link to the parent.
         argument: the jobs, and what error messages call the promoted model.
 

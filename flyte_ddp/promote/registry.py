@@ -25,7 +25,9 @@ SECONDS = 30.0  # the time limit for all requests together
 def register(place: Place, version: str, name: str) -> str:
     """Register a promoted version in MLflow, and set the registered model's alias to it if it is still promoted.
 
-    Never raises, because the promotion stands. A failure, or no answer within SECONDS, is printed as a warning.
+    Errors are not raised, because the promotion stands. A failure, or no answer within SECONDS, is printed as a
+    warning. After these seconds the requests go on in the background, so the version may be registered later all the
+    same.
 
     Args:
         place: the place of the promoted models.
@@ -33,7 +35,8 @@ def register(place: Place, version: str, name: str) -> str:
         name: the name of the registered model, which is created if there is none.
 
     Returns:
-        The version's entry, "models:/NAME/NUMBER"; "" after a failure.
+        The version's entry, "models:/NAME/NUMBER", whether or not the alias was set; "" after a failure or without an
+        answer.
     """
     entry = [""]
     problem = [f"no answer within {SECONDS:g} s"]
@@ -63,12 +66,13 @@ def register(place: Place, version: str, name: str) -> str:
 def _register(place: Place, version: str, name: str) -> str:
     """Find or create the entry of a version in MLflow's registry, and return the entry's number.
 
-    A registered model that does not exist is created first. The alias is set to the entry only if the version is still
-    the promoted one.
+    The entry is the one of this registered model whose tag names the version and whose source is the version's folder
+    in the place. A registered model that does not exist is created first. The alias "champion" is set to the entry if
+    the version is still the promoted one.
 
     Args:
         place: the place of the promoted models.
-        version: the version.
+        version: the name of a version in the place.
         name: the name of the registered model.
 
     Raises:

@@ -146,7 +146,12 @@ class MlflowRun(Tracker):
             self._waiting.popleft()
 
     def _find_run(self) -> None:
-        """Find this training's run, or create it, log its parameters, and drop queued metrics that it has already."""
+        """Find the MLflow run of this training, or create it, and begin to log to it.
+
+        The method marks the run as running, and logs the parameters that the run lacks. It reads which steps earlier
+        attempts have sent, and removes these from the queue of metrics. It prints and reports the run's URL if the
+        server's address is one. Errors of MLflow are raised; _send() calls again until the run is found.
+        """
         client = self._client
         info = self.info
         name = info.options.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "flyte-ddp"

@@ -99,11 +99,14 @@ def round_numbers(low: float, high: float, integer: bool = False) -> list[float]
 
 
 def round_powers(low: float, high: float) -> list[float]:
-    """Return the values to label on a logarithmic axis: powers of ten, or finer values if there are at most two.
+    """Return the values to label on a logarithmic axis, ascending: the values, not their logarithms.
+
+    If more than two powers of ten are on the axis, the values are at most MOST_TICKS of these, evenly spaced. Otherwise
+    they are 1, 2 and 5 times powers of ten or, if fewer than two of these are on the axis, round numbers.
 
     Args:
         low: the logarithm to base 10 of the axis's first value.
-        high: the logarithm to base 10 of the axis's last value.
+        high: the logarithm to base 10 of the axis's last value; it must be above low.
     """
     powers = range(max(math.ceil(low), -300), min(math.floor(high), 300) + 1)
     if len(powers) > 2:

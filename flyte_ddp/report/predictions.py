@@ -141,9 +141,10 @@ def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
 
 
 def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
-    """Return (data URI, class) of at most MOST_SAMPLES training images, of each class in equal number.
+    """Return training images of an image classifier, some of each class: pairs of a data URI and the class's name.
 
-    Returns [] for recipes other than image classifiers.
+    Each class has the same number of images, or fewer if it has fewer among 10,000 images at equal distances. There are
+    at most MOST_SAMPLES images, so classes after the first MOST_SAMPLES have none. The list is empty for other recipes.
     """
     if not info.data or not info.description:
         return []

@@ -285,9 +285,10 @@ class Record(events.Observer):
 
     @property
     def measures(self) -> list[str]:
-        """Return the names of all measures of the run so far: the headline, "loss", and the others in recipe's order.
+        """Return the names of the run's measures, without duplicates: the headline, "loss", then all others.
 
-        Measures that the last epoch lacks come last, as a user's own loop may measure something every few epochs.
+        The first two are there even if nothing has measured them. The others are those of the epochs, the last epoch
+        first, and then those of the kept steps.
         """
         measured = [*chain.from_iterable((epoch.evaluated, epoch.train) for epoch in reversed(self.epochs))]
         measured += [step.measures for step in self.steps]

@@ -104,10 +104,10 @@ def _drawings(several: Sequence[Curves], record: Record) -> list[Drawing]:
 
 
 def progress_curves(record: Record) -> list[Curves]:
-    """Return the curves of the loss, the other measures, and the other numbers of steps, such as the learning rate.
+    """Return the curves of the loss, at most MOST_CURVES other measures, and the steps' other numbers.
 
-    The loss is on a logarithmic axis if its values differ by a factor of more than 30. MOST_CURVES other measures are
-    drawn. Speed and gradient norm are left to speed_figures.
+    The loss is on a logarithmic axis if all its finite values are positive and the largest is more than 30, but less
+    than 1e9, times the smallest. The numbers in ELSEWHERE (speed, gradient norm and memory) are left out.
     """
     loss = _measure_curves(record, "loss")
     points = chain.from_iterable(loss.series.values())

@@ -77,12 +77,12 @@ def list_heads(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
 def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
     """Write a CSV file with a header and a line for each trial, in the given order.
 
-    The columns are the number, the values tried, the epochs if trials were cut, the best trial's measures, seconds,
-    report and failure. A failed trial's measures are empty.
+    The columns are the number, the values tried, the epochs if any trial was cut, the measures that the first trial
+    has, seconds, report and failure. A measure that a trial lacks is empty; a failed trial lacks all. Raises OSError.
 
     Args:
         sweep: the sweep.
-        trials: the trials, best first.
+        trials: the trials, best first. The first one must not have failed.
         path: the file, which is overwritten.
     """
     with open(path, "w", newline="", encoding="utf-8") as file:

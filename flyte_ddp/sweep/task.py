@@ -53,12 +53,14 @@ class SweepComparison(NamedTuple):
 def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **inputs: Any) -> Any:
     """Run the trials and compare them, in a @dynamic, and return the promise of a SweepComparison.
 
-    On a cluster each rung is a map task. A local run trains one trial after another.
+    On a cluster each rung is a map task, which fails only if all of its pods fail for good. A local run trains one
+    trial after another.
 
     Args:
         sweep: the sweep.
         trials: the settings of each trial.
-        run: a task that returns the TrialResult of its input `entrant`; one of its pods may fail permanently.
+        run: a task that trains a trial. It has an input `entrant`, besides those in `inputs`, and returns a
+            TrialResult.
         subject: what is trained, for the report.
         inputs: the task's other inputs.
 

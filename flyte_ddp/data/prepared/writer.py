@@ -67,17 +67,21 @@ def write_prepared(
 def write_dataset(
     directory: Path, arrays: Mapping[str, np.ndarray], description: DatasetDescription
 ) -> DatasetDescription:
-    """Write a dataset's arrays to a folder in one step, and return the description with their SHA-256.
+    """Write a dataset's arrays to a folder, which appears at once when all is written, and return its description.
 
-    The folder replaces an earlier dataset, unless that has the same content already.
+    Whatever is at that path is replaced, with all that is in it, unless it is a dataset with the same content, intact.
+    One-dimensional arrays of integers are written as int64.
 
     Args:
-        directory: the folder.
+        directory: the folder. Parent folders are made.
         arrays: the arrays by file name.
-        description: the description without SHA-256.
+        description: the description without the files' SHA-256.
+
+    Returns:
+        The description with the SHA-256 of each file.
 
     Raises:
-        InputError: The folder cannot be written to.
+        InputError: The folder cannot be written to, or the disk is full.
     """
     with writing_to(directory.parent, "DDP_DATA_DIR"):
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -150,10 +154,14 @@ def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 def _write_array(path: Path, array: np.ndarray) -> str:
-    """Write an array as a .npy file, synced to disk, and return the file's SHA-256 in hex.
+    """Write an array as a new .npy file, synced to disk, and return the file's SHA-256 in hex.
 
-    One-dimensional arrays of integers (labels, that is) are written as int64. np.save would report a full disk without
-    saying why, and the bytes would have to be read again for the hash.
+    One-dimensional arrays of integers (labels, that is) are written as int64. np.save is not used: it would report a
+    full disk without saying why, and the bytes would have to be read again for the hash.
+
+    Raises:
+        FileExistsError: something is at the path already.
+        OSError: the file cannot be written. What was written stays there.
     """
     array = np.ascontiguousarray(array, dtype=np.int64 if array.dtype.kind in "iu" and array.ndim == 1 else None)
     header = io.BytesIO()
@@ -183,7 +191,11 @@ def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a dataset that was found to be damaged, unless another process has put an intact one there by now."""
+    """Remove a damaged dataset.
+
+    Under the folder's lock, all files are verified again, so a dataset that another process has repaired stays. A
+    missing folder is left alone. Raises OSError if the folder cannot be removed.
+    """
     with _locked(directory):
         try:
             verify(directory)

@@ -71,11 +71,12 @@ class Mirrors:
         raise DownloadError(f"no mirror delivered {filename}:\n{lines}{REMEDIES}")
 
     def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
-        """Download a URL to the path target, whole or not at all.
+        """Download a URL to the path target, whole or not at all. A file that is there is replaced at the end.
 
         Raises:
             RefusedError: the URL cannot be read, or its content is too large or has another MD5.
-            UnreachableError: the host is not worth asking again.
+            UnreachableError: a RefusedError, so catch it first: the host is not worth asking again.
+            InputError: the folder of target cannot be written to.
         """
         pieces, total = self.opener.open(url)
         digest = hashlib.md5(usedforsecurity=False)

@@ -86,7 +86,11 @@ class BlockCache:
                 remove_if_left(self.node)
 
     def check(self, needed: int) -> None:
-        """Raise InputError if this rank's blocks may not take so many bytes at a time."""
+        """Raise InputError if this rank's share of the cache is too small.
+
+        Args:
+            needed: the bytes of the blocks that this rank needs at the same time.
+        """
         if needed > self.budget:
             ranks = self.environment.world.local_size
             raise InputError(
@@ -197,7 +201,8 @@ class Prefetcher:
     def wait(self, step: int, blocks: Iterable[int]) -> None:
         """Wait until the blocks that a step needs are in the cache, or until close() is called.
 
-        If any block could not be fetched, raise the error of `fetch`.
+        After close() it returns although blocks may be missing. If any block of the epoch could not be fetched, even
+        one for a later step, it raises that error of `fetch`.
 
         Args:
             step: the step. Steps ascend from call to call.

@@ -208,16 +208,18 @@ class BlocksInOrder:
         self.at = order.at
 
     def uses(self, steps: range) -> Uses:
-        """Return which blocks of data this rank reads in some steps, with the first and last step that needs each.
+        """Return the blocks that this rank needs in some steps, by their first use, and when it needs each.
 
-        A batch takes its samples from several streams, each of which reads its blocks in turn. This rank's samples may
-        come from a range of streams, so all blocks of these streams count as needed.
+        A batch takes its samples from several streams, each of which reads its own blocks in turn. A rank's samples are
+        from a few neighbouring streams, which may change a little from step to step. So a block counts as needed if any
+        of these streams is at it, even if this rank reads none of its samples.
 
         Args:
-            steps: the steps of the epoch.
+            steps: steps of the epoch.
 
         Returns:
-            The Uses: the blocks in the order of their first use, and the two steps of each.
+            The blocks, and the first and last step of the epoch that needs each. These two steps may lie outside of
+            `steps`.
         """
         # Which streams a share begins and ends with depends on where its batch begins, modulo the number of streams
         last_step, is_short = divmod(self.order.samples, self.order.batch_size)

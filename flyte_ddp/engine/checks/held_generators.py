@@ -53,11 +53,13 @@ def find_held_generators(dataset: Any) -> dict[str, bytes]:
 
 
 def _call_and_state(name: str, generator: Any) -> tuple[str, bytes]:
-    """Return the code that seeds a generator, and its state; b"" for SystemRandom, which has none.
+    """Return the code that seeds a generator, for a message, and the generator's state.
+
+    A SystemRandom has no state and cannot be seeded: its state is b"", and its seed() does nothing.
 
     Args:
         name: the generator as code, such as self.rng.
-        generator: the generator.
+        generator: a Generator or RandomState of NumPy, a Generator of torch, or a random.Random.
     """
     if isinstance(generator, np.random.Generator):
         return f"{name} = numpy.random.default_rng({SEED})", pickle.dumps(generator.bit_generator.state)

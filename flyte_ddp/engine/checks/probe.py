@@ -192,10 +192,13 @@ def _refuse_gathering(trials: Trials) -> None:
 
 
 def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
-    """Raise InputError if a checkpoint could not hold all of the network's state.
+    """Raise InputError if a resume would lose a buffer of the network, or if the state_dict has anything but tensors.
 
-    Three things are refused: a state_dict that has anything but tensors, a buffer with persistent=False that a step has
-    changed without reshaping it, and a persistent buffer that a step has created or reshaped.
+    Two kinds of buffers are refused: one with persistent=False whose values a step has changed, and one of the
+    state_dict that a step has created or reshaped. A buffer with persistent=False that a step creates or reshapes is
+    accepted, as a cache that is made again.
+
+    Not found are buffers that a step has removed or turned into another dtype, and tensors that are plain attributes.
 
     Args:
         recipe: the recipe, for the message.
@@ -298,14 +301,15 @@ def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
 
 
 def _refuse_unreached(training: Trials, split: Split) -> None:
-    """Raise InputError if a trained parameter gets no gradient from MORE_SAMPLES samples.
+    """Raise InputError if a trained parameter has no gradient (None, not 0) after trials of up to MORE_SAMPLES samples.
 
-    A few samples need not reach every parameter, such as those of an expert. So more samples are tried, PART at a time,
-    until each parameter has had a gradient.
+    Call it right after a trial, whose gradients are looked at first. A few samples need not reach every parameter, such
+    as those of an expert. So more samples are tried, PART at a time, until each parameter has had a gradient. The
+    network then has the gradients of the last of these trials.
 
     Args:
-        training: the trials so far.
-        split: the training split.
+        training: the trials whose recipe and network are tried; its own samples are not tried again.
+        split: the training split, from all over which the samples are chosen.
     """
     recipe, network = training.recipe, training.network
     unreached = {*network.unreached()}

@@ -86,7 +86,10 @@ class Trace:
             del self._parts[key]
 
     def begin_part(self, part: int, batch: Any, call: int = 0) -> None:
-        """Digest a part of the batch, and from now on the output of each module that is called.
+        """Digest a part of the batch, and from now on, until end_part(), the output of each module that is called.
+
+        Nothing happens in a step that is not traced. A part that is still under way ends first. A second call for the
+        same part and call of backward, as for the next micro-batch, adds to the part's digests.
 
         Args:
             part: the number of the part: the virtual rank, or without virtual ranks this rank.

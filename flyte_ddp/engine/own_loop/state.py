@@ -187,7 +187,16 @@ class LoopState:
         return agree(Call.BATCH, self.progress.epoch, self.progress.step, self.device)
 
     def begin_step(self, shares: Sequence[Batch]) -> None:
-        """Begin a step, before the user's code is given its batch: this rank's shares of the global batch."""
+        """Prepare this object for a step: call it before the user's code is given the step's batch.
+
+        It sets step_seed, is_stepping and backward_calls, and notes the learning rate for the log. From now on, an
+        evaluation cannot be left for a stop. If the step is traced, the weights are digested and, without virtual
+        ranks, this rank's batch and outputs, too.
+
+        Args:
+            shares: this rank's samples of the global batch: with virtual ranks one Batch for each of this rank's
+                virtual ranks, otherwise a single one.
+        """
         self.is_stepping = True
         self._can_leave, self._last_step = False, None
         progress = self.progress
@@ -347,12 +356,13 @@ class LoopState:
     def end_epoch(self, is_left: bool = False) -> None:
         """Record the epoch's evaluation, write a checkpoint, and go on to the next epoch; a collective.
 
-        With loop.epochs(best=...), the epoch's weights are kept if they are the best so far.
+        With loop.epochs(best=...), the epoch's weights are kept if they are the best so far. If the ranks' weights
+        differ, a warning says so.
 
         If the user's code has left the epoch in the middle of a step, this method ends that step first.
 
-        While a gradient that is not applied differs between ranks, no checkpoint can be written: it waits for a later
-        step, and a requested stop is not obeyed here.
+        While a gradient that is not applied differs between ranks, no checkpoint is written, and a requested stop is
+        not obeyed: both wait for a later step. After the last epoch, the checkpoint is written all the same.
 
         Args:
             is_left: whether the user's code has left the loop over the epochs, and trains no more. Then a requested

@@ -195,13 +195,15 @@ class Layout:
         return replaced
 
     def local(self, path: tuple[Any, ...], whole: Any) -> Any:
-        """Return this rank's rows of a whole tensor of the state. A tensor that is not sharded is returned as it is.
+        """Return this rank's rows of a tensor of the training's state.
 
-        A tensor without dimensions, such as an optimizer's number of steps, is never sharded.
+        If the tensor is not sharded, or has no dimensions, as an optimizer's number of steps, `whole` itself is
+        returned.
 
         Args:
             path: the keys that lead to the tensor, as pytree.tree_map_with_path gives them.
-            whole: the tensor, or an object that reads it from a file when it is sliced.
+            whole: the whole tensor, or a StoredTensor, which stands for a tensor in files. A StoredTensor's rows are a
+                StoredTensor, too: nothing is read here.
         """
         if self._weight(path) is None or not whole.ndim:
             return whole

@@ -251,10 +251,11 @@ class ExactStep(SingleStep):
 
     @contextmanager
     def watching(self, part: int) -> Iterator[None]:
-        """Store digests of one part's gradients in `seen` when this rank computes the part within the block.
+        """Store digests of one part's gradients in `seen`, if this rank computes that part within the block.
 
-        It is a context manager. `seen` has one digest for each bucket of gradients. It is set to 0 at the beginning,
-        and stays so on ranks that don't compute the part. It keeps its values after the block.
+        It is a context manager. At the beginning it sets `seen` to 0, which has one digest for each bucket of
+        gradients. On ranks that don't compute the part, `seen` is still 0 after the block. On the rank that does,
+        `seen` keeps the digests; if the part is computed twice, the second ones.
 
         Args:
             part: the number of the part.

@@ -49,11 +49,12 @@ class Gathered(NamedTuple):
     gradients: Tensor | None = None
 
     def given_to(self, part: Batch) -> Batch:
-        """Return a copy of the part in which all_gather() returns these rows, those of the whole batch.
+        """Return a copy of the part in which all_gather() returns the rows of the whole batch.
 
-        A second call of all_gather() with that copy raises InputError. In training, the backward pass gives the rows
-        that the part itself has passed to all_gather() the gradients that are known from gather_by_part(), whatever
-        gradient all_gather()'s result gets. In evaluation nothing has a gradient.
+        Only one call of all_gather() is possible with the copy: a second one raises InputError. If the gradients are
+        known, the backward pass ignores the gradient of all_gather()'s result. It gives the argument of all_gather()
+        the known gradients of the part's rows, or zeros if the part's samples are borrowed from another part. If they
+        are not known, as in evaluation or for rows of integers, the result has no gradient.
 
         Args:
             part: a part of the global batch.

@@ -123,10 +123,12 @@ class Bucket:
         self.largest.zero_()
 
     def add(self) -> None:
-        """Add the gradients, scaled and rounded to whole numbers, to this rank's sum, and update `largest`.
+        """Add a part's gradients, scaled and rounded to whole numbers, to this rank's sum.
 
-        Call it after each backward pass. The gradients themselves are scaled and rounded in place, so they are useless
-        afterwards.
+        Call it once for each part of the batch, after the part's last backward pass. The attribute `largest` then
+        covers this part's gradients, too, as they were before they were scaled. The gradients are scaled and rounded in
+        place, so they are useless afterwards. Numbers that are not finite, or too large for the sum, raise nothing
+        here: Units.fit() tells.
         """
         torch.maximum(self.largest, self._measure(), out=self.largest)
         for rows, scales, _, _ in self._groups:
