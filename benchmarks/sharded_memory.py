@@ -1,15 +1,22 @@
-"""What memory a rank takes for a training, with and without sharding.
+"""What memory a rank takes for a training, with and without sharding and virtual ranks, and how long a step takes.
 
     python -m benchmarks.sharded_memory --ranks 1 2 4
 
 The network has 100 million parameters in 24 units, the optimizer is AdamW: 16 bytes per parameter of weights, gradients
 and its state. Counted is the memory that the kernel cannot take back: neither the file's pages in its cache nor those
 mapped, nor what glibc would keep after it is freed (MALLOC_MMAP_THRESHOLD_). Without sharding a rank takes the same
-among any number of them, so this is measured with one.
+among any number of them, so this is measured with one. A step is the fastest of STEPS, in seconds.
+
+    python -m benchmarks.sharded_memory --ranks 2 4 --virtual-ranks
+
+This compares a sharded training with one of as many virtual ranks, by an AdamW that is not fused: on a CPU, a fused one
+has other bits where tensors are cut. A step of so few samples is mostly exchange, so --samples sets more.
 """
 
 import argparse
 import os
+import time
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,19 +40,28 @@ from flyte_ddp.model_files.frozen_base import FrozenBase
 from flyte_ddp.settings import TrainingSettings
 
 NAME = "benchmarks.sharded_memory"  # also where this file is the program
+STEPS = 5
 IDEAL = 16 * DEPTH * (WIDTH + 1) * WIDTH / MEGABYTE
 
 
 class Sharded(Large):
-    fsdp_units = ("?", "??")
+    fsdp_units: tuple[str, ...] = ("?", "??")
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
 
 
+class Unfused(Large):
+    fsdp_units: tuple[str, ...] = Sharded.fsdp_units
+
+    def data(self, split: str) -> torch.Tensor:
+        count = self.settings.batch_size if split == "train" else SAMPLES
+        return torch.linspace(-1, 1, count * WIDTH).view(count, WIDTH)
+
+
 def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """MB that this rank takes: at most until it has its part of the network, until it has tried that, in the second
-    step, after it, and while a checkpoint is written."""
+    step, after it, and while a checkpoint is written; and seconds of a step."""
     leave_dynamo_out()
     with process_group(environment, job.options) as device:
         with Peak() as in_set_up:
@@ -56,6 +72,11 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
         with Peak() as in_step:
             start = resident()
             parts.state.train_step(shares, False)
+        seconds = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            parts.state.train_step(shares, False)
+            seconds.append(time.perf_counter() - began)
         checkpoints = make_checkpoints(parts.state, environment, link.emit, job)
         with Peak() as in_checkpoint:
             kept = resident()
@@ -72,30 +93,43 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
             kept - before,
             kept - before + in_checkpoint.bytes,
         )
-        return tuple(each / MEGABYTE for each in found)
+        return *(each / MEGABYTE for each in found), min(seconds)
 
 
-def train(ranks: int, sharding: str) -> list[Any]:
-    settings, world = TrainingSettings(batch_size=SAMPLES, precision="float32"), choose_world("gloo", ranks, SAMPLES)
+def train(
+    ranks: int, sharding: str, name: str = "Sharded", samples: int = SAMPLES, virtual_ranks: int = 0
+) -> list[Any]:
+    settings = TrainingSettings(batch_size=samples, precision="float32", virtual_ranks=virtual_ranks)
+    world = choose_world("gloo", ranks, samples)
     return training.train(
-        f"{NAME}:Sharded", settings, world, target=f"{NAME}:measure", sharding=sharding, timeout_seconds=900
+        f"{NAME}:{name}", settings, world, target=f"{NAME}:measure", sharding=sharding, timeout_seconds=900
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--virtual-ranks", action="store_true", help="compare with as many virtual ranks as ranks")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a batch, with --virtual-ranks")
+    given = parser.parse_args()
     print(f"{hardware()}; MB of the rank that takes most\n")
-    print("| sharding | ranks | ideal | kept | in a step | built: rank 0 | others | at the start | in a checkpoint |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = "ideal", "kept", "in a step", "built: rank 0", "others", "at the start", "in a checkpoint", "a step, s"
+    print(f"| sharding | ranks | virtual ranks | {' | '.join(columns)} |")
+    print(f"{'|---' * (3 + len(columns))}|")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # else glibc keeps what is freed for later
-    for ranks, sharding in [(1, "off"), *((ranks, "full") for ranks in parser.parse_args().ranks)]:
-        first, *others = found = train(ranks, sharding)
-        _, start, step, kept, saving = (max(values) for values in zip(*found, strict=True))
+    rows: list[tuple[Any, ...]] = [(1, "off"), *((ranks, "full") for ranks in given.ranks)]
+    if given.virtual_ranks:
+        some = product(given.ranks, (False, True))
+        rows = [(ranks, "full", "Unfused", given.samples, ranks * is_virtual) for ranks, is_virtual in some]
+    for ranks, sharding, *how in rows:
+        virtual_ranks = how[-1] if how else 0
+        first, *others = found = train(ranks, sharding, *how)
+        _, start, step, kept, saving, seconds = (max(values) for values in zip(*found, strict=True))
         built = f"{first[0]:.0f} | {max((other[0] for other in others), default=0):.0f}"
         ideal = IDEAL / ranks if sharding == "full" else IDEAL
         print(
-            f"| {sharding} | {ranks} | {ideal:.0f} | {kept:.0f} | {step:.0f} | {built} | {start:.0f} | {saving:.0f} |",
+            f"| {sharding} | {ranks} | {virtual_ranks} | {ideal:.0f} | {kept:.0f} | {step:.0f} | {built} | {start:.0f} "
+            f"| {saving:.0f} | {seconds:.2f} |",
             flush=True,
         )
 

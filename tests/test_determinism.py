@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.commands import ROOT
 
-REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
+REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"}
 LIBRARY = ROOT / "flyte_ddp"
 
 

@@ -21,7 +21,7 @@ from flyte_ddp.engine.network.first_model import first_model
 from flyte_ddp.engine.network.memory import checkpoint_activations
 from flyte_ddp.engine.network.placement import to_device
 from flyte_ddp.engine.progress import Progress
-from flyte_ddp.engine.sharding.sharding import on_trial
+from flyte_ddp.engine.sharding.sharding import is_sharded, on_trial
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.virtual_ranks.rules import check_recipe, check_settings, uneven_parts
 from flyte_ddp.errors import InputError
@@ -163,6 +163,9 @@ def set_up(
     place_in_world = settings.test_batch_size, rank, world_size, probed.is_mixed, settings.virtual_ranks
     validated = EvaluationBatches(validation, *place_in_world) if validation else None
     tested = EvaluationBatches(test, *place_in_world)
+    if settings.virtual_ranks and is_sharded(model):
+        for some in filter(None, (batches, validated, tested)):
+            some.is_even = True
     return SetUp(state, batches, validated, tested, probed, precision, remarks, warnings)
 
 

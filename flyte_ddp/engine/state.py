@@ -37,6 +37,7 @@ from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import any_batch_size, version
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gather_by_part
+from flyte_ddp.engine.virtual_ranks.sharded_step import ShardedExactStep
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.model_files.frozen_base import FrozenBase
@@ -105,7 +106,7 @@ class TrainingState:
         self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, self.names, self.world_size, autocast)
         self.parallel = _make_parallel(step, virtual_ranks, has_unused)
-        if average and virtual_ranks and self.world_size > 1:
+        if average and virtual_ranks and self.world_size > 1 and not is_sharded(model):
             # A copy from before the network had rank 0's weights
             collectives.broadcast_in_place((*average.model.parameters(), *average.model.buffers()))
         optimizer = own_optimizer(recipe, model)
@@ -496,7 +497,7 @@ class TrainingState:
 def _make_parallel(step: Step, virtual_ranks: int, has_unused: bool) -> SingleStep:
     """Return the step of all ranks together: sharded, by virtual ranks, replicated, or that of a single rank."""
     if is_sharded(step.model):
-        return ShardedStep(step, has_unused)
+        return ShardedExactStep(step, virtual_ranks) if virtual_ranks else ShardedStep(step, has_unused)
     if virtual_ranks:
         return ExactStep(step, virtual_ranks)
     return ReplicatedStep(step, has_unused) if step.world_size > 1 else SingleStep(step)

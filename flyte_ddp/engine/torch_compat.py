@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -255,6 +256,66 @@ def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         gather(cast)
+
+
+def trained_weights(unit: Any) -> list[nn.Parameter]:
+    """Return the sharded weights of an FSDP unit that are trained, in the order in which it sends their gradients.
+
+    Torch has no public way to ask for the order.
+
+    Args:
+        unit: a module that fully_shard was applied to.
+    """
+    return [param.sharded_param for param in _trained_params(unit)]
+
+
+def _trained_params(unit: Any) -> list[Any]:
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    params = chain.from_iterable(group.fsdp_params for group in groups)
+    return [param for param in params if param.sharded_param.requires_grad]
+
+
+def after_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
+    """Call a function in each backward pass when one of an FSDP unit's weights has its whole gradient; a collective.
+
+    Torch calls the hooks of the sharded weights also where a weight was not used and has a gradient of 0.
+
+    Args:
+        unit: a module that fully_shard was applied to, in a network that has computed before.
+        call: gets the number of the weight in trained_weights(unit).
+    """
+    unit.unshard()  # the whole weights are tensors of their own, which stay the same ones
+    unit.reshard()
+    for number, param in enumerate(_trained_params(unit)):
+        param._unsharded_param.register_post_accumulate_grad_hook(lambda _, number=number: call(number))
+
+
+def leave_graph(unit: Any) -> None:
+    """Let an FSDP unit learn by hooks when its backward pass is over.
+
+    By itself torch puts a function into the graph, through which the unit's inputs go. Gradients of a tensor that is
+    used in the unit and elsewhere are then added up in another order, and layers that look whether two inputs are the
+    same tensor compute otherwise than in a network that is not sharded.
+
+    Args:
+        unit: a module that fully_shard was applied to.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        group._register_post_backward_hook = partial(_hook_inputs, group)
+
+
+def _hook_inputs(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the FSDP group's post_backward once the gradients of a unit's inputs are computed, and return these inputs.
+
+    Torch itself calls it at the end of the backward pass if it was not called, as for inputs without gradients.
+    """
+    is_in_backward = torch._C._current_graph_task_id() != -1  # where layers compute again, the hooks are there already
+    if torch.is_grad_enabled() and not is_in_backward:
+        # A leaf, such as a parameter, would keep the hook for the next steps
+        inputs = {id(one): one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.grad_fn}
+        if inputs:
+            torch.autograd.graph.register_multi_grad_hook([*inputs.values()], lambda _: group.post_backward())
+    return args, kwargs
 
 
 def after_backward(loss: Tensor, call: Callable[[], None]) -> None:

@@ -136,7 +136,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
         torch.cuda.reset_peak_memory_stats(device)
     places = progress.places
     state.drift = Drift(places, device, progress.warn) if len(places) > 1 else None
-    if isinstance(state.parallel, ExactStep):  # otherwise a part may have other bits each time
+    # Otherwise a part may have other bits each time, or needs all ranks
+    if isinstance(state.parallel, ExactStep) and not is_sharded(state.model):
         state.audit = Audit(state.parallel, setup.train, job.options.audit_every, places, progress.warn)
     state.trace = make_trace(environment, device, job, progress.epoch + progress.step > 0)
     emit: Callable[[Event], None] = link.emit

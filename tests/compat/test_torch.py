@@ -244,6 +244,48 @@ def test_weights_can_be_gathered_in_their_own_types_before_and_after_the_first_u
         distributed.destroy_process_group()
 
 
+class Doubled(nn.Module):
+    """Gives its unit an input twice, and that sees that it is one."""
+
+    def __init__(self, is_outer=True):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.unit: Any = Doubled(False) if is_outer else None
+
+    def forward(self, one, other):
+        assert one is other
+        hidden = self.used(one) * other
+        return self.unit(hidden, hidden) if self.unit else hidden
+
+
+def test_a_sharded_unit_tells_of_its_gradients_and_leaves_the_graph_as_it_is(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    called: list[int] = []
+    reduced: list[bool] = []
+    try:
+        network = Doubled()
+        for unit in (network.unit, network):
+            unit.unused.bias.requires_grad_(False)
+            fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+            torch_compat.leave_graph(unit)
+        unit = network.unit
+        features = torch.ones(1, 2, requires_grad=True)
+        network(features, features)  # now torch knows which module is the outermost
+        trained = unit.used.weight, unit.used.bias, unit.unused.weight
+        assert [*map(id, torch_compat.trained_weights(unit))] == [*map(id, trained)]
+        torch_compat.after_whole_gradients(unit, called.append)
+        features.register_hook(lambda _: reduced.append(unit.used.weight.grad is not None))
+        for _ in range(2):
+            network(features, features).sum().backward()
+            network.zero_grad()
+        assert sorted(called) == [0, 0, 1, 1]
+        assert reduced == [True, True]
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_the_version_of_a_tensor_grows_with_each_change_in_place():
     weight = nn.Parameter(torch.zeros(2))
     before = torch_compat.version(weight)

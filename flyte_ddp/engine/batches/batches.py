@@ -137,6 +137,10 @@ class _Batches:
     virtual rank, on any number of ranks, and each part that this rank computes is a share.
     """
 
+    # Whether, with virtual ranks, all ranks get as many shares in a step as the one with most. Those that are added are
+    # copies, marked as borrowed. All ranks are needed to make a unit of a sharded network whole
+    is_even = False
+
     def __init__(
         self,
         split: Split,
@@ -250,7 +254,8 @@ class _Batches:
                 global_indices = order.at(torch.arange(start, stop))
                 tree = lengths.padded(tree, global_indices[part.start - start : part.stop - start], global_indices)
             share = BatchShare(part.start - start, count, stop - start, is_borrowed, self.rank)
-            yield step, [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
+            shares = [*self._cut_up(step, tree, share)] if self.virtual_ranks else [(tree, share)]
+            yield step, shares + self._fill_up(step, shares) if self.is_even else shares
 
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
         """Cut this rank's samples of a step into those of each virtual rank, and yield copies of them with their place.
@@ -278,6 +283,15 @@ class _Batches:
                 # The part gets memory of its own, since a kernel's choice may depend on where a tensor begins
                 cut_share = replace(share, first=share.first + rows.start, count=count, part=number)
                 yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), cut_share
+
+    def _fill_up(self, step: int, shares: list[tuple[Any, BatchShare]]) -> list[tuple[Any, BatchShare]]:
+        """Return copies of the rank's last share, which count for nothing, as many as it lacks; see is_even."""
+        used = self.parts_with_samples(step)
+        by_rank = [parts_of_rank(self.virtual_ranks, rank, self.world_size) for rank in range(self.world_size)]
+        most = max(sum(part in parts for part in used) for parts in by_rank)
+        tree, share = shares[-1]
+        borrowed = replace(share, borrowed=True)
+        return [(pytree.tree_map(torch.clone, tree), borrowed) for _ in range(most - len(shares))]
 
     def _computed(self, step: int) -> slice:
         """Return which positions this rank computes in a step: its own, or if it has none, the one before them."""

@@ -15,8 +15,8 @@ from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.measures import finite_number
 from flyte_ddp.engine.seeds import seed_all
-from flyte_ddp.engine.sharding.sharding import is_sharded, on_shards
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.sharding.sharding import OFF, is_sharded, on_shards
+from flyte_ddp.engine.torch_compat import guard_steps, move_towards, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import explain_error, listed
@@ -29,6 +29,8 @@ MOST_STATE = 1 << 24
 # Steps before the state is saved, and after. An optimizer that looks ahead does so every few steps, and has only its
 # weights then, so the first number is a multiple of no usual interval.
 STEPS = 7, 10
+MANY = 1 << 14  # numbers of a tensor that is stepped on whole and cut: some in 10,000 may be rounded otherwise
+PIECE = 7  # numbers of a piece of a tensor that is cut: fewer than a processor treats at a time
 
 
 def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
@@ -59,6 +61,8 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     remedy = "choose one that needs no closure and takes dense gradients, such as torch.optim.AdamW"
     with as_input_error(f"{what} cannot make a step", remedy):
         optimizer.step()
+    if not is_whole and recipe.settings.virtual_ranks:
+        _refuse_uneven_rounding(recipe, optimizer, what)
     if not is_whole:  # each rank steps its own rows, and a checkpoint has the optimizer's state in another form
         return []
     lost = _lost_on_resume(recipe, model, optimizer)
@@ -68,6 +72,56 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
         return []
     keeps = f"{what} keeps {listed(lost)} outside of its state_dict, and a training that is resumed goes on without"
     return [f"{keeps}: {SAVE_IT}"]
+
+
+def _refuse_uneven_rounding(recipe: Recipe, optimizer: Optimizer, what: str) -> None:
+    """Raise InputError if an optimizer rounds some numbers otherwise where a tensor is cut, as it is when sharded.
+
+    Kernels may treat the last numbers of a tensor by themselves: on a CPU, fused Adam rounds them once more. Copies of
+    the optimizer step on a tensor that is whole, and on its pieces.
+
+    Args:
+        recipe: the recipe, which has the device.
+        optimizer: the optimizer of a sharded network.
+        what: the optimizer, with its place, for the message.
+    """
+    generator = torch.Generator().manual_seed(0)
+    numbers, *gradients = torch.randn(5, MANY, generator=generator).to(recipe.device)
+    # Of all sizes, so that small rates, too, show how they are rounded
+    numbers *= torch.exp2(-(torch.arange(MANY, device=recipe.device) % 29.0))
+    both = numbers.clone(), numbers.clone()
+    for moved, size in zip(both, (len(numbers), PIECE), strict=True):
+        move_towards([*moved.split(size)], [*gradients[0].split(size)], 0.1)  # as the average of the weights
+    if recipe.ema_decay and not torch.equal(*both):
+        raise InputError(
+            f"{type(recipe).__name__}.ema_decay must be 0 with virtual_ranks and sharding together on this processor, "
+            f"which rounds some numbers of a tensor otherwise where it is cut, got {recipe.ema_decay}: set it so, {OFF}"
+        )
+    # Groups may have many rates, such as one for each layer, which are rounded alike
+    kinds = {repr({**group, "params": 0, "lr": 0, "weight_decay": 0}): group for group in optimizer.param_groups}
+    for group in kinds.values():
+        options = {**group, "params": []}
+        whole, cut = (_step_on(type(optimizer), options, numbers, gradients, size) for size in (len(numbers), PIECE))
+        if not torch.equal(whole, cut):
+            remedy = "leave out fused=True" if group.get("fused") else "choose another one"
+            raise InputError(
+                f"{what} rounds some numbers of a tensor otherwise where it is cut, on this processor, so that with "
+                f"virtual_ranks sharding would change the result: {remedy}, {OFF}"
+            )
+
+
+def _step_on(kind: Any, options: dict[str, Any], numbers: Tensor, gradients: list[Tensor], size: int) -> Tensor:
+    """Return numbers and state, (k, N), after steps of an optimizer that has them in pieces of at most this size."""
+    pieces = [nn.Parameter(piece.clone()) for piece in numbers.split(size)]
+    stepped = kind([{**options, "params": pieces}])
+    guard_steps(stepped, torch.zeros_like(numbers[0]), torch.full_like(numbers[0], 3.0))  # as in a training
+    for gradient in gradients:
+        for piece, own in zip(pieces, gradient.split(size), strict=True):
+            piece.grad = own.clone()
+        stepped.step()
+    by_piece = ([piece.detach(), *stepped.state[piece].values()] for piece in pieces)
+    kept = ([each for each in values if isinstance(each, Tensor) and each.ndim] for values in by_piece)
+    return torch.cat([torch.stack(values) for values in kept], 1)
 
 
 def numbers_outside_state(optimizer: Optimizer) -> dict[str, list[Any]]:

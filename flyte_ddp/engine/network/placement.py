@@ -40,13 +40,17 @@ def to_device(
     Raises:
         InputError: The recipe, an option or a weight does not go with sharding.
     """
-    if options.sharding == "off":
+    virtual_ranks = recipe.settings.virtual_ranks
+    if options.sharding != "off":
+        check_recipe(recipe, options, environment, precision)
+        check_weights(recipe, model)
+    if options.sharding == "off" or (virtual_ranks and environment.world.size == 1):  # the same bits with less work
         model.to(recipe.device)
         return Average(model, recipe.ema_decay) if recipe.ema_decay else None
-    check_recipe(recipe, options, environment)
-    check_weights(recipe, model)
     base.digest = broadcast_value(base.digest if environment.rank == 0 else "")  # the others have no values
     average = Average(model, recipe.ema_decay) if recipe.ema_decay else None
     mesh = make_mesh(options, environment)
+    # With virtual ranks, the step adds up the whole numbers of all nodes, which torch would add up as floats
+    mesh = mesh["ranks"] if virtual_ranks else mesh
     shard(recipe, [model, average.model] if average else [model], mesh, precision)
     return average

@@ -74,3 +74,8 @@ def counterparts() -> Any:
     The first node's rank comes first.
     """
     return _mesh.get_group(0)
+
+
+def sharers() -> Any:
+    """Return the process group of the ranks that share rows: with hybrid sharding those of a node, otherwise all."""
+    return _mesh.get_group(_mesh.ndim - 1)

@@ -14,17 +14,21 @@ from flyte_ddp.launch.environment import Environment
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions
 
+ALIGNMENT = 64  # bytes, of which torch's allocator on a CPU begins each tensor at a multiple
 
-def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) -> None:
+
+def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment, precision: str) -> None:
     """Raise InputError if a recipe, an option or the environment does not go with sharding.
 
     It is raised for a torch that is too old, missing safetensors, a recipe without fsdp_units or with micro_batch = -1,
-    options.log_gradients, and GPUs with another backend than nccl. The network need not be built yet.
+    options.log_gradients, and GPUs with another backend than nccl. With virtual ranks, it is also raised for what would
+    have other bits than without sharding. The network need not be built yet.
 
     Args:
         recipe: the recipe.
         options: the options of the run.
         environment: has the device and the backend of the ranks.
+        precision: "float32" or "bfloat16", which the network is trained in.
     """
     from torch.distributed.fsdp import FSDPModule  # this import is slow, and only sharding needs it
 
@@ -33,6 +37,10 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
     reduces_unused = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
     has_safetensors = importlib.util.find_spec("safetensors") is not None
     on_gpus_by_gloo = world.device == "cuda" and world.backend != "nccl"
+    virtual_ranks = recipe.settings.virtual_ranks
+    both = "with virtual_ranks and sharding together"
+    part = -(-recipe.settings.batch_size // max(1, virtual_ranks))  # samples, at most
+    has_copies_alone = options.sharding == "hybrid" and world.local_size == 1 < world.size
     for is_refused, problem in (
         (not reduces_unused, f"sharding needs torch 2.15 or later, got {torch.__version__}: install it"),
         (not has_safetensors, f"sharding needs {not_installed('safetensors', 'sharding')}"),
@@ -43,6 +51,18 @@ def check_recipe(recipe: Recipe, options: RunOptions, environment: Environment) 
         (recipe.micro_batch < 0, f"{owner}.micro_batch must not be -1 with sharding: give a number of samples"),
         (options.log_gradients, "log_gradients must be false with sharding, as no rank has a gradient: leave it out"),
         (on_gpus_by_gloo, f"backend must be nccl to shard over GPUs, got {world.backend}: choose it"),
+        (virtual_ranks and precision != "float32", f"precision must be float32 {both}, got {precision}: set it so"),
+        (
+            virtual_ranks and 0 < recipe.micro_batch < part,
+            (
+                f"{owner}.micro_batch must be 0 or at least {part}, the samples of a part, {both}, got "
+                f"{recipe.micro_batch}: set it to 0 and raise virtual_ranks, which makes parts smaller"
+            ),
+        ),
+        (
+            virtual_ranks and has_copies_alone,
+            "options.sharding must be full with virtual_ranks on nodes of 1 rank, got hybrid: set it so",
+        ),
     ):
         if is_refused:
             raise InputError(f"{problem}, {OFF}")
@@ -58,6 +78,8 @@ def check_weights(recipe: Recipe, model: nn.Module) -> None:
         model: the network.
     """
     where = code_location(recipe, "model")
+    if recipe.settings.virtual_ranks:
+        _check_memory(model, where, recipe.device.type == "cpu")
     units = matching_layers(recipe, "fsdp_units", model)
     firsts: dict[int, tuple[str, str | None]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -71,4 +93,24 @@ def check_weights(recipe: Recipe, model: nn.Module) -> None:
             raise InputError(
                 f"{type(recipe).__name__}.fsdp_units must keep tied weights together, but {name} is {first}, too: name "
                 f"a layer that has both, or none that has one, {OFF}"
+            )
+
+
+def _check_memory(model: nn.Module, where: str, is_on_cpu: bool) -> None:
+    """Raise InputError if a weight or buffer lies in memory otherwise than it will when it is sharded.
+
+    Kernels go by the order of the numbers and, on a CPU, by the place of the first, so that bits may differ.
+
+    Args:
+        model: the network; its tensors may be on torch's meta device.
+        where: the place to blame.
+        is_on_cpu: whether the network is trained on a CPU.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_placed = not is_on_cpu or tensor.is_meta or tensor.data_ptr() % ALIGNMENT == 0
+        if not (tensor.is_contiguous() and is_placed):
+            raise InputError(
+                f"{where}: {name} must be contiguous and begin at a multiple of {ALIGNMENT} bytes in memory with "
+                f"virtual_ranks and sharding together, got strides {tensor.stride()}: let {name}.data be "
+                f"{name}.data.clone(memory_format=torch.contiguous_format), {OFF}"
             )

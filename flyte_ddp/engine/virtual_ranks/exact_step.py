@@ -48,15 +48,10 @@ class ExactStep(SingleStep):
         self._requests = False, False  # this rank's requests to stop and to save
         # A whole number for each request, and two for the bits of each measure
         sizes = self._word_sizes = [2, 2 * self._measured.numel()]
-        self._buckets, self._units = make_buckets(step.trainable, virtual_ranks, sum(sizes))
         self._is_sending = False  # the rank's last part is under way
         self._next = 0  # the bucket to be sent next
         self._weights: list[list[nn.Parameter]] = []  # of each bucket
-        weights = reversed(step.trainable)
-        for number, bucket in enumerate(self._buckets):
-            self._weights.append(list(islice(weights, len(bucket.views))))
-            for place, weight in enumerate(self._weights[number]):
-                weight.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
+        self._lay_out(virtual_ranks, sum(sizes))
         # The gradients of each bucket that the current backward pass has had
         self._in_part: list[set[int]] = [set() for _ in self._buckets]
         # The gradients of each bucket that any part of this rank has had
@@ -67,6 +62,21 @@ class ExactStep(SingleStep):
         self._part = -1  # the part that is computed; -1 if its samples are borrowed
         self._watched = -1  # the part whose gradients are digested
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
+
+    def _lay_out(self, virtual_ranks: int, more: int) -> None:
+        """Make the buckets and units, and broadcast rank 0's weights; a collective.
+
+        Args:
+            virtual_ranks: how many gradients are added up for each weight.
+            more: how many further whole numbers travel with the last bucket.
+        """
+        step = self.module
+        self._buckets, self._units = make_buckets(step.trainable, virtual_ranks, more)
+        weights = reversed(step.trainable)
+        for number, bucket in enumerate(self._buckets):
+            self._weights.append(list(islice(weights, len(bucket.views))))
+            for place, weight in enumerate(self._weights[number]):
+                weight.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
         if distributed.get_world_size() > 1:
             # Another host's processor may have computed other bits of weights and buffers
             collectives.broadcast_in_place((*step.model.parameters(), *step.model.buffers()))
@@ -146,7 +156,7 @@ class ExactStep(SingleStep):
             if is_exact:
                 bucket.total()
             else:
-                bucket.gradients.fill_(torch.nan)
+                bucket.spoil()
         if is_exact:
             self._exponents[call : call + 1] = [self._units.follow_sums()]
             uses = torch.cat([bucket.uses for bucket in self._buckets]).tolist()
@@ -156,8 +166,11 @@ class ExactStep(SingleStep):
         asked, bits = self._buckets[-1].more.split(self._word_sizes)
         # The bits are copied, because float64 must begin at an even place
         measured = bits.clone().view(torch.float64).view_as(self._measured).sum(0)
-        norms = torch_compat.norms(list_gradients(self.module))
-        return Totals(measured, asked, norms)
+        return Totals(measured, asked, self._norms())
+
+    def _norms(self) -> Tensor:
+        """Return the norm of each gradient that there is, (N,)."""
+        return torch_compat.norms(list_gradients(self.module))
 
     def finish_part(self, is_last: bool) -> None:
         """Add the gradients of a part, whose backward pass is over, to this rank's sums.
@@ -225,17 +238,21 @@ class ExactStep(SingleStep):
         """
         for number in range(self._next, end):
             self._add(number)
-            bucket = self._buckets[number]
-            used = self._used[number]
-            uses = tuple(float(place in used) for place in range(len(bucket.uses)))
-            bucket.uses.copy_(constants(uses, bucket.device))
-            if number == len(self._buckets) - 1:
-                asked, bits = bucket.more.split(self._word_sizes)
-                asked.copy_(constants(tuple(map(float, self._requests)), bucket.device))
-                bits.copy_(self._measured.view(-1).view(torch.int32))
-                self._units.write_words()
-            bucket.send()
+            self._fill_in(number)
+            self._buckets[number].send()
         self._next = end
+
+    def _fill_in(self, number: int) -> None:
+        """Write into a bucket which of its weights were used and, if it is the last, requests, measures and words."""
+        bucket = self._buckets[number]
+        used = self._used[number]
+        uses = tuple(float(place in used) for place in range(len(bucket.uses)))
+        bucket.uses.copy_(constants(uses, bucket.device))
+        if number == len(self._buckets) - 1:
+            asked, bits = bucket.more.split(self._word_sizes)
+            asked.copy_(constants(tuple(map(float, self._requests)), bucket.device))
+            bits.copy_(self._measured.view(-1).view(torch.int32))
+            self._units.write_words()
 
     def _add(self, number: int) -> None:
         self._watch(number)

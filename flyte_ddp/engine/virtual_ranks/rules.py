@@ -29,10 +29,13 @@ def check_settings(settings: TrainingSettings, options: RunOptions, world_size: 
                 f"{'off' if name == 'sharding' else 'false'}, or leave trace_every out"
             )
     if settings.virtual_ranks and options.sharding != "off":
-        raise InputError(
-            f"virtual_ranks must be 0 with sharding, which rounds sums of gradients, got {settings.virtual_ranks}: set "
-            f"options.sharding to off, or {OFF}"
-        )
+        for name in ("audit_every", "compile"):
+            value = getattr(options, name)
+            if value:
+                raise InputError(
+                    f"{name} must be {type(value)()} with virtual_ranks and sharding together, got {value}: leave it "
+                    f"out, set options.sharding to off, or {OFF}"
+                )
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -58,6 +58,43 @@ class Digits:
         return cls(30 - bits, min((30 + FINE + spread) // 2, 28 - bits + spread), spread)
 
 
+@dataclass(frozen=True)
+class Places:
+    """The places of tensors in a bucket's memory, in which blocks of the same width lie together.
+
+    Attributes:
+        order: the numbers of the tensors that have blocks, in the order of the memory.
+        blocks: the number of blocks of each of these.
+        starts: the place of each tensor's first number, in the order in which the tensors were given.
+        groups: the first number, the count and the width of the blocks of each width.
+        size: how many numbers the memory has.
+    """
+
+    order: list[int]
+    blocks: list[int]
+    starts: list[int]
+    groups: list[tuple[int, int, int]]
+    size: int
+
+
+def lay_out(tensors: Sequence[Tensor]) -> Places:
+    """Return the places of these tensors in the memory of a bucket."""
+    shapes = [block_shape(tensor) for tensor in tensors]
+    # Blocks of the same width lie together, so that few kernels measure and scale them
+    order = sorted((number for number, (blocks, _) in enumerate(shapes) if blocks), key=lambda one: shapes[one][1])
+    starts = [0] * len(tensors)
+    groups: list[tuple[int, int, int]] = []
+    size = 0
+    for width, members in groupby(order, key=lambda number: shapes[number][1]):
+        first = size
+        for number in members:
+            starts[number] = size
+            size += shapes[number][0] * width
+        groups.append((first, (size - first) // width, width))
+        size = -(-size // BLOCK) * BLOCK
+    return Places(order, [shapes[number][0] for number in order], starts, groups, size)
+
+
 class Bucket:
     """The gradients of some tensors in one piece of memory, and the whole numbers that they become.
 
@@ -84,22 +121,11 @@ class Bucket:
             more: how many other numbers travel with the sum.
         """
         device = self.device = tensors[0].device
-        shapes = [_block_shape(tensor) for tensor in tensors]
-        # Blocks of the same width lie together, so that few kernels measure and scale them
-        order = sorted((number for number, (blocks, _) in enumerate(shapes) if blocks), key=lambda one: shapes[one][1])
-        starts = [0] * len(tensors)
-        groups: list[tuple[int, int, int]] = []  # first number, blocks and width
-        size = 0
-        for width, members in groupby(order, key=lambda number: shapes[number][1]):
-            first = size
-            for number in members:
-                starts[number] = size
-                size += shapes[number][0] * width
-            groups.append((first, (size - first) // width, width))
-            size = -(-size // BLOCK) * BLOCK
+        place = lay_out(tensors)
+        size, groups, starts = place.size, place.groups, place.starts
         self.gradients = torch.zeros(size, dtype=torch.float32, device=device)
         self.views = [_view(tensor, self.gradients[start:]) for tensor, start in zip(tensors, starts, strict=True)]
-        self.blocks = [shapes[number][0] for number in order]
+        self.blocks = place.blocks
         rows = [self.gradients[first:][: blocks * width].view(blocks, width) for first, blocks, width in groups]
         counts = [blocks for _, blocks, _ in groups]
         count = sum(self.blocks)
@@ -157,6 +183,10 @@ class Bucket:
             rows.div_(scales)
         self.largest.copy_(self._measure())
 
+    def spoil(self) -> None:
+        """Set `gradients` to NaN."""
+        self.gradients.fill_(torch.nan)
+
     def _measure(self) -> Tensor:
         """Return the largest absolute value of each block's gradients, (blocks, 1); NaN if the block has a NaN."""
         for rows, _, high, low in self._groups:
@@ -176,7 +206,7 @@ class Units:
         """Allocate room for words in the last bucket, and expect sums of 1 in all blocks."""
         self._buckets = buckets
         self._digits = digits
-        device = buckets[0].gradients.device
+        device = buckets[0].device
         blocks = [*chain.from_iterable(bucket.blocks for bucket in buckets)]
         self._blocks = torch.tensor(blocks, dtype=torch.int64, device=device)  # each tensor's number of blocks
         self._tensor = torch.arange(len(blocks), device=device).repeat_interleave(self._blocks)  # each block's tensor
@@ -296,19 +326,14 @@ class Units:
         return torch.segment_reduce(numbers.view(-1), "max", lengths=self._blocks, unsafe=True)
 
 
-def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
-    """Make buckets for the gradients of tensors, from the last tensor to the first, and the units of their sums.
+def group_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divide tensors among buckets, from the last tensor to the first, and return those of each bucket.
 
     The order is reversed because the gradients of the last layers come first. The first bucket has at most FIRST_BYTES,
     the others at most BYTES, but at least one tensor.
 
     Args:
         tensors: the trained weights, at least one, in the order of the network.
-        addends: how many gradients are added up for each weight, over all ranks.
-        more: how many further whole numbers travel with the last bucket.
-
-    Returns:
-        The buckets, and the units of all their blocks.
     """
     groups: list[list[Tensor]] = [[]]
     size = 0
@@ -320,11 +345,26 @@ def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tupl
             limit = BYTES
         groups[-1].append(tensor)
         size += 4 * tensor.numel()
+    return groups
+
+
+def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
+    """Make buckets for the gradients of tensors, from the last tensor to the first, and the units of their sums.
+
+    Args:
+        tensors: the trained weights, at least one, in the order of the network.
+        addends: how many gradients are added up for each weight, over all ranks.
+        more: how many further whole numbers travel with the last bucket.
+
+    Returns:
+        The buckets, and the units of all their blocks.
+    """
+    groups = group_tensors(tensors)
     buckets = [Bucket(group, more if group is groups[-1] else 0) for group in groups]
     return buckets, Units(buckets, Digits.for_addends(addends))
 
 
-def _block_shape(tensor: Tensor) -> tuple[int, int]:
+def block_shape(tensor: Tensor) -> tuple[int, int]:
     """Return how many blocks a tensor's numbers are divided into, and how many numbers each block has.
 
     If the tensor has rows of more than one number, each row is a block. Otherwise, as with a bias, a block has BLOCK
