@@ -2,8 +2,9 @@
 
 import math
 import os
+import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,17 +20,18 @@ from flyte_ddp.launch.grace import GRACE_VARIABLE
 from flyte_ddp.manifest import read_manifest, write_manifest
 from flyte_ddp.report.console import say, warn
 from flyte_ddp.text import explain_error
-from flyte_ddp.whole_files import files_below
+from flyte_ddp.whole_files import temporary_beside
 
 QUIET_SECONDS = 5.0  # a file or folder that nobody has changed for so long is taken for complete
+BUSY_SECONDS = 300.0  # until a warning says that a file or folder is never quiet
 OBJECTS = "files"  # the folder in the storage whose objects the manifest names
-Version = tuple[int, int]  # a file's time of change in nanoseconds, and its size
+Version = tuple[int, int, str]  # a file's time of change in nanoseconds and its size; or a link's time, 0 and target
 Entries = dict[str, dict[str, Version]]  # the files below each file or folder at the top, by their relative paths
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A file's copy in the storage, and the version of the local file that it is a copy of."""
+    """A file's copy in the storage, and the version of the local file that it is a copy of. A link has no URL."""
 
     url: str
     version: Version
@@ -41,11 +43,10 @@ class CheckpointMirror:
     Whatever lies directly in the folder, a file or a folder with all that is in it, is taken as one entry: it is
     uploaded once it has been quiet, and until then the manifest names its copy from before. A name is used again only
     once the manifest in the storage does without it. A recipe's sharded checkpoints have such a manifest, too, and so
-    the next attempt finds it in the same way.
+    the next attempt finds it in the same way. Links are never followed: the manifest has their targets.
 
     Attributes:
         step: the newest step that the script has told of.
-        has_ended: whether all ranks have come to their own end, so that all entries are complete.
     """
 
     def __init__(
@@ -66,64 +67,98 @@ class CheckpointMirror:
             now: returns the time in seconds.
         """
         self.step = 0
-        self.has_ended = False
+        self._whole_until = 0.0
         self._now = now
         self._platform = platform
         self._folder = folder
         self._manifest = manifest
         self._storage = storage
-        self._copies: dict[str, Copy] = {}  # what the manifest names, by relative path
+        self._copies: dict[str, dict[str, Copy]] = {}  # what the manifest names, by entry and relative path
+        self._fresh: dict[str, Copy] = {}  # what was uploaded since then, by relative path
         self._taken: set[str] = set()  # names of objects that the manifest in the storage may name
         self._entries: Entries = {}
         self._changed: dict[str, float] = {}  # when each entry was last seen to be another, by the clock
+        self._busy: dict[str, float] = {}  # since when each entry that is not quiet has been so, by the clock
+        self._warned: set[str] = set()
         self._emit: Callable[[Event], None] = lambda event: None
 
     def restore(self) -> None:
         """Make the folder what the manifest names, and nothing else; without a manifest it stays as it is.
 
         Raises:
-            InputError: the manifest is not that of a script, which resume_from may name.
+            InputError: the manifest is not that of a script, which resume_from may name, or lacks a file.
             RecoverableError: the storage does not deliver a file.
         """
         is_own = self._storage is None and any(self._folder.iterdir())  # an earlier local run has left it
         if is_own or not self._manifest.exists():
             return
+        wanted = self._read_manifest()
+        there = {name: version for files in self._scan().values() for name, version in files.items()}
+        for name, version in there.items():
+            if name not in wanted or wanted[name].version != version:
+                (self._folder / name).unlink()
+        for parent, _, _ in os.walk(self._folder, topdown=False):
+            with suppress(OSError):  # it has files
+                if Path(parent) != self._folder:
+                    os.rmdir(parent)
+        for name in sorted(wanted, key=lambda name: not wanted[name].url):  # links last, so that none is followed
+            path = self._folder / name
+            if not os.path.lexists(path):
+                self._fetch(wanted[name], path)
+            version = _version(path, self._folder)
+            assert version is not None
+            self._copies.setdefault(_entry(name), {})[name] = Copy(wanted[name].url, version)
+        for parent, folders, names in os.walk(self._folder, topdown=False):
+            times = [os.lstat(Path(parent, name)).st_mtime_ns for name in (*folders, *names)]
+            newest = max(times, default=0)
+            if times:  # scripts look for the newest folder, too
+                os.utime(parent, ns=(newest, newest))
+        self._taken |= self._own_names(wanted.values())
+        self._entries = self._scan()
+        if wanted:
+            say(f"Files of the script's checkpoints that were restored: {len(wanted)}")
+
+    def _read_manifest(self) -> dict[str, Copy]:
+        """Return the copies that the manifest on this machine names, by relative path. Raises InputError."""
         try:
             found = read_manifest(self._manifest) or {}
-            urls = {str(name): str(url) for name, url in found["objects"].items()}
+            urls = found["objects"]
             self.step = int(found["step"])
-            if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in urls):
-                raise ValueError
+            copies = {}
+            for name, (changed, size, target) in found["versions"].items():
+                if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                    raise ValueError
+                copies[name] = Copy("" if target else str(urls[name]), (int(changed), int(size), str(target)))
         except (AttributeError, KeyError, TypeError, ValueError):
             raise InputError(
                 "RunOptions.resume_from must be the checkpoint folder of a script's execution, got one of another "
                 "training: leave it out, or give the folder that the script's log names after Checkpoints"
             ) from None
-        for name, version in self._scan().items():
-            if name not in urls or Copy(urls[name], version) != self._copies.get(name):
-                (self._folder / name).unlink()
-        for name, url in urls.items():
-            path = self._folder / name
-            if not path.exists():
-                there, _, file = url.rpartition("/")
-                folder = StorageFolder(self._platform, there)
-                try:
-                    patiently(f"cannot read {url}", lambda: folder.fetch(file, path))  # noqa: B023 called at once
-                except FileNotFoundError:
-                    raise InputError(f"the checkpoint's file {url} has been removed: start anew, without it") from None
-            self._copies[name] = Copy(url, _version(path))
-        self._taken = self._own_names(self._copies)
-        self._entries = _by_entry(self._scan())
-        if urls:
-            say(f"Files of the script's checkpoints that were restored: {len(urls)}")
+        return copies
+
+    def _fetch(self, copy: Copy, path: Path) -> None:
+        """Restore one file or link, with its time of change. Raises InputError, or RecoverableError."""
+        changed, size, target = copy.version
+        if target:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(target)
+        else:
+            there, _, file = copy.url.rpartition("/")
+            folder = StorageFolder(self._platform, there)
+            with suppress(FileNotFoundError):
+                patiently(f"cannot read {copy.url}", lambda: folder.fetch(file, path))
+            if not path.exists() or path.stat().st_size != size:
+                raise InputError(f"the checkpoint's file {copy.url} was removed or replaced: start anew, without it")
+        os.utime(path, ns=(changed, changed), follow_symlinks=False)
 
     @contextmanager
-    def following(self, emit: Callable[[Event], None], has_ended: Callable[[], bool]) -> Iterator[None]:
+    def following(self, emit: Callable[[Event], None], whole_until: Callable[[bool], float]) -> Iterator[None]:
         """Upload what is quiet while the block runs, and at its end, also that of an error, once more.
 
         Args:
             emit: gets a CheckpointWritten when the manifest has moved, from a thread of its own.
-            has_ended: returns, after the block, whether all ranks have come to their own end.
+            whole_until: returns, after the block, the time in nanoseconds since 1970 until which entries must have
+                changed last to be complete at that end. It gets whether the ranks were asked to stop.
 
         Raises:
             PreemptedError: The block raised it. If the last upload took longer than the grace, the message says so.
@@ -132,123 +167,176 @@ class CheckpointMirror:
             yield
             return
         self._emit = emit
-        self.has_ended = False
+        self._whole_until = 0.0
         thread = UploadThread(self._upload, QUIET_SECONDS)
+        until = math.inf
+        is_stop = False
         try:
             yield
         except PreemptedError as stopped:
-            self.has_ended = has_ended()
-            if thread.close(stopped.until):
-                raise
-            raise PreemptedError(
-                f"{stopped}; its files were not all uploaded within the grace, so a resume begins with those before: "
-                f"if the platform gives longer, say so by {GRACE_VARIABLE}"
-            ) from None
-        except BaseException:
-            self.has_ended = has_ended()
-            thread.close()
+            until = stopped.until
+            is_stop = True
             raise
-        else:
-            self.has_ended = has_ended()
-            thread.close()
+        finally:
+            self._whole_until = whole_until(is_stop)
+            if not thread.close(until):
+                warn(
+                    "the script's checkpoints were not all uploaded within the grace, so a resume begins with those "
+                    f"before: if the platform gives longer, say so by {GRACE_VARIABLE}"
+                )
 
     def _upload(self, is_last: bool) -> None:
         try:
-            self.upload_quiet(is_last and self.has_ended)
+            self.upload_quiet(self._whole_until if is_last else 0.0)
         except Exception as error:  # the next round may succeed
-            warn(f"checkpoints of the script were not uploaded: {explain_error(error)}")
+            self._warn_once("", f"checkpoints of the script were not uploaded: {explain_error(error)}")
+        else:
+            self._warned.discard("")
 
-    def upload_quiet(self, take_all: bool = False) -> None:
-        """Upload the entries that are quiet, or all, and then the manifest if it names others than before.
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warn(text)
 
-        An entry that is gone stays in the manifest until it has been gone for a while, and all others are quiet or one
-        has been uploaded: a script may remove its last checkpoint before the next one is complete.
+    def upload_quiet(self, whole_until: float = 0.0) -> None:
+        """Upload the entries that are quiet, and then the manifest if it names others than before.
+
+        An entry that is gone stays in the manifest until a new one arrives: a script may remove its last checkpoint
+        before it writes the next one.
+
+        Args:
+            whole_until: entries that have last changed until then, in nanoseconds since 1970, are complete, even if
+                they are not quiet. With math.inf all are, and the manifest names nothing else.
 
         Raises:
-            OSError: The folder cannot be read, or the storage fails.
+            OSError: The storage fails, or has not taken an entry. The others are uploaded first.
         """
         now = self._now()
         started = time.time()
         step = self.step
-        entries = _by_entry(self._scan())
-        known = {*entries, *self._entries, *map(_entry, self._copies)}
+        entries = self._scan()
+        known = {*entries, *self._entries, *self._copies}
         self._changed |= {one: now for one in known if entries.get(one) != self._entries.get(one)}
         self._entries = entries
-        quiet = {one for one in known if take_all or now - self._changed.get(one, -math.inf) >= QUIET_SECONDS}
+        quiet = {one for one in known if now - self._changed.get(one, -math.inf) >= QUIET_SECONDS}
+        newest = {one: max(changed for changed, _, _ in files.values()) for one, files in entries.items()}
+        quiet |= {one for one in known if newest.get(one, math.inf) <= whole_until}
+        self._note_busy({*entries} - quiet, now)
         copies = dict(self._copies)
-        has_news = False
+        has_new = whole_until == math.inf
+        problem = ""
         for entry in sorted(quiet & {*entries}):
-            copied = self._put_entry(entries[entry])
-            before = {name: copy for name, copy in copies.items() if _entry(name) == entry}
-            if copied is not None and copied != before:
-                copies = {name: copy for name, copy in copies.items() if name not in before} | copied
-                has_news = True
-        if entries and (has_news or {*entries} <= quiet):
-            gone = quiet - {*entries}
-            copies = {name: copy for name, copy in copies.items() if _entry(name) not in gone}
+            try:
+                copied = self._put_entry(entry, entries[entry])
+            except OSError as error:
+                problem = problem or f"{entry}: {explain_error(error)}"
+                continue
+            if copied is not None:
+                has_new |= entry not in copies
+                copies[entry] = copied
+        if entries and has_new:
+            copies = {one: files for one, files in copies.items() if one in entries or one not in quiet}
         if copies != self._copies:
             self._move_manifest(copies, step)
             self._emit(CheckpointWritten(0, step, str(self._folder), 0.0, time.time() - started))
+        if problem:
+            raise OSError(problem)
 
-    def _put_entry(self, files: Mapping[str, Version]) -> dict[str, Copy] | None:
+    def _note_busy(self, busy: set[str], now: float) -> None:
+        """Warn of an entry that has not been quiet for long, once."""
+        self._busy = {one: self._busy.get(one, now) for one in busy}
+        for one, since in self._busy.items():
+            if now - since >= BUSY_SECONDS:
+                self._warn_once(
+                    one,
+                    f"{one} in $DDP_CHECKPOINT_DIR changes all the time, so that it is not uploaded before the end: "
+                    "keep checkpoints beside it, not in it",
+                )
+
+    def _put_entry(self, entry: str, files: Mapping[str, Version]) -> dict[str, Copy] | None:
         """Upload the files of an entry that the storage lacks.
 
         Returns:
             The copies of all of its files, by relative path; None if the entry has changed meanwhile.
+
+        Raises:
+            OSError: The storage has not taken a file. Those before it are not uploaded again.
         """
         assert self._storage is not None
+        before = {**self._copies.get(entry, {}), **self._fresh}
         copies = {}
-        for name, version in files.items():
-            copy = self._copies.get(name)
+        for name, version in sorted(files.items()):
+            copy = before.get(name)
             if copy is None or copy.version != version:
-                path = self._folder / name
-                if not path.exists():
-                    return None
-                free = unused(self._taken)
-                self._taken.add(free)
-                self._storage.put(path, f"{OBJECTS}/{free}")
-                copy = Copy(f"{self._storage.url}/{OBJECTS}/{free}", version)
+                copy = Copy("", version)
+                if not version[2]:
+                    self._fresh.pop(name, None)
+                    free = unused(self._taken | self._own_names(self._fresh.values()))
+                    try:
+                        self._storage.put(self._folder / name, f"{OBJECTS}/{free}")
+                    except OSError:
+                        if self._scan().get(entry) != files:
+                            return None
+                        raise
+                    copy = self._fresh[name] = Copy(f"{self._storage.url}/{OBJECTS}/{free}", version)
             copies[name] = copy
-        return copies if {name: self._scan().get(name) for name in files} == files else None
+        return copies if copies == self._copies.get(entry) or self._scan().get(entry) == files else None
 
-    def _move_manifest(self, copies: dict[str, Copy], step: int) -> None:
-        """Replace the manifest, here and in the storage. The names that it no longer needs are free from then on.
+    def _move_manifest(self, copies: dict[str, dict[str, Copy]], step: int) -> None:
+        """Replace the manifest in the storage, then here. The names that it no longer needs are free from then on.
 
         Raises:
             OSError: The storage fails. It is unknown then which manifest it has, so no name is free.
         """
         assert self._storage is not None
-        objects = {name: copy.url for name, copy in copies.items()}
-        write_manifest(self._manifest, {"folder": OBJECTS, "files": [], "objects": objects, "step": step})
-        self._storage.put_manifest(self._manifest)
+        named = {name: copy for files in copies.values() for name, copy in files.items()}
+        objects = {name: copy.url for name, copy in named.items() if copy.url}
+        versions = {name: copy.version for name, copy in named.items()}
+        self._taken |= self._own_names(named.values())
+        beside = temporary_beside(self._manifest)
+        try:
+            content = {"folder": OBJECTS, "files": [], "objects": objects, "versions": versions, "step": step}
+            write_manifest(beside, content)
+            self._storage.put(beside, self._manifest.name)
+            os.replace(beside, self._manifest)
+        finally:
+            beside.unlink(missing_ok=True)
         self._copies = copies
-        self._taken = self._own_names(copies)
+        self._fresh = {name: copy for name, copy in self._fresh.items() if named.get(name) != copy}
+        self._taken = self._own_names(named.values())
 
-    def _own_names(self, copies: Mapping[str, Copy]) -> set[str]:
+    def _own_names(self, copies: Iterable[Copy]) -> set[str]:
         """Return the names of the objects in this attempt's own folder of the storage."""
         own = f"{self._storage.url}/{OBJECTS}/" if self._storage else ""
-        return {copy.url.removeprefix(own) for copy in copies.values() if own and copy.url.startswith(own)}
+        return {copy.url.removeprefix(own) for copy in copies if own and copy.url.startswith(own)}
 
-    def _scan(self) -> dict[str, Version]:
-        """Return the version of each file below the folder, by its path relative to the folder."""
-        found = {}
-        for path in files_below(self._folder):
-            with suppress(FileNotFoundError):  # it may have been removed just now, or be a link that leads nowhere
-                found[path.relative_to(self._folder).as_posix()] = _version(path)
+    def _scan(self) -> Entries:
+        """Return the version of each file and link below the folder, by entry and path relative to the folder."""
+        found: Entries = {}
+        for parent, folders, names in os.walk(self._folder):
+            for path in (Path(parent, name) for name in (*folders, *names)):
+                if version := _version(path, self._folder):
+                    name = path.relative_to(self._folder).as_posix()
+                    found.setdefault(_entry(name), {})[name] = version
         return found
 
 
-def _version(path: Path) -> Version:
-    status = os.stat(path)
-    return status.st_mtime_ns, status.st_size
+def _version(path: Path, folder: Path) -> Version | None:
+    """Return the version of a file or link; None for what is neither, such as a socket, or has been removed just now.
+
+    The target of a link that stays in the folder is relative, because the next pod may have the folder elsewhere.
+    """
+    with suppress(FileNotFoundError):
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_mtime_ns, status.st_size, ""
+        if stat.S_ISLNK(status.st_mode):
+            target = os.readlink(path)
+            whole = os.path.normpath(path.parent / target)
+            is_inside = whole.startswith(f"{folder}/")
+            return status.st_mtime_ns, 0, os.path.relpath(whole, path.parent) if is_inside else target
+    return None
 
 
 def _entry(name: str) -> str:
     return name.partition("/")[0]
-
-
-def _by_entry(files: Mapping[str, Version]) -> Entries:
-    entries: Entries = {}
-    for name, version in files.items():
-        entries.setdefault(_entry(name), {})[name] = version
-    return entries

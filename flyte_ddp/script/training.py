@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import shutil
@@ -155,10 +156,23 @@ class Ranks:
             asked = make_script_job(job, self._code, self._arguments, folder, ended)
             asked = dataclasses.replace(asked, restarts=self._starts, first_step=mirror.step)
             self._starts += 1
-            with mirror.following(emit, lambda: len(os.listdir(ended)) == self._world.size):
+            with mirror.following(emit, lambda is_stop: whole_until(Path(ended), self._world.size, is_stop)):
                 results = launch(asked, self._world, emit)
         shutil.move(folder, Path(job.model_path).with_name(CHECKPOINT))
         return results
+
+
+def whole_until(ended: Path, size: int, is_stop: bool) -> float:
+    """Return the time in nanoseconds since 1970 until which the checkpoints that ranks have written are complete.
+
+    Args:
+        ended: the folder ScriptJob.ended.
+        size: the number of ranks.
+        is_stop: whether they were asked to stop. Rank 0 may have saved and left then, while others were killed.
+    """
+    if len(os.listdir(ended)) == size:
+        return math.inf
+    return (ended / "0").stat().st_mtime_ns if is_stop and (ended / "0").exists() else 0.0
 
 
 def make_script_job(job: Job, code: UserCode, arguments: Sequence[str], folder: Path, ended: str) -> ScriptJob:

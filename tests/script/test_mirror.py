@@ -1,5 +1,8 @@
 """A script's checkpoints in the storage: whole ones, whatever happens meanwhile."""
 
+import math
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,17 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.manifest import read_manifest, write_manifest
 from flyte_ddp.script.mirror import QUIET_SECONDS, CheckpointMirror
 from tests.attempt.test_platform_training import Folders
+
+
+def refusing(put, refuses):
+    """Platform.put, without the uploads for which refuses(path, url) is true."""
+
+    def refuse(path, url):
+        if refuses(Path(path), url):
+            raise OSError("the storage is away")
+        put(path, url)
+
+    return refuse
 
 
 class Attempt:
@@ -29,6 +43,10 @@ class Attempt:
             path = self.folder / name.replace("__", "/")
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
+
+    def upload(self) -> None:
+        self.look()
+        self.look()
 
     def look(self, seconds: float = QUIET_SECONDS) -> None:
         self.time += seconds
@@ -106,6 +124,10 @@ def named(attempt: Attempt) -> dict[str, str]:
     return objects
 
 
+def stored(attempt: Attempt) -> dict[str, str]:
+    return {name: Path(url).read_text() for name, url in named(attempt).items()}
+
+
 def test_no_object_is_replaced_that_the_manifest_in_the_storage_names(attempt):
     for number in range(4):
         attempt.write(ckpt=f"version {number}")
@@ -119,18 +141,11 @@ def test_no_object_is_replaced_that_the_manifest_in_the_storage_names(attempt):
     assert len(files_in(Path(attempt.store.url) / "files")) == 2, "names are used again"
 
 
-def test_a_manifest_that_does_not_arrive_leaves_the_one_before(attempt, monkeypatch):
+def test_a_manifest_that_does_not_arrive_leaves_the_one_before(attempt):
     attempt.write(ckpt="first")
-    attempt.look()
-    attempt.look()
+    attempt.upload()
     put = attempt.platform.put
-
-    def refuse(path, url):
-        if url.endswith("/checkpoint"):
-            raise OSError("the storage is away")
-        put(path, url)
-
-    attempt.platform.put = refuse
+    attempt.platform.put = refusing(put, lambda _, url: url.endswith("/checkpoint"))
     for text in ("second", "third"):
         attempt.write(ckpt=text)
         attempt.look()
@@ -145,7 +160,7 @@ def test_a_manifest_that_does_not_arrive_leaves_the_one_before(attempt, monkeypa
 
 def test_at_the_end_everything_is_taken(attempt):
     attempt.write(ckpt="last", step1__model="m1")
-    attempt.mirror.upload_quiet(take_all=True)
+    attempt.mirror.upload_quiet(math.inf)
     assert attempt.found() == {"ckpt": "last", "step1/model": "m1"}
 
 
@@ -188,7 +203,167 @@ def test_a_manifest_leads_nowhere_else(attempt, tmp_path):
     attempt.look()
     attempt.look()
     place = Path(attempt.store.url, "checkpoint")
-    write_manifest(place, {**(read_manifest(place) or {}), "objects": {"../outside": named(attempt)["ckpt"]}})
+    manifest = read_manifest(place) or {}
+    objects, versions = ({"../outside": manifest[what]["ckpt"]} for what in ("objects", "versions"))
+    write_manifest(place, {**manifest, "objects": objects, "versions": versions})
     with pytest.raises(InputError, match="got one of another training"):
         Attempt(tmp_path, 1)
     assert not (tmp_path / "pod-1" / "outside").exists()
+
+
+def test_ranks_that_start_again_find_no_empty_folder(attempt):
+    attempt.write(step1__model="m1")
+    attempt.upload()
+    attempt.write(step2__model="half of")
+    (attempt.folder / "step1" / "model").unlink()
+    (attempt.folder / "step1" / "model").mkdir()
+    attempt.mirror.restore()
+    assert [path.name for path in attempt.folder.iterdir()] == ["step1"]
+    assert files_in(attempt.folder) == {"step1/model": "m1"}
+
+
+def test_ranks_that_start_again_before_the_manifest_has_arrived_replace_nothing_that_it_names(attempt):
+    attempt.write(ckpt="first")
+    attempt.upload()
+    put = attempt.platform.put
+    attempt.platform.put = refusing(put, lambda _, url: url.endswith("/checkpoint"))
+    attempt.write(ckpt="second")
+    attempt.look()
+    with pytest.raises(OSError, match="the storage is away"):
+        attempt.look()
+    attempt.mirror.restore()
+    assert files_in(attempt.folder) == {"ckpt": "first"}, "as a next pod finds it"
+    attempt.write(ckpt="third")
+    attempt.look()
+    with pytest.raises(OSError, match="the storage is away"):
+        attempt.look()
+    assert attempt.found() == {"ckpt": "first"}
+    attempt.platform.put = put
+    attempt.look()
+    assert Attempt(attempt.platform.root, 2).folder
+    assert Path(named(attempt)["ckpt"]).read_text() == "third", "it is tried again"
+
+
+def test_links_are_kept_and_never_followed(attempt, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "samples").write_text("of the user's own")
+    attempt.write(step1__model="m1")
+    (attempt.folder / "latest").symlink_to(attempt.folder / "step1")
+    (attempt.folder / "data").symlink_to(tmp_path / "data")
+    (attempt.folder / "round").symlink_to(".")
+    attempt.upload()
+    assert set(named(attempt)) == {"step1/model"}
+    attempt.write(step2__model="m2")
+    (attempt.folder / "latest").unlink()
+    (attempt.folder / "latest").symlink_to("step2")
+    attempt.mirror.restore()
+    assert (attempt.folder / "latest" / "model").read_text() == "m1"
+    assert (tmp_path / "data" / "samples").read_text() == "of the user's own"
+    second = Attempt(tmp_path, 1)
+    assert os.readlink(second.folder / "latest") == "step1"
+    assert (second.folder / "latest" / "model").read_text() == "m1"
+
+
+def test_a_folder_that_has_become_a_link_is_restored_beside_what_the_link_leads_to(attempt):
+    attempt.write(latest__model="m1")
+    attempt.upload()
+    (attempt.folder / "latest").rename(attempt.folder / "step1")
+    (attempt.folder / "latest").symlink_to("step1")
+    attempt.write(step1__model="m2")
+    attempt.mirror.restore()
+    assert files_in(attempt.folder) == {"latest/model": "m1"}
+
+
+def test_one_bad_entry_keeps_no_other_from_its_upload_and_fills_no_storage(attempt):
+    attempt.platform.put = refusing(attempt.platform.put, lambda path, _: path.name == "bad")
+    os.mkfifo(attempt.folder / "fifo")
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.open(attempt.folder, os.O_RDONLY)
+        server.bind(f"/proc/self/fd/{here}/socket")
+        os.close(here)
+        attempt.write(alone__a_first="1", alone__bad="2", ckpt="whole")
+        attempt.look()
+        for _ in range(3):
+            with pytest.raises(OSError, match=r"alone: .*the storage is away"):
+                attempt.look()
+    assert attempt.found() == {"ckpt": "whole"}
+    assert len(files_in(Path(attempt.store.url) / "files")) == 2, "alone/a_first and ckpt, once each"
+
+
+def test_a_failure_is_told_once(attempt, capsys):
+    put = attempt.platform.put
+    attempt.platform.put = refusing(put, lambda path, _: True)
+    attempt.write(ckpt="first")
+    for _ in range(4):
+        attempt.time += QUIET_SECONDS
+        attempt.mirror._upload(is_last=False)
+    assert capsys.readouterr().err.count("checkpoints of the script were not uploaded") == 1
+
+
+def test_a_checkpoint_that_grows_by_a_file_during_its_upload_is_not_taken(attempt):
+    put = attempt.platform.put
+
+    def write_too(path, url):
+        put(path, url)
+        if Path(path).name == "model":
+            attempt.write(step1__optimizer="half of")
+
+    attempt.platform.put = write_too
+    attempt.write(step1__model="m1", other="x")
+    attempt.upload()
+    assert stored(attempt) == {"other": "x"}
+    attempt.platform.put = put
+    attempt.write(step1__optimizer="whole")
+    attempt.upload()
+    assert stored(attempt) == {"other": "x", "step1/model": "m1", "step1/optimizer": "whole"}
+
+
+def test_the_last_checkpoint_stays_whatever_other_entries_do(attempt):
+    attempt.write(step1__model="m1", log="x")
+    attempt.upload()
+    (attempt.folder / "step1" / "model").unlink()
+    attempt.upload()
+    assert stored(attempt) == {"step1/model": "m1", "log": "x"}
+    attempt.write(step2__model="half", log="xx")
+    attempt.look()
+    attempt.write(step2__model="half of it")
+    attempt.look()
+    assert stored(attempt) == {"step1/model": "m1", "log": "xx"}
+    attempt.mirror.upload_quiet(math.inf)
+    assert stored(attempt) == {"step2/model": "half of it", "log": "xx"}, "at the end it is what is there"
+
+
+def test_times_of_change_come_back(attempt, tmp_path):
+    attempt.write(step2__model="m2", step1__model="m1")
+    for seconds, name in enumerate(("step2", "step1")):
+        for path in (attempt.folder / name / "model", attempt.folder / name):
+            os.utime(path, (1000 + seconds, 1000 + seconds))
+    attempt.upload()
+    second = Attempt(tmp_path, 1)
+    by_time = sorted(second.folder.iterdir(), key=os.path.getmtime)
+    assert [path.name for path in by_time] == ["step2", "step1"]
+    assert os.path.getmtime(by_time[1] / "model") == 1001
+
+
+def test_what_was_written_until_rank_0_had_saved_and_left_is_complete(attempt):
+    attempt.write(ckpt="saved")
+    saved = os.stat(attempt.folder / "ckpt").st_mtime_ns
+    attempt.write(other="half of")
+    os.utime(attempt.folder / "other", ns=(saved + 1, saved + 1))
+    attempt.mirror.upload_quiet(saved)
+    assert attempt.found() == {"ckpt": "saved"}
+
+
+def test_an_object_that_another_attempt_has_replaced_is_refused(attempt, tmp_path):
+    attempt.write(ckpt="first")
+    attempt.upload()
+    Path(named(attempt)["ckpt"]).write_text("another one")
+    with pytest.raises(InputError, match="was removed or replaced: start anew"):
+        Attempt(tmp_path, 1)
+
+
+def test_an_entry_that_is_never_quiet_is_named_once(attempt, capsys):
+    for number in range(200):
+        attempt.write(run1__log="x" * number, run1__ckpt="whole")
+        attempt.look()
+    assert capsys.readouterr().err.count("run1 in $DDP_CHECKPOINT_DIR changes all the time") == 1
