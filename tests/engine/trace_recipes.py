@@ -68,7 +68,7 @@ class InGradient(Usual):
         def doubled(module, inputs):
             return _Twice.apply(inputs[0]) if self.now >= FROM else inputs[0]
 
-        model.fc1.register_forward_pre_hook(doubled)
+        model.get_submodule("fc1").register_forward_pre_hook(doubled)
         return model
 
 

@@ -17,6 +17,17 @@ from tests.lightning.project import KilledError, Trained, at_checkpoint, kill, o
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
 
 
+class Scheduled(BoringModel):
+    def __init__(self, frequency: int):
+        super().__init__()
+        self.frequency = frequency
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": self.frequency}]
+
+
 def killed_and_resumed(folder, number, nproc=2, **of_it: Any) -> Trained:
     """Train, be killed when so many checkpoints, one a step, have been written, and go on."""
     with pytest.raises(KilledError):
@@ -160,20 +171,15 @@ def test_a_schedule_that_ends_too_early_on_fewer_ranks_is_refused_and_the_checkp
 
 @pytest.mark.parametrize(("frequency", "accumulated"), [(1, 1), (2, 1), (2, 2), (3, 2), (1, 2)])
 def test_steps_of_a_schedule_are_counted_as_lightning_takes_them(tmp_path, frequency, accumulated):
-    module = BoringModel()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-    module.configure_optimizers = lambda: (
-        [optimizer],
-        [{"scheduler": schedule, "interval": "step", "frequency": frequency}],
-    )
+    module = Scheduled(frequency)
     trainer = Trainer(
         accelerator="cpu", max_epochs=3, limit_train_batches=5, limit_val_batches=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         accumulate_grad_batches=accumulated, default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(module)
-    assert 3 * _count_steps(trainer, frequency, 0) == schedule.last_epoch
+    (config,) = trainer.lr_scheduler_configs
+    assert 3 * _count_steps(trainer, frequency, 0) == config.scheduler.last_epoch
 
 
 def test_within_an_epoch_another_number_of_ranks_goes_on_with_the_samples_that_are_left(tmp_path):

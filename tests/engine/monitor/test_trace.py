@@ -1,6 +1,7 @@
 """Two trainings write what their steps compute, and the first step and layer that differ are found."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -110,7 +111,8 @@ def test_it_is_refused_where_it_can_say_nothing(train, usual, tmp_path):
     (other.folder / FILE).write_text("{}\n")
     with pytest.raises(InputError, match=r"trace.jsonl is not a trace that this version knows: b'\{\}'"):
         compared(usual, other)
-    for option, value in (("sharding", "full"), ("compile", True)):
-        options = RunOptions(trace_every=2, tracking="off", **{option: value})
+    for option, options in (("sharding", RunOptions(sharding="full")), ("compile", RunOptions(compile=True))):
         with pytest.raises(InputError, match=f"trace_every must be 0 with {option}, .* got 2: set options.{option} to"):
-            train_recipe(f"{RECIPES}:Usual", Hyperparameters(), options=options, output=tmp_path / option)
+            train_recipe(
+                f"{RECIPES}:Usual", Hyperparameters(), options=replace(options, trace_every=2), output=tmp_path / option
+            )
