@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine import torch_compat
-from flyte_ddp.engine.sharding.sharding import local
+from flyte_ddp.engine.sharding.sharding import is_shard, local
 
 
 class Average:
@@ -35,11 +35,15 @@ class Average:
             {name: local(value) for name, value in (*network.named_parameters(), *network.named_buffers())}
             for network in (self.model, model)
         )
-        # Caches that grow are left out, and so are frozen weights, which both networks share
+        # Caches that grow are left out, and so are frozen weights, which both networks share unless they are sharded
+        frozen = {name for name, one in model.named_parameters() if not one.requires_grad and is_shard(one)}
         fitting = [
             name
             for name, value in own.items()
-            if name in others and others[name].shape == value.shape and others[name].data_ptr() != value.data_ptr()
+            if name in others
+            and name not in frozen
+            and others[name].shape == value.shape
+            and others[name].data_ptr() != value.data_ptr()
         ]
         averaged, current = ([values[name] for name in fitting] for values in (own, others))
         floats = [index for index, value in enumerate(averaged) if value.is_floating_point()]

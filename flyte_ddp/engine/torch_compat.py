@@ -314,7 +314,12 @@ def _hook_inputs(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         # A leaf, such as a parameter, would keep the hook for the next steps
         inputs = {id(one): one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.grad_fn}
         if inputs:
-            torch.autograd.graph.register_multi_grad_hook([*inputs.values()], lambda _: group.post_backward())
+
+            def finish(_: Any) -> None:
+                handle.remove()  # or hooks and graph would hold one another, where only a full collection finds them
+                group.post_backward()
+
+            handle = torch.autograd.graph.register_multi_grad_hook([*inputs.values()], finish)
     return args, kwargs
 
 

@@ -87,6 +87,8 @@ def settle_process(environment: Environment, job: Job) -> None:
         leave_dynamo_out()
     keep_freed_memory()
     settle_arithmetic()
+    if job.settings.virtual_ranks:  # torch evaluates encoder layers by other kernels, unless they are sharded
+        torch.backends.mha.set_fastpath_enabled(False)
     torch.set_num_threads(job.settings.threads or (1 if job.settings.virtual_ranks else environment.threads))
 
 

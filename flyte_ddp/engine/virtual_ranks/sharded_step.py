@@ -145,6 +145,7 @@ class Sums:
         self.trained = {unit: torch_compat.trained_weights(unit) for unit in units.values()}
         self._units = []
         for name, unit in units.items():
+            torch_compat.leave_graph(unit)
             if self.trained[unit]:
                 rows = [Rows(weight, *views.get(weight, (self.scales[:0],) * 2)) for weight in self.trained[unit]]
                 self._units.append(UnitSum(self, name or "the network", rows))
@@ -229,7 +230,6 @@ def _let_add_up(unit: Any, unit_sum: "UnitSum") -> None:
     unit.set_custom_reduce_scatter(unit_sum)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    torch_compat.leave_graph(unit)
 
 
 class Rows:

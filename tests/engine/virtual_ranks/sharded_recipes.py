@@ -66,6 +66,28 @@ class Skipping(Sound):
         return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
 
 
+class Frozen(Skipping):
+    """Whose body is frozen, although what comes before it is trained."""
+
+    ema_decay = 0.9
+
+    def model(self):
+        model = super().model()
+        model.long.requires_grad_(False)
+        return model
+
+
+class Encoded(Unfused, Sound):
+    """Of layers that torch evaluates by other kernels, unless something hooks them, as sharding does."""
+
+    fsdp_units: tuple[str, ...] = ("1.layers.*",)
+
+    def model(self):
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return nn.Sequential(nn.Unflatten(1, (1, WIDTH)), encoder, nn.Flatten(), nn.Linear(WIDTH, WIDTH))
+
+
 class Spiking(Skipping):
     """Of which a few samples have gradients 2^30 times as large, and others 2^30 times as small, or 0."""
 

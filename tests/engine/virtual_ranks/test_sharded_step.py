@@ -60,6 +60,13 @@ def test_equal_bits_however_layers_are_called_and_batches_divided(tmp_path):
         assert run(tmp_path / f"{nproc}", "Skipping", nproc, **SHORT) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Frozen", "Encoded"])
+def test_equal_bits_of_frozen_units_and_of_evaluations_of_encoder_layers(tmp_path, name):
+    settings = {**SHORT, "epochs": 2}
+    assert run(tmp_path / "2", name, 2, **settings) == run(tmp_path / "1", name, 1, "off", **settings)
+
+
 def test_equal_bits_where_numbers_do_not_fit_their_units(tmp_path):
     settings = {"batch_size": 12, "virtual_ranks": 12, "epochs": 6}
     assert run(tmp_path / "3", "Spiking", 3, **settings) == run(tmp_path / "1", "Spiking", 1, "off", **settings)
