@@ -81,9 +81,9 @@ class StepLogged(Event):
     """The state after a step. The measures, among them "loss", cover all training samples since the last StepLogged.
 
     Attributes:
-        learning_rate, samples_per_second: NaN in a script's steps.
+        learning_rate, samples_per_second: None in a script's steps, whatever their type.
         gradient_norms: Euclidean norms of this step's gradients by parameter: the ten largest, or all on request.
-        gradient_norm: the Euclidean norm of all gradients together; NaN in a script's steps.
+        gradient_norm: the Euclidean norm of all gradients together; None in a script's steps.
         tokens_per_second: of all ranks together; None where tokens are not counted.
         mfu: the model FLOPs utilization, from 0 to 1; None where FLOPs or the device's peak are unknown.
         peak_memory_gib: the most memory that rank 0 has had so far: its tensors on a GPU, else its process.

@@ -4,6 +4,8 @@ tests/compat/test_launch.py tests them.
 """
 
 import atexit
+import gc
+import io
 import json
 import multiprocessing.process
 import sys
@@ -39,24 +41,30 @@ def locate_rank(local_rank: int) -> Answer:
 
 
 def count_collectives() -> int:
-    """Return how many collectives this rank has reached in the group of all ranks; 0 before there is one.
+    """Return how many collectives this rank has reached in all of its groups together; 0 before there is one.
 
     Any thread may call this function, even while torch is imported or the group is destroyed.
     """
     torch: Any = sys.modules.get("torch")
     with suppress(Exception):
         if torch.distributed.is_initialized():
-            return int(torch.distributed.group.WORLD._get_sequence_number_for_group())
+            groups = [*torch.distributed.distributed_c10d._world.pg_map]
+            return sum(int(group._get_sequence_number_for_group()) for group in groups)
     return 0
 
 
 def run_exit_handlers() -> None:
-    """Do what Python does when a program's main module has ended: wait for its threads, and call its exit handlers.
+    """Do what Python does when a program's main module has ended: wait for its threads, call its exit handlers, flush.
 
-    A rank ends by os._exit, which does neither. A script may still write its checkpoint in a thread.
+    A rank ends by os._exit, which does nothing of that. A script may still write its checkpoint in a thread, or have
+    left a file open. The files are found as objects that the garbage collector knows.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    for one in gc.get_objects():
+        if issubclass(type(one), io.IOBase):
+            with suppress(Exception):  # it may be closed, or its disk full
+                one.flush()
 
 
 def _last_collective(torch: Any) -> str:

@@ -274,7 +274,8 @@ def _supervise(
             return [rank.value for rank in ranks]
         if all(rank.outcome for rank in ranks) or now >= noticed + grace.seconds_of_ranks():
             raise _error_of_stop(ranks, signals, grace, noticed + grace.seconds_of_upload())
-        if any(not rank.outcome and rank.silent_seconds > timeouts.seconds(rank.phase) for rank in ranks):
+        exceeded = [rank.silent_seconds > timeouts.seconds(rank.phase) for rank in ranks if not rank.outcome]
+        if timeouts.are_hung(exceeded):
             raise _error_of_hang(ranks, timeouts, note)
 
 

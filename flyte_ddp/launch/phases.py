@@ -1,5 +1,6 @@
 """The phases of a rank between two signs of life, and how long each may take. Standard library only."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flyte_ddp.settings import RunOptions
@@ -35,6 +36,10 @@ class Timeouts(NamedTuple):
     def seconds(self, phase: str) -> float:
         """Return the limit for a phase."""
         return max(self.step, {STARTING: self.start, WRITING: self.write}.get(phase, 0.0))
+
+    def are_hung(self, exceeded: Sequence[bool]) -> bool:
+        """Return whether the running ranks hang, of which these were silent for longer than their limits."""
+        return any(exceeded)
 
     def exceeded(self, phase: str) -> str:
         """Return the message for a rank that was silent for longer in a phase, with the option that sets the limit."""

@@ -158,8 +158,8 @@ class Console(Remarks):
         for remark in event.remarks:
             say(remark)
         if event.first_epoch or event.first_step:
-            epoch = f"epoch {event.first_epoch + 1}, " if event.has_epochs else ""
-            say(f"resuming from the checkpoint: {epoch}step {event.first_step + 1}")
+            position = f": epoch {event.first_epoch + 1}, step {event.first_step + 1}" if event.has_epochs else ""
+            say(f"resuming from the checkpoint{position}")
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
         measured = self._measured(event.split, event.evaluated)

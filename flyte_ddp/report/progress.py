@@ -67,6 +67,7 @@ class ProgressFile(events.Observer):
         self._started: events.RunStarted | None = None
         self._since = self._last = time.monotonic()
         self._steps = 0
+        self._left_out: events.StepLogged | None = None
 
     def on_run_started(self, event: events.RunStarted) -> None:
         if self._goodput:  # it now knows what earlier attempts have lost
@@ -85,12 +86,16 @@ class ProgressFile(events.Observer):
             and now - self._last < elapsed / WRITTEN_STEPS
             and (event.step < run.steps_per_epoch or not run.has_epochs)
         ):
+            self._left_out = event
             return
+        self._left_out = None
         self._steps = self._steps + 1
         self._last = now
         self._write_event(event)
 
     def on_run_finished(self, event: RunFinished) -> None:
+        if self._left_out:  # only a script has steps after which no epoch ends
+            self._write_event(self._left_out)
         result = event.results[0]
         figures = {"total_seconds": event.total_seconds, "seconds": event.seconds}
         self._write("finished", {**figures, "test": result.tested, "digest": result.digest})

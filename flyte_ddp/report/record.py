@@ -64,9 +64,9 @@ class RunFailed:
 
 
 def step_figures(step: events.StepLogged) -> dict[str, float]:
-    """Return the numbers of a step by name: all but its measures, its position, and what a script has not told."""
+    """Return the numbers of a step by name: all but its measures and its position."""
     values = {field.name: getattr(step, field.name) for field in fields(step) if field.name not in POSITION}
-    return {name: value for name, value in values.items() if isinstance(value, (int, float)) and value == value}
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
 def tracking_id(key: str, first: str) -> str:
@@ -163,9 +163,8 @@ class Record(events.Observer):
             self._note(f"{remark}.")
         if event.first_epoch or event.first_step:
             begin = "" if self.steps else ", where the curves of steps begin"
-            self._note(
-                f"Resumed from a checkpoint at epoch {event.first_epoch + 1}, step {event.first_step + 1}{begin}."
-            )
+            position = f" at epoch {event.first_epoch + 1}, step {event.first_step + 1}" if event.has_epochs else ""
+            self._note(f"Resumed from a checkpoint{position}{begin}.")
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         self.seconds_left = event.seconds_left

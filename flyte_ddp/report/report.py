@@ -165,7 +165,7 @@ def speed_figures(record: Record) -> list[Curves]:
     for name in names:
         each = [(at(step), step.gradient_norms.get(name, 0.0)) for step in steps]
         norms[name] = [(x, norm) for x, norm in each if norm > 0]
-    norms["all"] = [(at(step), step.gradient_norm) for step in steps if step.gradient_norm > 0]
+    norms["all"] = [(at(step), step.gradient_norm) for step in steps if (step.gradient_norm or 0.0) > 0]
     speeds = {
         f"{capitalised(record.samples)} per second, all ranks": "samples_per_second",
         "Tokens per second, all ranks": "tokens_per_second",
@@ -175,7 +175,7 @@ def speed_figures(record: Record) -> list[Curves]:
         *(
             Curves(
                 title,
-                {"": [(at(step), value) for step in steps if (value := step_figures(step).get(name)) is not None]},
+                {"": [(at(step), value) for step in steps if (value := getattr(step, name)) is not None]},
                 from_zero=True,
             )
             for title, name in speeds.items()

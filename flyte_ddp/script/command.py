@@ -34,7 +34,7 @@ TIMEOUT = RunOptions().write_timeout_seconds
     type=click.FloatRange(1, 86400),
     default=TIMEOUT,
     show_default=True,
-    help="How long a rank may call no collective and print nothing before it counts as hung.",
+    help="How long the ranks may call no collective and print nothing before they count as hung.",
 )
 @click.option("--tracking", type=click.Choice(TRACKING), default="auto", show_default=True, help="The tracker.")
 @click.argument("script")

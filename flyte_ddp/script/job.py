@@ -54,7 +54,7 @@ class ScriptResult(TrainingResult):
     """The result of a script's rank.
 
     Attributes:
-        figures: the newest value of each figure that rank 0's script wrote to $DDP_EVENTS; empty on other ranks.
+        figures: the newest value of each figure that the script has told, also in earlier attempts. The parent sets it.
     """
 
     figures: dict[str, float] = field(default_factory=dict)

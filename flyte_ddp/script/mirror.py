@@ -47,6 +47,7 @@ class CheckpointMirror:
 
     Attributes:
         step: the newest step that the script has told of.
+        figures: the newest value of each figure that it has told.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class CheckpointMirror:
             now: returns the time in seconds.
         """
         self.step = 0
+        self.figures: dict[str, float] = {}
         self._whole_until = 0.0
         self._now = now
         self._platform = platform
@@ -105,9 +107,9 @@ class CheckpointMirror:
             path = self._folder / name
             if not os.path.lexists(path):
                 self._fetch(wanted[name], path)
-            version = _version(path, self._folder)
-            assert version is not None
-            self._copies.setdefault(_entry(name), {})[name] = Copy(wanted[name].url, version)
+            restored = _version(path, self._folder)
+            assert restored is not None
+            self._copies.setdefault(_entry(name), {})[name] = Copy(wanted[name].url, restored)
         for parent, folders, names in os.walk(self._folder, topdown=False):
             times = [os.lstat(Path(parent, name)).st_mtime_ns for name in (*folders, *names)]
             newest = max(times, default=0)
@@ -124,6 +126,7 @@ class CheckpointMirror:
             found = read_manifest(self._manifest) or {}
             urls = found["objects"]
             self.step = int(found["step"])
+            self.figures = {str(name): float(value) for name, value in found["figures"].items()}
             copies = {}
             for name, (changed, size, target) in found["versions"].items():
                 if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -295,8 +298,8 @@ class CheckpointMirror:
         self._taken |= self._own_names(named.values())
         beside = temporary_beside(self._manifest)
         try:
-            content = {"folder": OBJECTS, "files": [], "objects": objects, "versions": versions, "step": step}
-            write_manifest(beside, content)
+            told = {"step": step, "figures": {**self.figures}}
+            write_manifest(beside, {"folder": OBJECTS, "files": [], "objects": objects, "versions": versions, **told})
             self._storage.put(beside, self._manifest.name)
             os.replace(beside, self._manifest)
         finally:

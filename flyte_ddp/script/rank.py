@@ -2,32 +2,37 @@
 
 import json
 import math
+import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from flyte_ddp.attempt.pod import CHECKPOINT_VARIABLE, EVENTS_VARIABLE
+from flyte_ddp.attempt.pod import CHECKPOINT_VARIABLE, EVENTS_VARIABLE, SCRIPT_VARIABLES
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import NotLearning, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.failures import from_exception
 from flyte_ddp.launch.launch_compat import count_collectives, run_exit_handlers
 from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.link import ParentLink
 from flyte_ddp.script.job import ScriptJob, ScriptResult
 
+EXIT = os._exit  # run() replaces it while the script runs
+FAREWELL_SECONDS = 60.0  # for threads and exit handlers after an error, until the parent is told and ends all ranks
 LOOK_SECONDS = 0.5  # time between two looks at requests, events and collectives
 
 
 class ScriptStopped(StopRequested):
     """The end of a script after a request to stop."""
 
-    def __init__(self) -> None:
-        Exception.__init__(self, "the script was asked to stop, and has ended")
+    def __init__(self, how: str = "") -> None:
+        Exception.__init__(self, f"the script was asked to stop, and has ended {how}".strip())
 
 
 def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptResult:
@@ -48,13 +53,15 @@ def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptRes
     os.chdir(job.working_folder)
     variables = torchrun_variables(environment, job)
     os.environ.update(variables)
-    own = {f"${name}": variables[name] for name in (CHECKPOINT_VARIABLE, EVENTS_VARIABLE)}
+    own = {name: variables[name] for name in SCRIPT_VARIABLES}
     sys.argv = [job.script, *(fill_in(argument, own) for argument in job.arguments)]
     sys.path.insert(0, str(Path(job.script).parent))
     if job.root not in sys.path:
         sys.path.append(job.root)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    multiprocessing.set_start_method(None, force=True)  # the script may choose one
+    multiprocessing.current_process().name = "MainProcess"
     world = environment.world
     link.emit(
         RunStarted(
@@ -66,31 +73,73 @@ def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptRes
         )
     )  # fmt: skip
     companion = Companion(link, EventsFile(Path(job.events)) if environment.rank == 0 else None)
+    process = os.getpid()
+
+    def end(status: int) -> NoReturn:
+        """End the process as os._exit does; the script's own process tells how before."""
+        if os.getpid() == process:  # not one that the script has forked
+            message: tuple[str, Any]
+            try:
+                refuse_status(link, SystemExit(status), "os._exit")
+                message = "done", conclude(environment, link, job, companion)
+            except ScriptStopped as stopped:
+                message = "stopped", str(stopped)
+            except SystemExit as error:
+                message = "failed", from_exception(error, environment.rank, environment.host)
+            link.send(*message)
+            link.flush()
+        EXIT(status)
+
+    os._exit = end
     try:
-        run_as_main(job.script)
-        run_exit_handlers()
-    except SystemExit as end:
-        if link.stop_requested or end.code in (None, 0):
-            run_exit_handlers()
-        else:
-            end.args = (f"the script has ended by sys.exit({end.code!r})",)
+        try:
+            run_as_main(job.script)
+        except Exception as error:
+            if not link.stop_requested:  # the script's threads may wait for a rank that waits for this one
+                failure = from_exception(error, environment.rank, environment.host)
+                late = threading.Timer(FAREWELL_SECONDS, link.send, ("failed", failure))
+                late.daemon = True
+                late.start()
             raise
+        finally:
+            run_exit_handlers()
+        return conclude(environment, link, job, companion)
+    except SystemExit as error:
+        refuse_status(link, error, "sys.exit")
+        return conclude(environment, link, job, companion)
+    except BaseException as error:
+        if link.stop_requested and not isinstance(error, ScriptStopped):
+            raise ScriptStopped(f"by {type(error).__name__}: {error}") from None
+        raise
     finally:
+        os._exit = EXIT
         companion.close()
+
+
+def refuse_status(link: ParentLink, error: SystemExit, call: str) -> None:
+    """Raise the error if its exit status is not 0 and nobody has asked the rank to stop."""
+    if error.code not in (None, 0) and not link.stop_requested:
+        error.args = (f"the script has ended by {call}({error.code!r})",)
+        raise error from None
+
+
+def conclude(environment: Environment, link: ParentLink, job: ScriptJob, companion: "Companion") -> ScriptResult:
+    """Return the result of a script that has come to its own end. Raises ScriptStopped if it was asked to stop."""
+    companion.close()
     Path(job.ended, str(environment.rank)).touch()
     if link.stop_requested:
         raise ScriptStopped
+    if environment.rank == 0 and not any(Path(job.checkpoint_folder).glob("*")):
+        companion.warn(f"the script has saved nothing in ${CHECKPOINT_VARIABLE}: after a failure it would begin anew")
     return ScriptResult(
         epochs=[], warnings=companion.warnings, headline="loss", train_samples=0, test_samples=0, precision="",
-        peak_bytes=peak_memory(), peak_gpu_bytes=0, figures=companion.figures,
+        peak_bytes=peak_memory(), peak_gpu_bytes=0,
     )  # fmt: skip
 
 
 def fill_in(argument: str, values: dict[str, str]) -> str:
-    """Return an argument with the values of the names in it, such as $DDP_CHECKPOINT_DIR, and nothing else changed."""
-    for name, value in values.items():
-        argument = argument.replace(name, value)
-    return argument
+    """Return an argument with the values of $NAME and ${NAME} in it, and nothing else changed."""
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: values.get(found[1] or found[2], found[0]), argument)
 
 
 def torchrun_variables(environment: Environment, job: ScriptJob) -> dict[str, str]:
@@ -106,7 +155,9 @@ def torchrun_variables(environment: Environment, job: ScriptJob) -> dict[str, st
         "MASTER_PORT": job.port,
         "TORCHELASTIC_RUN_ID": job.key,
         "TORCHELASTIC_RESTART_COUNT": job.restarts,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_MAX_RESTARTS": job.restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 keeps the store
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
         CHECKPOINT_VARIABLE: job.checkpoint_folder,
         EVENTS_VARIABLE: os.devnull if environment.rank else job.events,
     }
@@ -130,8 +181,7 @@ class Companion:
     """A thread beside the script: it gives signs of life, hands on requests to stop, and tells of the script's figures.
 
     Attributes:
-        figures: the newest value of each figure in the events.
-        warnings: what was wrong with an event; one at most.
+        warnings: what was wrong with an event, one at most, or with the script's end.
     """
 
     def __init__(self, link: ParentLink, events: "EventsFile | None"):
@@ -141,7 +191,6 @@ class Companion:
             link: this rank's link.
             events: rank 0's events; None on other ranks.
         """
-        self.figures: dict[str, float] = {}
         self.warnings: list[Any] = []
         self._link = link
         self._events = events
@@ -151,10 +200,16 @@ class Companion:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and tell of the last events."""
-        self._closing.set()
-        self._thread.join()
-        self._tell(is_last=True)
+        """End the thread, and tell of the last events. A second call does nothing."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join()
+            self._tell(is_last=True)
+
+    def warn(self, reason: str) -> None:
+        """Emit a warning, which is also among the warnings of the result."""
+        self.warnings.append(NotLearning(0, 0, reason))
+        self._link.emit(self.warnings[-1])
 
     def _work(self) -> None:
         is_told = False
@@ -177,19 +232,17 @@ class Companion:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._link.send("stopped", "SIGTERM has ended the script, which has no handler for it")
             self._link.flush()
-            os._exit(128 + signal.SIGTERM)
+            EXIT(128 + signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _tell(self, is_last: bool = False) -> None:
         """Emit an event for each new line of the events, and for the first one that cannot be read."""
         for line in self._events.read_lines(is_last) if self._events else ():
             found = read_event(line)
-            if isinstance(found, str) and not self.warnings:
-                self.warnings.append(NotLearning(0, 0, found))
-                self._link.emit(self.warnings[0])
-            elif isinstance(found, StepLogged):
-                self.figures |= found.measures
+            if isinstance(found, StepLogged):
                 self._link.emit(found)
+            elif not self.warnings:
+                self.warn(found)
 
 
 class EventsFile:
@@ -204,6 +257,8 @@ class EventsFile:
     def read_lines(self, is_last: bool = False) -> list[bytes]:
         """Return the new lines that are not empty. With is_last, a last line without an end counts, too."""
         with suppress(FileNotFoundError), open(self._path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._read:  # the script has begun the file anew
+                self._read, self._begun = 0, b""
             file.seek(self._read)
             news = file.read()
             self._read += len(news)
@@ -236,7 +291,8 @@ def read_event(line: bytes) -> StepLogged | str:
         for name, value in content.items()
         if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and fits_float(value)
     }
-    return StepLogged(0, step, 0, figures, math.nan, math.nan, {}, math.nan)
+    unknown: Any = None
+    return StepLogged(0, step, 0, figures, unknown, unknown, {}, unknown)
 
 
 def fits_float(value: float) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -42,8 +43,14 @@ UNUSED = (
 )  # fmt: skip
 
 
+SECRET_NAME = re.compile(r"-.*(token|key|secret|password|passwd)$", re.IGNORECASE)
+
+
 class ScriptTimeouts(Timeouts):
-    """Limits for ranks of which nobody knows whether they step, evaluate or write."""
+    """Limits for ranks of which nobody knows whether they step, evaluate or write, or wait for one another."""
+
+    def are_hung(self, exceeded: Sequence[bool]) -> bool:
+        return all(exceeded)
 
     def exceeded(self, phase: str) -> str:
         return (
@@ -149,6 +156,7 @@ class Ranks:
         def emit(event: Event) -> None:  # the mirror's thread has events, too
             if isinstance(event, StepLogged):
                 mirror.step = event.step
+                mirror.figures |= event.measures
             with lock:
                 on_event(event)
 
@@ -159,7 +167,7 @@ class Ranks:
             with mirror.following(emit, lambda is_stop: whole_until(Path(ended), self._world.size, is_stop)):
                 results = launch(asked, self._world, emit)
         shutil.move(folder, Path(job.model_path).with_name(CHECKPOINT))
-        return results
+        return [dataclasses.replace(cast(ScriptResult, result), figures=mirror.figures) for result in results]
 
 
 def whole_until(ended: Path, size: int, is_stop: bool) -> float:
@@ -209,9 +217,23 @@ def launch(job: ScriptJob, world: World, on_event: Callable[[Event], None]) -> l
 
 def describe_script(code: UserCode, arguments: Sequence[str]) -> Subject:
     """Return the description of a script's run by its code and its arguments."""
-    settings = cast(Any, ScriptSettings(script=code.name, arguments=shlex.join(arguments)))
+    settings = cast(Any, ScriptSettings(script=code.name, arguments=shlex.join(without_secrets(arguments))))
     version = with_installed(code.version)
     return Subject(code.name, settings, version, Path(code.name).name, root=code.root, files=code.files)
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return a script's arguments with *** for the values of those whose names are of secrets, such as --api_key."""
+    shown: list[str] = []
+    is_secret = False
+    for argument in arguments:
+        name, is_pair, _ = argument.partition("=")
+        if is_secret and not argument.startswith("-"):
+            argument = "***"
+        is_secret = bool(SECRET_NAME.match(name))
+        shown.append(f"{name}=***" if is_secret and is_pair else argument)
+        is_secret = is_secret and not is_pair
+    return shown
 
 
 def last_figures(trained: Trained) -> dict[str, float]:

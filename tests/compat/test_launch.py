@@ -1,5 +1,6 @@
 """The private parts that the launcher uses; tests/launch/test_hang.py has processes that hang or are abandoned."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.launch import launch_compat
 from flyte_ddp.launch.hangs import Answer
+from tests.commands import ROOT
 
 
 def test_a_rank_counts_its_collectives_and_names_the_last(tmp_path):
@@ -40,9 +42,13 @@ def test_collectives_are_counted_before_and_after_there_is_a_group(tmp_path):
         before = launch_compat.count_collectives()
         distributed.all_reduce(torch.ones(2))
         after = launch_compat.count_collectives()
+        group = distributed.new_group([0])
+        assert isinstance(group, distributed.ProcessGroup)
+        distributed.all_reduce(torch.ones(2), group=group)
+        of_a_subgroup = launch_compat.count_collectives()
     finally:
         distributed.destroy_process_group()
-    assert before < after
+    assert before < after < of_a_subgroup
     assert launch_compat.count_collectives() == 0
 
 
@@ -51,14 +57,23 @@ ENDING = """if True:
     from flyte_ddp.launch.launch_compat import run_exit_handlers
     threading.Thread(target=lambda: (time.sleep(0.1), print("thread", flush=True))).start()
     atexit.register(print, "handler", flush=True)
+    text, binary = open("text", "w"), open("binary", "wb")
+    text.write("text")
+    binary.write(b"binary")
+    closed = open("closed", "w")
+    closed.close()
     run_exit_handlers()
     os._exit(0)
 """
 
 
-def test_exit_handlers_run_after_threads():
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
+def test_exit_handlers_run_after_threads_and_open_files_are_flushed(tmp_path):
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], cwd=tmp_path, env=path, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == ["thread", "handler"], done.stderr
+    assert [(tmp_path / name).read_text() for name in ("text", "binary", "closed")] == ["text", "binary", ""]
 
 
 def test_the_stack_of_another_thread():

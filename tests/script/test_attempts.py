@@ -120,7 +120,7 @@ def test_a_rank_that_is_killed_while_it_writes_its_checkpoint_finds_the_one_befo
     assert "the ranks start again from the checkpoint: rank 0 on " in said
     assert "SIGKILL" in said
     assert "[rank 1] found the whole of it\n" in said
-    assert "resuming from the checkpoint: step 8\n" in said
+    assert "resuming from the checkpoint\n" in said
     assert outputs["figures"] == {"loss": 0.5}
     manifest = read_manifest(stored)
     assert manifest is not None

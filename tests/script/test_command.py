@@ -33,6 +33,7 @@ def run(tmp_path, monkeypatch):
 SEEN = """
 import json, os, sys
 from neighbour import WORD
+assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"]
 seen = {name: os.environ[name] for name in names}
 seen |= {"argv": sys.argv, "name": __name__, "file": __file__, "first": sys.path[0], "word": WORD, "cwd": os.getcwd()}
@@ -42,10 +43,11 @@ with open(os.path.join(os.environ["DDP_CHECKPOINT_DIR"], os.environ["RANK"]), "w
 """
 
 
-def test_a_script_gets_what_torchrun_would_give_it(run, tmp_path):
+def test_a_script_gets_what_torchrun_would_give_it(run, tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "neighbour.py").write_text("WORD = 'beside it'\n")
     given = ["--name", "two words", "-x", "--", "--nproc", "7", "--out=$DDP_CHECKPOINT_DIR/x", "$HOME"]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     status, said = run(SEEN, *given, name="sub/train.py")
     assert status == 0, said
     zero, one = (json.loads((tmp_path / "trained" / "checkpoints" / str(rank)).read_text()) for rank in (0, 1))
@@ -112,6 +114,62 @@ def test_a_script_ends_with_its_threads_and_exit_handlers(run, tmp_path):
     assert {path.name for path in (tmp_path / "trained" / "checkpoints").iterdir()} == {
         "thread-0", "thread-1", "exit-0", "exit-1",
     }  # fmt: skip
+
+
+LEAVES = """
+import atexit, multiprocessing, os, pathlib, sys, threading
+place, rank = pathlib.Path(os.environ["DDP_CHECKPOINT_DIR"]), os.environ["RANK"]
+if rank == "1" and sys.argv[1] != "0":
+    threading.Event().wait()
+multiprocessing.set_start_method("spawn")
+assert multiprocessing.current_process().name == "MainProcess"
+child = os.fork()
+if child == 0:
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+log, events = open(place / f"log-{rank}", "w"), open(os.environ["DDP_EVENTS"], "w")
+log.write("a line")
+events.write('{"step": 1, "loss": 0.5}')
+atexit.register(lambda: (place / f"exit-{rank}").touch())
+if sys.argv[1] == "raise":
+    raise LookupError("no such word")
+if sys.argv[1] == "exit":
+    sys.exit(3)
+log.flush()
+os._exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ends", "words"),
+    [
+        ("0", 0, "Finished"),
+        ("3", 1, r"SystemExit: the script has ended by os\._exit\(3\)"),
+        ("exit", 1, r"SystemExit: the script has ended by sys\.exit\(3\)"),
+        ("raise", 1, "LookupError: no such word"),
+    ],
+)
+def test_whatever_way_a_script_ends_is_pythons(run, tmp_path, how, ends, words):
+    status, said = run(LEAVES, how)
+    assert status == ends
+    if ends:
+        assert re.search(words, said), said
+    checkpoints = tmp_path / "trained" / "checkpoints"
+    logs = [path.read_text() for path in checkpoints.glob("log-*")]
+    assert logs
+    assert "a line" in logs, "without a flush of its own"
+    assert any(checkpoints.glob("exit-*")) == (how in ("exit", "raise"))
+    if how in ("exit", "raise"):
+        assert "Step 1\tloss 0.5000\n" in said, "of a file that was never closed"
+
+
+def test_a_script_that_saves_elsewhere_is_told_so_and_its_secrets_are_hidden(run, tmp_path):
+    status, said = run("", "--api_key", "of-a-friend", "--out=${DDP_CHECKPOINT_DIR}")
+    assert status == 0, said
+    assert said.count("Warning: the script has saved nothing in $DDP_CHECKPOINT_DIR") == 2
+    report = (tmp_path / "trained" / "report.html").read_text()
+    assert "of-a-friend" not in said + report
+    assert "--api_key" in report
 
 
 TOLD = """
@@ -213,6 +271,10 @@ def save(*_):
 if os.environ["RANK"] == "0":
     signal.signal(signal.SIGTERM, save)
     print("ready", flush=True)
+else:
+    def fail(*_):
+        raise LookupError("told to stop")
+    signal.signal(signal.SIGTERM, fail)
 while True:
     signal.pause()
 """
@@ -231,6 +293,7 @@ def test_a_stop_is_handed_on_and_a_rank_that_saves_is_waited_for(tmp_path):
         said = process.stderr.read()
     assert process.returncode == 1
     assert "SIGTERM: " in said
+    assert "Traceback" not in said, "which is no error of the script"
     assert (tmp_path / "trained" / "checkpoints" / "saved").read_text() == "whole"
 
 
