@@ -35,14 +35,13 @@ class ScriptOutputs:
 class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], Flyte2Training[ScriptOutputs]):
     """A script that torchrun could run, as a task of Flyte 2 on one node."""
 
-    def arguments(self, ignored: Sequence[str] = (), **own: Any) -> dict[str, Any]:
-        """Return arguments of the task as a recipe's; the cache tells options apart, as nproc changes the result."""
-        return super().arguments(ignored, **own)
+    def arguments(self, ignored: Sequence[str] = (), cache: Any = "disable", **own: Any) -> dict[str, Any]:
+        """Return arguments of the task as a recipe's; cache as flyte_ddp.script.task.ScriptTraining.arguments."""
+        return super().arguments(ignored, **own, **({} if cache is True else {"cache": cache}))
 
     def run(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> ScriptOutputs:  # type: ignore[override] # noqa: B008 frozen
-        """Run the script; as flyte_ddp.script.task.ScriptTraining.run."""
         with one_attempt():
-            return self.run_script(options, arguments)
+            return super().run(options, arguments)
 
     def make_outputs(self, trained: Trained) -> ScriptOutputs:
         return ScriptOutputs(

@@ -18,7 +18,6 @@ from flyte_ddp.flyte1.outputs import output_file, output_folder
 from flyte_ddp.flyte1.recipe import NamedTraining
 from flyte_ddp.flyte1.train import Data
 from flyte_ddp.script.training import CHECKPOINT, CommonScriptTraining, last_figures
-from flyte_ddp.settings import RunOptions
 
 
 class ScriptOutputs(NamedTuple):
@@ -40,22 +39,16 @@ class ScriptOutputs(NamedTuple):
 class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[ScriptOutputs]):
     """A script that torchrun could run, as a task of Flyte 1 on one node."""
 
-    def arguments(self, ignored_inputs: Sequence[str] = (), **own: Any) -> dict[str, Any]:
-        """Return arguments of @task as a recipe's; the cache tells options apart, as nproc changes the result."""
-        return super().arguments(ignored_inputs, **own)
-
-    def run(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> ScriptOutputs:  # type: ignore[override] # noqa: B008 frozen
-        """Run the script with one process per rank on this host, and return the task's outputs.
+    def arguments(self, ignored_inputs: Sequence[str] = (), cache: Any = False, **own: Any) -> dict[str, Any]:
+        """Return arguments of @task as a recipe's.
 
         Args:
-            options: how to run it.
-            arguments: more arguments of the script, after those that the training has.
-
-        Raises:
-            InputError: the script cannot be run as asked.
-            Exception: a rank has failed, or the script was stopped. On a cluster it is the platform's error for that.
+            ignored_inputs: names of the task's inputs that the cache ignores.
+            cache: True reuses the outputs for the same inputs and code, whatever else the script reads. Others replace
+                the cache.
+            own: as for a recipe.
         """
-        return self.run_script(options, arguments)
+        return super().arguments(ignored_inputs, **own, **({} if cache is True else {"cache": cache}))
 
     def make_outputs(self, trained: Trained) -> ScriptOutputs:
         return ScriptOutputs(

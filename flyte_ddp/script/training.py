@@ -91,16 +91,16 @@ class CommonScriptTraining(Training[Given, Outputs]):
         version = hash_parts({"code": code.version, "arguments": json.dumps(self.script_arguments)})
         super().__init__(dataclasses.replace(code, version=version), find_observers(observers))
 
-    def run_script(self, options: RunOptions, arguments: Sequence[str]) -> Outputs:
+    def run(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> Outputs:  # type: ignore[override] # noqa: B008 frozen
         """Run the script with one process per rank on this host, and return the task's outputs.
 
         Args:
             options: how to run it.
-            arguments: more arguments, after those that the training has.
+            arguments: more arguments of the script, after those that the training has.
 
         Raises:
             InputError: the script cannot be run as asked.
-            Exception: what launcher.launch raises; on a cluster, the platform's error for it.
+            Exception: a rank has failed, or the script was stopped. On a cluster it is the platform's error for that.
         """
         given = (*self.script_arguments, *check_arguments(arguments))
         with notifying_webhook(self.platform), platform_errors(self.platform):

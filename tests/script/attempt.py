@@ -23,7 +23,7 @@ def main(root: str, number: str, script: str, *arguments: str) -> None:
     training = FolderScript(script, arguments)
     training.platform = Folders(Path(root), int(number))
     show_output()
-    print(json.dumps(training.run_script(RunOptions(nproc=2, tracking="off"), [])))
+    print(json.dumps(training.run(RunOptions(nproc=2, tracking="off"), [])))
 
 
 if __name__ == "__main__":
