@@ -33,9 +33,8 @@ def tiles(record: Record) -> list[tuple[str, str]]:
     split = record.split
     if run and not run.has_epochs:
         figures = record.steps[-1].measures if record.steps else {}
-        shown = [(record.format_measure(name, figures), f"{in_words(name)}, newest") for name in figures][
-            :MOST_MEASURES
-        ]
+        names = [*figures][:MOST_MEASURES]
+        shown = [(record.format_measure(name, figures), f"{in_words(name)}, newest") for name in names]
         shown = shown or [("-", "figures, until the script tells some")]
     elif not record.epochs:
         shown = [("-", f"{split} {in_words(record.headline)}, after the first epoch")]

@@ -249,8 +249,9 @@ def follows_its_evaluations(loop: Loop):
 def evaluates_first(loop: Loop, mistake=""):
     """Evaluates before the steps of an epoch, and passes over the same data beside each step; all of it draws."""
     model, batches, tests = loop.wrap(network(0.3)), loop.batches(Drawn()), loop.evaluation(few(27))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loop.keep(model=model, optimizer=optimizer)
+    optimizer, other = torch.optim.SGD(model.parameters(), 0.1), nn.Identity()
+    other.register_buffer("seen", torch.zeros(()))
+    loop.keep(model=model, optimizer=optimizer, other=other)
     assert len(tests) == sum(1 for _ in tests)
 
     def loss_of(part):
@@ -263,6 +264,8 @@ def evaluates_first(loop: Loop, mistake=""):
                 loop.measured(loss=F.cross_entropy(model(inputs) + torch.rand(()), labels, reduction="none"))
                 if mistake == "leaves" and number == 1:
                     break
+                if mistake == "replaces":
+                    other.seen = inputs.mean()
         if mistake != "adds nothing up":
             loop.evaluated()
         model.train()
@@ -284,6 +287,11 @@ def adds_nothing_up(loop: Loop):
 
 def leaves_an_evaluation(loop: Loop):
     evaluates_first(loop, "leaves")
+
+
+def replaces_a_buffer_while_it_evaluates(loop: Loop):
+    """Whose new tensor nobody has changed in place, as nobody had the one before."""
+    evaluates_first(loop, "replaces")
 
 
 def evaluates_in_training_mode(loop: Loop):

@@ -117,6 +117,11 @@ def test_evaluations_by_which_the_result_would_follow_the_ranks_are_refused(own,
         own(2, loop)
 
 
+def test_a_buffer_that_an_evaluation_replaces_is_refused_on_one_rank_too(own):
+    with pytest.raises(InputError, match=r"an evaluation must leave buffers as they are, and it changes other\.seen"):
+        own(1, "replaces_a_buffer_while_it_evaluates")
+
+
 def test_measures_belong_to_batches_of_an_evaluation(own):
     with pytest.raises(InputError, match=r"loop.measured must be called for each batch, while you iterate over loop"):
         own(1, "measures_outside")
