@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -51,6 +52,7 @@ class ExactStep(SingleStep):
         self._is_sending = False  # the rank's last part is under way
         self._next = 0  # the bucket to be sent next
         self._weights: list[list[nn.Parameter]] = []  # of each bucket
+        self._nodes: list[Any] = []  # what adds up each weight's gradient; torch frees it if nobody refers to it
         self._lay_out(virtual_ranks, sum(sizes))
         # The gradients of each bucket that the current backward pass has had
         self._in_part: list[set[int]] = [set() for _ in self._buckets]
@@ -76,7 +78,10 @@ class ExactStep(SingleStep):
         for number, bucket in enumerate(self._buckets):
             self._weights.append(list(islice(weights, len(bucket.views))))
             for place, weight in enumerate(self._weights[number]):
-                weight.register_post_accumulate_grad_hook(partial(self._arrived, number, place))
+                # As in DistributedDataParallel, hooks of the weight come first, whenever they were registered
+                node = torch.autograd.graph.get_gradient_edge(weight).node
+                node.register_hook(partial(self._arrived, number, place))
+                self._nodes.append(node)
         if distributed.get_world_size() > 1:
             # Another host's processor may have computed other bits of weights and buffers
             collectives.broadcast_in_place((*step.model.parameters(), *step.model.buffers()))
@@ -109,11 +114,15 @@ class ExactStep(SingleStep):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Make each weight's gradient a view of its place in the buckets, and set the buckets to zero."""
+        self._place_gradients()
+        for bucket in self._buckets:
+            bucket.gradients.zero_()
+        self._forget_arrivals()
+
+    def _place_gradients(self) -> None:
         for weights, bucket in zip(self._weights, self._buckets, strict=True):
             for weight, view in zip(weights, bucket.views, strict=True):
                 weight.grad = view
-            bucket.gradients.zero_()
-        self._forget_arrivals()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
         """Cut a share into batches of at most this many samples (0: one batch), and copy their tensors.
@@ -187,6 +196,7 @@ class ExactStep(SingleStep):
                 self._watch(number)
         elif is_last:
             self._send(len(self._buckets))  # buckets may lack a gradient, such as an unused expert's
+            self._place_gradients()  # the part may have called zero_grad(), and not used a weight
             self._is_sending = False
         else:
             for number in range(len(self._buckets)):
@@ -194,20 +204,22 @@ class ExactStep(SingleStep):
         if self._is_looking or not is_last:
             self.zero_grad()
 
-    def _arrived(self, number: int, place: int, weight: Tensor) -> None:
+    def _arrived(self, number: int, place: int, *_: Any) -> None:
         """Record that a weight's gradient is complete, and send the buckets that are now complete.
 
-        Torch calls it in each backward pass. Buckets are sent in their order, and only during the rank's last part.
+        Torch calls it in each backward pass. Buckets are sent in their order, and only during the rank's last part. A
+        gradient that a hook or an optimizer's zero_grad() has replaced is copied to its place in the bucket.
 
         Args:
             number: the bucket of the weight.
             place: the position of the weight in its bucket.
-            weight: the weight.
+            _: other arguments of torch's hook.
 
         Raises:
             InputError: The gradient came twice in one backward pass, or came after its bucket was sent. The sum would
                 lack a part of it.
         """
+        weight, view = self._weights[number][place], self._buckets[number].views[place]
         arrived = self._in_part[number]
         if place in arrived or (self._is_sending and number < self._next):
             name = next(name for name, one in self.module.model.named_parameters() if one is weight)
@@ -215,6 +227,9 @@ class ExactStep(SingleStep):
                 f"with virtual_ranks the gradient of {name} must come once in a backward pass, and it came twice: give "
                 "torch.utils.checkpoint use_reentrant=False, and call no backward() beside that of the loss"
             )
+        if weight.grad is not view:
+            view.zero_() if weight.grad is None else view.copy_(weight.grad)
+            weight.grad = view
         arrived.add(place)
         self._used[number].add(place)
         while self._is_sending and self._next < len(self._buckets) and self._is_complete(self._next):
