@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
 from flyte_ddp.engine.blame import Cause, Verdict, judge
+from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.drift import RANKS, Warn, describe_difference, gather_numbers
 from flyte_ddp.engine.hosts.places import Place, multiply_matrices
 from flyte_ddp.engine.hosts.unlike import name_ranks, wrong_products
@@ -92,7 +93,8 @@ class Audit:
             The sums over all ranks of the step's measures and requests, and the norms of the gradients.
 
         Raises:
-            InputError: The code computes other bits each time, or audit_every is set on processors of several kinds.
+            InputError: The code computes other bits each time or changes a weight, or audit_every is set on processors
+                of several kinds.
             WrongBitsError: Some ranks compute other bits than the others.
         """
         is_first = self._is_first
@@ -105,7 +107,9 @@ class Audit:
         compute = partial(
             self._step.compute_gradient_digest, part, partial(backward, [self._send_part(shares, part, owner)])
         )
+        before = self._digest_weights()
         found = self._collect_digests(compute, ranks)
+        self._refuse_moved_weights(before)
         if len({*found.values()}) > 1:
             verdict = self._judge(compute, {rank: [digest] for rank, digest in found.items()})
             if not is_first or verdict.cause is not Cause.RANKS:
@@ -120,6 +124,20 @@ class Audit:
                 raise self._error(Verdict(Cause.CODE, [owner]), epoch, step)
             raise self._error(self._judge(compute, {owner: [found[owner], in_step]}), epoch, step)
         return totals
+
+    def _digest_weights(self) -> list[int]:
+        """Return a digest of each weight of the network."""
+        return torch.stack([compute_sum(weight.detach()) for weight in self._step.module.model.parameters()]).tolist()
+
+    def _refuse_moved_weights(self, before: list[int]) -> None:
+        """Raise InputError if a weight no longer has this digest; weight.data.copy_() leaves no other trace."""
+        names = [name for name, _ in self._step.module.model.named_parameters()]
+        for name, earlier, now in zip(names, before, self._digest_weights(), strict=True):
+            if earlier != now:
+                raise InputError(
+                    f"with virtual_ranks the loss of a part must be computed without a change of weights, and {name} "
+                    "was changed: change it after the optimizer's step, or make it a buffer by register_buffer"
+                )
 
     def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
         """Find the reason why digests of a part differ, by repeating its computation on all ranks; a collective.

@@ -18,6 +18,8 @@ def train(loop: Loop, mistake=""):
     model = loop.wrap(network(0.3))
     batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
     optimizer, schedule, average = kept(loop, model, batches)
+    if mistake == "scales a gradient":
+        next(model.parameters()).register_hook(lambda gradient: 1.01 * gradient)
 
     def loss_of(batch):
         inputs, labels = batch
@@ -40,6 +42,10 @@ def train(loop: Loop, mistake=""):
             schedule.step()
             average.update(model)
         evaluate(loop, model, tests)
+
+
+def scales_a_gradient(loop: Loop):
+    train(loop, "scales a gradient")
 
 
 def flips_a_bit(loop: Loop):
@@ -266,6 +272,8 @@ def evaluates_first(loop: Loop, mistake=""):
                     break
                 if mistake == "replaces":
                     other.seen = inputs.mean()
+                if mistake == "fills":
+                    other.get_buffer("seen").data.copy_(inputs.mean())
         if mistake != "adds nothing up":
             loop.evaluated()
         model.train()
@@ -292,6 +300,11 @@ def leaves_an_evaluation(loop: Loop):
 def replaces_a_buffer_while_it_evaluates(loop: Loop):
     """Whose new tensor nobody has changed in place, as nobody had the one before."""
     evaluates_first(loop, "replaces")
+
+
+def fills_a_buffer_while_it_evaluates(loop: Loop):
+    """By .data, which leaves torch's version counter as it is."""
+    evaluates_first(loop, "fills")
 
 
 def evaluates_in_training_mode(loop: Loop):
@@ -350,6 +363,103 @@ class Checkpointed(nn.Module):
 
 def has_gradients_twice(loop: Loop):
     model, batches = loop.wrap(Checkpointed()), loop.batches(few(42))
+    loop.keep(model=model)
+    for _ in loop.epochs():
+        for batch in batches:
+            loop.backward(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+
+
+def has_gradients_changed(loop: Loop, hook=None, is_zeroed=False):
+    """Train with a hook, or as closures begin: with zero_grad() where the loss is computed."""
+    model, batches, tests, optimizer = linear(loop)
+    for weight in model.parameters() if hook else ():
+        weight.register_post_accumulate_grad_hook(hook)
+
+    def loss_of(part):
+        if is_zeroed:
+            optimizer.zero_grad()
+        return F.cross_entropy(model(part[0]), part[1])
+
+    for _ in loop.epochs():
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = loop.backward(batch, loss_of)
+            optimizer.step()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
+def has_gradients_replaced(loop: Loop):
+    has_gradients_changed(loop, lambda weight: setattr(weight, "grad", weight.grad * 0.1))
+
+
+def has_gradients_scaled(loop: Loop):
+    def scale(weight: torch.Tensor) -> None:
+        weight.grad *= 0.1
+
+    has_gradients_changed(loop, scale)
+
+
+def has_gradients_zeroed(loop: Loop):
+    has_gradients_changed(loop, is_zeroed=True)
+
+
+def evaluates_in_a_step(loop: Loop):
+    """Logs what an evaluation with dropout measures in the middle of a step, and what is drawn after it."""
+    model, batches, tests = loop.wrap(network(0.3)), loop.batches(few(42)), loop.evaluation(few(9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for batch in batches:
+            model.eval()
+            model.get_submodule("module.3").train()
+            with torch.no_grad():
+                for inputs, labels in tests:
+                    loop.measured(loss=F.cross_entropy(model(inputs), labels, reduction="none"))
+            measured = torch.tensor(loop.evaluated()["loss"])  # float32, whose mean over equal ranks is exact
+            drawn = torch.rand(())
+            model.train()
+            optimizer.zero_grad()
+            loss = loop.backward(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+            optimizer.step()
+            loop.log(loss=loss, measured=measured, drawn=drawn)
+        evaluate(loop, model, tests)
+
+
+def moves_a_kept_teacher(loop: Loop):
+    """Move a teacher that is no part of the wrapped network where the loss is computed."""
+    model, teacher, batches = loop.wrap(nn.Linear(8, 3)), nn.Linear(8, 3).requires_grad_(False), loop.batches(few(42))
+    loop.keep(model=model, teacher=teacher)
+
+    def loss_of(part):
+        teacher.weight.mul_(0.9)
+        return F.cross_entropy(model(part[0]) + teacher(part[0]), part[1])
+
+    for _ in loop.epochs():
+        for batch in batches:
+            loop.backward(batch, loss_of)
+
+
+class Centered(nn.Module):
+    """Sets its offset by the first batch that it gets, as ActNorm does."""
+
+    is_set: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.offset = nn.Parameter(torch.zeros(8))
+        self.register_buffer("is_set", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, inputs):
+        if not self.is_set:
+            self.offset.data.copy_(inputs.mean(0))
+            self.is_set.fill_(True)
+        return self.layer(inputs - self.offset)
+
+
+def sets_a_weight(loop: Loop):
+    model, batches = loop.wrap(Centered()), loop.batches(few(42))
     loop.keep(model=model)
     for _ in loop.epochs():
         for batch in batches:

@@ -117,14 +117,30 @@ def test_evaluations_by_which_the_result_would_follow_the_ranks_are_refused(own,
         own(2, loop)
 
 
-def test_a_buffer_that_an_evaluation_replaces_is_refused_on_one_rank_too(own):
+@pytest.mark.parametrize("change", ["replaces", "fills"])
+def test_a_buffer_that_an_evaluation_changes_is_refused_on_one_rank_too(own, change):
     with pytest.raises(InputError, match=r"an evaluation must leave buffers as they are, and it changes other\.seen"):
-        own(1, "replaces_a_buffer_while_it_evaluates")
+        own(1, f"{change}_a_buffer_while_it_evaluates")
 
 
 def test_measures_belong_to_batches_of_an_evaluation(own):
     with pytest.raises(InputError, match=r"loop.measured must be called for each batch, while you iterate over loop"):
         own(1, "measures_outside")
+
+
+@pytest.mark.parametrize("change", ["replaced", "scaled", "zeroed"])
+def test_a_gradient_that_a_hook_or_zero_grad_changes_is_added_up_as_it_is_then(own, change):
+    one, three = (own(nproc, f"has_gradients_{change}", name=str(nproc)) for nproc in (1, 3))
+    assert three.result.digest == one.result.digest
+    plain = own(1, f"has_gradients_{change}", virtual_ranks=0, name="plain")
+    assert relative_difference(plain, one) < 1e-5
+
+
+def test_an_evaluation_within_a_step_draws_alike_on_any_number_of_ranks(own):
+    one, three = (own(nproc, "evaluates_in_a_step", name=str(nproc)) for nproc in (1, 3))
+    assert three.result.digest == one.result.digest
+    logged = [[event.measures for event in run.events if isinstance(event, StepLogged)] for run in (one, three)]
+    assert logged[0] == logged[1]
 
 
 def test_without_virtual_ranks_it_is_the_loop_as_people_write_it(own, plain):
@@ -149,6 +165,8 @@ def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
             "moves_a_teacher",
             r"loss_of must change no weight, .* and teacher.weight was changed: change it after the opt",
         ),
+        ("sets_a_weight", r"must be computed without a change of weights, and offset was changed: change it after the"),
+        ("moves_a_kept_teacher", r"loss_of must change no weight, .* and teacher.weight was changed: change it after"),
         ("grows", r"the buffer seen must keep its shape, .* got \(4, 8\) after \(1, 8\): create it in __init__"),
         ("unpacks", r"a batch must go to loop.backward with virtual_ranks, as it has several parts"),
         ("calls_the_network", r"with virtual_ranks a step's gradients must come from loop.backward\(batch, loss_of\)"),

@@ -119,7 +119,7 @@ class Trace:
             self._part.append((name, self._digest(output)))
 
     def record_gradients(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Digest the gradients that all ranks have added up.
+        """Digest the gradients that all ranks have added up, together with what a step has recorded of them before.
 
         Args:
             weights: the weights whose gradients count; None for all weights of the networks.
@@ -129,7 +129,7 @@ class Trace:
         counted = None if weights is None else {id(weight) for weight in weights}
         for name, weight in chain.from_iterable(_parameters(self._networks)):
             if weight.grad is not None and (counted is None or id(weight) in counted):
-                self._gradients[name] = self._digest(weight.grad)
+                self._gradients[name] = self._digest(weight.grad) + 3 * self._gradients.get(name, 0)
 
     def end(self) -> None:
         """Have rank 0 write the line of this step, if it is traced; a collective."""

@@ -11,7 +11,7 @@ from flyte_ddp.engine.garbage import collect_garbage_between
 from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.parts import Parts
 from flyte_ddp.engine.own_loop.state import LoopState
-from flyte_ddp.engine.seeds import seed_all, seed_part
+from flyte_ddp.engine.seeds import generator_states, put_back_generators, seed_all, seed_part
 from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
@@ -124,7 +124,8 @@ class Evaluation:
         if buffers := [*chain.from_iterable(model.buffers() for model in state.wrapped)]:
             state.agree(Call.EVALUATION)
             collectives.broadcast_in_place(buffers)  # as before each step
-        versions = state.buffer_versions() if parts else {}
+        before = state.buffer_digests() if parts else {}
+        in_step = generator_states() if state.is_stepping else None
         state.is_cut = True
         # A step that has begun is ended first
         poll = None if state.is_stepping else StopPoll(state.device, state.all_evaluate)
@@ -133,8 +134,7 @@ class Evaluation:
                 for batch in shares:
                     self._link.heartbeat()
                     if not batch.share.borrowed:
-                        if not state.is_stepping:  # a step's own numbers go on
-                            seed_part(batch.seed, batch.share.part)
+                        seed_part(batch.seed, batch.share.part)
                         state.part = batch.share.part if parts else 0
                         yield batch.tree
                 if poll and poll.after_batch(self._link.stop_requested):
@@ -143,16 +143,14 @@ class Evaluation:
             state.is_cut = False
         finally:
             state.part = outer
-            if not state.is_stepping:
+            if in_step:
+                put_back_generators(in_step)  # the step draws as if there had been no evaluation
+            else:
                 # All ranks draw alike again, however many batches each has had, and after a resume, too
                 step = state.progress.step if state.trains_on else 0
                 seed_all(derive_key(Use.OWN_STEP, self._seed, state.progress.epoch, step, 1))
-        now = state.buffer_versions() if parts else {}
-        moved = [
-            name
-            for name, (version, buffer) in versions.items()
-            if name not in now or now[name][0] != version or now[name][1] is not buffer
-        ]
+        now = state.buffer_digests() if parts else {}
+        moved = [name for name, digest in before.items() if now.get(name) != digest]
         if moved:
             raise InputError(
                 f"with virtual_ranks an evaluation must leave buffers as they are, and it changes {moved[0]}, by the "

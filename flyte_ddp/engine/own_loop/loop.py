@@ -85,8 +85,8 @@ class Loop:
             The wrapped network.
 
         Raises:
-            InputError: The network is already wrapped, has no weight that is trained, or is the second one with virtual
-                ranks.
+            InputError: The network is already wrapped, has no weight that is trained or one without a shape, or is the
+                second one with virtual ranks.
         """
         state, parts = self._state, self.settings.virtual_ranks
         if isinstance(uncompiled(model), (DistributedDataParallel, nn.DataParallel)):
@@ -94,6 +94,11 @@ class Loop:
             raise InputError(f"loop.wrap must be given the network itself, got {kind}: leave out {kind}(...)")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError("loop.wrap: the network must have a weight that is trained; others need no wrapping")
+        lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+        if lazy:
+            raise InputError(
+                f"loop.wrap: {lazy[0]} has no shape yet: call the network once before, on a batch of zeros"
+            )
         if parts and state.exact:
             raise InputError("loop.wrap must be called once with virtual_ranks: put both networks into one module")
         wrapped: ByParts | _Replicated

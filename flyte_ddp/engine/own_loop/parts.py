@@ -1,6 +1,6 @@
 """Virtual ranks in a loop of the user's own: gradients that have the same bits on any number of ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -94,6 +94,10 @@ class ExactGradients:
     def grid(self, exponents: Tensor | None) -> None:
         self.parallel.grid = exponents
 
+    def watch(self, networks: Mapping[str, nn.Module]) -> None:
+        """Have backward() refuse a loss_of that changes one of these networks, by name, as it must leave weights."""
+        self._step.watch(networks)
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise InputError if the optimizer steps by a gradient of a weight that is not in this network."""
         ours = {id(weight) for weight in self._weights}
@@ -165,6 +169,8 @@ class ExactGradients:
         scale(list_gradients(self._step), weight.reciprocal())
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if self.trace:
+            self.trace.record_gradients()
         return (loss / weight).float()  # of which a mean of equal ones on all ranks has the same bits
 
 
@@ -179,7 +185,16 @@ class _LossStep(Step):
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.carrier = nn.Parameter(self.trainable[0].new_zeros(0))
         names = [name for name, _ in model.named_parameters()]
-        self._places = [(name, model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        self._places = [_find_place(model, name) for name in names]
+
+    def watch(self, networks: Mapping[str, nn.Module]) -> None:
+        """Have compute() also refuse changes of other networks, by name: of their weights and buffers."""
+        own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        for prefix, network in networks.items():
+            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+                if id(tensor) not in own:
+                    _, owner, attribute = _find_place(network, name)
+                    self._places.append((f"{prefix}.{name}", owner, attribute))
 
     def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return a part's mean loss, and its measures in the form that a recipe's have.
@@ -197,7 +212,8 @@ class _LossStep(Step):
             if now != earlier:
                 raise InputError(
                     f"with virtual_ranks loss_of must change no weight, as a rank calls it for each of its parts, and "
-                    f"{name} was changed: change it after the optimizer's step, or make it a buffer by register_buffer"
+                    f"{name} was changed: change it after the optimizer's step, or make it a buffer of the network "
+                    "that is wrapped, by register_buffer"
                 )
         if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad):
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -209,6 +225,12 @@ class _LossStep(Step):
         return loss, measured.view(2, 1)
 
     def _versions(self) -> list[tuple[int, ...]]:
-        """Return some numbers of each weight. At least one differs once the weight is changed, moved or replaced."""
-        weights = [getattr(module, name) for _, module, name in self._places]
-        return [(id(weight), version(weight), weight.data_ptr()) for weight in weights]
+        """Return some numbers of each watched tensor. One differs once the tensor is changed, moved or replaced."""
+        tensors = [getattr(module, name) for _, module, name in self._places]
+        return [(id(tensor), version(tensor), tensor.data_ptr()) for tensor in tensors]
+
+
+def _find_place(network: nn.Module, name: str) -> tuple[str, nn.Module, str]:
+    """Return a tensor's name, the layer of the network that has the tensor, and the name of the layer's attribute."""
+    layer, _, attribute = name.rpartition(".")
+    return name, network.get_submodule(layer), attribute

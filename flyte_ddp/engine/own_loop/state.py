@@ -16,7 +16,7 @@ from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.writer import make_whole_checkpoints
 from flyte_ddp.engine.contracts import Plan, StepFigures
-from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
+from flyte_ddp.engine.digest import compute_sum, differ_between_ranks, weights_digest
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
@@ -32,7 +32,7 @@ from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.results import export_model
 from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.engine.sums import Sums
-from flyte_ddp.engine.torch_compat import norms, version
+from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochChosen, EpochFinished, Event, forward_to_all
@@ -167,6 +167,7 @@ class LoopState:
         self.trace = make_trace(self._environment, self.device, self._job, is_resumed)
         if self.exact:
             self.exact.trace = self.trace
+            self.exact.watch({name: part for name, part in self.parts.items() if isinstance(part, nn.Module)})
             every = self._job.options.audit_every
             self.audit = audit = Audit(self.exact.parallel, self.batches, every, progress.places, progress.warn)
             self.exact.add_up = lambda backward, shares, call: audit.add_up_gradients(
@@ -233,7 +234,7 @@ class LoopState:
         if not self.is_stepping:
             raise InputError("an optimizer must step within `for … in loop.batches`: elsewhere each rank is by itself")
         gradients = [weight.grad for weight in self.parts["model"].parameters() if weight.grad is not None]
-        if self.trace:
+        if self.trace and not self.exact:  # otherwise loop.backward has recorded them, before they were clipped
             self.trace.record_gradients(list_weights([optimizer]))
         if self._is_logged and gradients:
             self._norm = float(norms(gradients).norm())
@@ -599,19 +600,14 @@ class LoopState:
             self.optimizers.put_back(saved["gradients"])
         self.evaluated = saved["evaluated"] or self.evaluated
 
-    def buffer_versions(self) -> dict[str, tuple[int, Tensor]]:
-        """Return what tells whether buffers of the networks that loop.keep was given have changed.
-
-        Returns:
-            By "<name in loop.keep>.<name of the buffer>", torch's version counter, which grows with each change in
-                place, and the buffer itself, as code may put another tensor in its place.
-        """
-        networks = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
-        return {
-            f"{name}.{buffer_name}": (version(buffer), buffer)
-            for name, network in networks.items()
-            for buffer_name, buffer in network.named_buffers()
-        }
+    def buffer_digests(self) -> dict[str, int]:
+        """Return the digest of each buffer of the networks of loop.keep, by "<name there>.<name of the buffer>"."""
+        digests: dict[str, Tensor] = {}
+        for name, network in self.parts.items():
+            for buffer_name, buffer in network.named_buffers() if isinstance(network, nn.Module) else ():
+                digests[f"{name}.{buffer_name}"] = compute_sum(buffer).to(self.device)
+        values = torch.stack([*digests.values()]).tolist() if digests else []
+        return dict(zip(digests, values, strict=True))
 
     # --- parts of a step ---
 

@@ -104,6 +104,13 @@ def test_without_virtual_ranks_and_in_loops_of_ones_own(train, whole):
         assert "step 1 of epoch 1" in compared(one, changed)
 
 
+def test_clipping_hides_no_layer_whose_gradient_differs(train):
+    one, other = (
+        train(1, recipe=BY_PARTS + loop, trace_every=3, name=loop, **EXACT) for loop in ("train", "scales_a_gradient")
+    )
+    assert "the gradient of model.0 differs, and that of no layer after it" in compared(one, other)
+
+
 def test_it_is_refused_where_it_can_say_nothing(train, usual, tmp_path):
     other = train(1, recipe=f"{RECIPES}:OtherNetwork", trace_every=1, **SHORT)
     with pytest.raises(InputError, match=r"of the same network, and only one has the weights fc3.weight: "):
