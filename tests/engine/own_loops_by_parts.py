@@ -394,7 +394,7 @@ def has_gradients_replaced(loop: Loop):
 
 
 def has_gradients_scaled(loop: Loop):
-    def scale(weight: torch.Tensor) -> None:
+    def scale(weight):
         weight.grad *= 0.1
 
     has_gradients_changed(loop, scale)
