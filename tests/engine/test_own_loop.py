@@ -313,6 +313,10 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
             "counts_beside_the_state",
             r"loop.keep: Slow keeps (before, )?steps outside of its state_dict.*state_dict\(\)$",
         ),
+        (
+            "keeps_a_buffer_to_itself",
+            r"change the buffer model.last, which is in no state_dict, .*with persistent=T",
+        ),
         ("forgets_a_weight_of_its_loss", r"loop.keep must have all that the SGD changes: a weight of shape \(3,\) is"),
         ("unfreezes_what_was_wrapped", r"loop.wrap was given 0.weight with requires_grad False, and it is trained now"),
         ("keeps_twice", r"loop.keep must be called once, with all that changes"),

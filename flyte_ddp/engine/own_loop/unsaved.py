@@ -32,6 +32,7 @@ class Unsaved:
         self._parts = parts
         self._after_first: dict[int, dict[str, list[Any]]] = {}
         self._checked: list[Optimizer] = []
+        self._buffers_after_first: dict[str, tuple[torch.Size, int]] = {}
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check, in an optimizer's second step, that a checkpoint has everything a resume needs of the optimizer.
@@ -44,19 +45,42 @@ class Unsaved:
             _: other arguments of torch's hook.
 
         Raises:
-            InputError: loop.keep was not given a schedule of this optimizer, or what has one of its weights; or the
-                optimizer's state_dict lacks an attribute that the second step has changed, or the state of another
-                optimizer that it holds.
+            InputError: loop.keep was not given a schedule of this optimizer, or what has one of its weights; or a
+                network's state_dict lacks a buffer that the second step has changed, or the optimizer's lacks an
+                attribute that the second step has changed, or the state of another optimizer that it holds.
         """
         if any(one is optimizer for one in self._checked):
             return
         if id(optimizer) not in self._after_first:
             self._after_first[id(optimizer)] = numbers_outside_state(optimizer)
+            self._buffers_after_first = self._unsaved_buffers()
             return
         self._checked.append(optimizer)
         self._check_schedules(optimizer)
         self._check_state(optimizer)
         self._check_weights(optimizer)
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        """Raise InputError if a network's buffer that no state_dict has was changed since the first step."""
+        for name, now in self._unsaved_buffers().items():
+            before = self._buffers_after_first.get(name, now)
+            if now != before and now[0] == before[0]:  # a cache that grows is made again
+                raise InputError(
+                    f"loop.keep: the steps change the buffer {name}, which is in no state_dict, so that a resume would "
+                    "go on without: register it with persistent=True"
+                )
+
+    def _unsaved_buffers(self) -> dict[str, tuple[torch.Size, int]]:
+        """Return shape and digest of each buffer of the kept networks that their state_dict lacks, by name."""
+        found: dict[str, tuple[torch.Size, int]] = {}
+        for prefix, part in self._parts.items():
+            if isinstance(part, nn.Module):
+                saved = part.state_dict()
+                for name, buffer in part.named_buffers():
+                    if name not in saved:
+                        found[f"{prefix}.{name}"] = buffer.shape, int(compute_sum(buffer))
+        return found
 
     def _check_schedules(self, optimizer: Optimizer) -> None:
         """Raise InputError if a live learning-rate schedule of the optimizer is in none of the parts of loop.keep.
