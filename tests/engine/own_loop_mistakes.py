@@ -93,6 +93,8 @@ def counts_in_the_state(loop: Loop):
 class Remembering(nn.Linear):
     """Adds what it has seen last, which no checkpoint has."""
 
+    last: torch.Tensor
+
     def __init__(self):
         super().__init__(8, 3)
         self.register_buffer("last", torch.zeros(3), persistent=False)
