@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs a command, prints the CPU seconds that it took and fails if they are too many: .ci/cpu_seconds.py 750 make test
+"""A limit for the CPU seconds of a command: .ci/cpu_seconds.py 1500 make test
 
-Those of all its processes count, even of those that outlive their parents: ranks are forked from one of these.
+The seconds of all its processes count, even of those that outlive their parents, as ranks do.
 """
 
 import ctypes

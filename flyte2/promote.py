@@ -1,4 +1,4 @@
-"""The training and promotion of a model under Flyte 2, if it is better than the promoted one; nightly, once activated.
+"""A training under Flyte 2 whose model is promoted if it is better than the promoted one; nightly, once activated.
 
 With --artifact mnist a promoted model is an artifact, too, which starts triggers such as that of flyte2/inference.py.
 
@@ -31,7 +31,7 @@ from flyte_ddp.settings import RunOptions
 promotion = image_training.environment("promotion", most_gpus=1)
 publication = workflow_environment("publication")
 workflow = workflow_environment("promote", preparation, training, promotion, publication)
-return_environment = workflow_environment("roll_back", secrets=["MLFLOW_TRACKING_URI"])
+roll_back_environment = workflow_environment("roll_back", secrets=["MLFLOW_TRACKING_URI"])
 
 # Not active when deployed: flyte update trigger nightly promote.main --activate
 nightly = flyte.Trigger(
@@ -84,7 +84,7 @@ async def main(
     return outputs
 
 
-@return_environment.task(report=True)
+@roll_back_environment.task(report=True)
 async def roll_back(place: str = registration().promote_to, name: str = "") -> RollBackOutputs:
     """Promote an earlier version again; without a name only show the history and the versions.
 

@@ -1,4 +1,4 @@
-"""Shows, without a cluster, what would be registered: python -m scripts.dry_run [IMAGE]."""
+"""A list of what would be registered, made without a cluster: python -m scripts.dry_run [IMAGE]."""
 
 import io
 import json
@@ -41,8 +41,10 @@ def build_package(
     package: str = "workflows",
     folder: Path = ROOT,
 ) -> Package:
-    """Packages a Python package's workflows, found in the folder, for this image, and reads the result; raises
-    RuntimeError with pyflyte's output."""
+    """Package the workflows of a Python package in the folder for this image, and read the result.
+
+    Raises RuntimeError with pyflyte's output.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         archive = Path(temporary, "package.tgz")
         command = ["pyflyte", "--pkgs", package, "package", "--image", f"trainer={image}", "--output", str(archive)]
@@ -72,7 +74,7 @@ def read_package(archive: bytes) -> Package:
 
 
 class Container(NamedTuple):
-    """What a task's main container has, and more: settings of its pod."""
+    """A task's main container, and in more the other settings of its pod."""
 
     image: str
     requests: str
@@ -141,7 +143,7 @@ def describe_task(task: Any) -> Iterator[tuple[str, str]]:
 
 
 def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iterator[tuple[str, str]]:
-    """The facts of a launch plan, including inputs that differ from the workflow's own defaults."""
+    """Name the facts of a launch plan, including inputs that differ from the workflow's own defaults."""
     yield "workflow", spec.workflow_id.name
     for name, parameter in spec.default_inputs.parameters.items():
         value, default = decode(parameter.default), decode(defaults.default_inputs.parameters[name].default)
@@ -157,7 +159,7 @@ def describe_launch_plan(spec: LaunchPlanSpec, defaults: LaunchPlanSpec) -> Iter
 
 
 def summary(tasks: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each task: its name, image, limits and secrets."""
+    """Return a heading, and a line for each task: its name, image, limits and secrets."""
     lines = [("Task", "image", "limits", "secrets")]
     for name, task in tasks.items():
         container = container_of(task)
@@ -174,7 +176,7 @@ def amounts(resources: Iterable[Any]) -> str:
 
 
 def decode(literal: Literal) -> Any:
-    """The value of a scalar literal; a dataclass becomes a dictionary."""
+    """Return the value of a scalar literal; a dataclass becomes a dictionary."""
     if literal.scalar.HasField("binary"):
         return msgpack.unpackb(literal.scalar.binary.value)
     primitive = literal.scalar.primitive

@@ -1,4 +1,4 @@
-"""Shows, without a cluster, what would be deployed on a cluster of Flyte 2: python -m scripts.dry_run2 [IMAGE]."""
+"""A list of what flyte2/ would deploy, made without a cluster of Flyte 2: python -m scripts.dry_run2 [IMAGE]."""
 
 import sys
 from typing import Any
@@ -10,11 +10,11 @@ from scripts.dry_run import ROOT, describe_task, show, summary
 
 
 def main(image: str = "flyte-ddp-training:latest") -> None:
-    # nothing is sent to this address
+    # Nothing is sent to this address
     flyte.init(endpoint="localhost:1", root_dir=ROOT, images={"trainer": image}, project="PROJECT", domain="DOMAIN")
     environments = [module.workflow for module in (mnist, sweep, promote, inference, multinode)]
     deployments = flyte.deploy(
-        *environments, promote.return_environment, dry_run=True, version="dry-run", copy_style="none"
+        *environments, promote.roll_back_environment, dry_run=True, version="dry-run", copy_style="none"
     )
     deployed: list[Any] = [environment for one in deployments for environment in one.envs.values()]
     tasks = {

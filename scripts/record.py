@@ -1,4 +1,4 @@
-"""Records the terminal while a training is killed and goes on: python -m scripts.record docs/killed.svg
+"""A picture of the terminal while a training is killed and goes on: python -m scripts.record docs/killed.svg
 
 Four ranks, which get SIGKILL in the second epoch; then the same command with three; then, elsewhere, one rank that
 nobody disturbs. The picture plays once, faster than it happened; where there are no CSS animations, it shows the end.

@@ -1,4 +1,4 @@
-"""Registers with pyflyte, and explains refusals: python -m scripts.register CONFIG [ARGUMENT ...]."""
+"""Registration by pyflyte, with explanations of refusals: python -m scripts.register CONFIG [ARGUMENT ...]."""
 
 import re
 import shlex
@@ -30,7 +30,7 @@ class Registered(NamedTuple):
 
 
 def register(config: str, arguments: Sequence[str]) -> Registered:
-    """Registers workflows/ on the cluster that the file names, each time as a new version unless one is given.
+    """Register workflows/ on the cluster that the file names, each time as a new version unless one is given.
 
     flytekit's own version ignores sizes, and it writes some lists in random order, so that registering the same version
     again would be refused.
@@ -69,7 +69,7 @@ def register(config: str, arguments: Sequence[str]) -> Registered:
 
 
 def explain(shown: str, result: Registered, asked: Registration) -> str:
-    """Explains a failed registration: which sizes were refused, which variables set them, and what has been stored."""
+    """Explain a failed registration: which sizes were refused, which variables set them, and what has been stored."""
     parts = []
     if refused := REFUSED.search(shown):
         parts += [f"Refused because of its size: {refused[0]}.", sizes(asked, refused[1])]
@@ -89,7 +89,7 @@ def is_unreachable(shown: str) -> bool:
 
 
 def sizes(asked: Registration, resource: str) -> str:
-    """All sizes by their variables, those of the refused resource first."""
+    """List all sizes by their variables, those of the refused resource first."""
     names = {"CPU": "cpu", "MEMORY": "memory", "GPU": "gpus", "EPHEMERAL_STORAGE": "disk", "STORAGE": "disk"}
     values = {name: str(value) for name, value in asdict(asked).items() if name.endswith((*names.values(), "disk"))}
     limits = training_sizes(asked.training_gpus)["limits"]

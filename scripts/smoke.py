@@ -1,4 +1,4 @@
-"""Registers everything and runs every workflow with small inputs on a cluster: make smoke IMAGE=… CLUSTER_CONFIG=…
+"""A run of every workflow with small inputs on a cluster, after registering all: make smoke IMAGE=… CLUSTER_CONFIG=…
 
 Workflows with cached tasks run twice. The exit status is 0 if all runs succeeded and every second run came from the
 cache.
@@ -46,9 +46,9 @@ ENDED = (WorkflowExecution.SUCCEEDED, WorkflowExecution.FAILED, WorkflowExecutio
 
 
 def small_inputs(seed: int) -> dict[str, dict[str, Any]]:
-    """Inputs with which each workflow takes seconds, on data in the image; a new seed avoids cache hits."""
-    once: dict[str, Any] = {"epochs": 1, "train_fraction": 0.04}  # of digits an epoch makes 25
-    digits = {"dataset": "digits", "seed": seed, **once}
+    """Return inputs with which each workflow takes seconds, on data in the image; a new seed avoids cache hits."""
+    short: dict[str, Any] = {"epochs": 1, "train_fraction": 0.04}
+    digits = {"dataset": "digits", "seed": seed, **short}
     mnist, cifar10 = Hyperparameters(**digits), CIFAR10Hyperparameters(**digits)
     return {
         "workflows.mnist.pytorch_training_wf": {"hp": mnist},
@@ -60,11 +60,11 @@ def small_inputs(seed: int) -> dict[str, dict[str, Any]]:
         },
         "workflows.multinode.pytorch_multinode_wf": {"hp": mnist},
         "workflows.multinode.cifar10_multinode_wf": {"hp": cifar10},
-        "workflows.image_folder.image_folder_wf": {"hp": FolderHyperparameters(seed=seed, **once)},
+        "workflows.image_folder.image_folder_wf": {"hp": FolderHyperparameters(seed=seed, **short)},
         "workflows.export.export_wf": {"options": ClassifierExport(dataset="digits")},
         "workflows.export.export_folder_wf": {},
         "workflows.inference.inference_wf": {"options": InferenceOptions(dataset="digits", shards=2)},
-        # a folder in the pod, which vanishes with it: writing to a real place is not tried
+        # A folder in the pod, which vanishes with it: writing to a real place is not tried
         "workflows.promote.promote_wf": {"place": "/var/tmp/promoted", "hp": mnist},
         "workflows.promote.roll_back_wf": {"place": "/var/tmp/promoted"},
         "workflows.sweep.sweep_wf": {
@@ -91,13 +91,13 @@ class Run(NamedTuple):
 
 
 class Cluster:
-    """Runs registered workflows and reports the outcome."""
+    """The cluster on which registered workflows run."""
 
     def __init__(self, config: str, project: str, domain: str):
         self.remote = FlyteRemote(Config.auto(config), project, domain)
 
     def run_all(self, inputs: dict[str, dict[str, Any]], version: str, minutes: float) -> list[Run]:
-        """Starts all at once and waits for them; terminates what is still running then, or on Ctrl-C."""
+        """Start all at once and wait for them, for `minutes` at most; terminate what still runs then, or on Ctrl-C."""
         running: dict[str, Any] = {}
         ended: list[Run] = []
         deadline = time.monotonic() + 60 * minutes
@@ -140,7 +140,7 @@ class Cluster:
         )
 
     def nodes(self, execution: WorkflowExecutionIdentifier, parent: str) -> Iterator[NodeExecution]:
-        """All nodes, including those in dynamic tasks and sub-workflows."""
+        """Yield all nodes, including those in dynamic tasks and sub-workflows."""
         asked = NodeExecutionListRequest(
             workflow_execution_id=execution.to_flyte_idl(), limit=100, unique_parent_id=parent
         )
@@ -155,7 +155,7 @@ class Cluster:
                 return
 
     def count(self, node: NodeExecution) -> tuple[int, list[int]]:
-        """How many pods a node has had, and the cache statuses of its cached tasks."""
+        """Return how many pods a node has had, and the cache statuses of its cached tasks."""
         asked = TaskExecutionListRequest(node_execution_id=node.id, limit=100)
         attempts = RawSynchronousFlyteClient.list_task_executions_paginated(self.remote.client, asked).task_executions
         if node.metadata.is_array:

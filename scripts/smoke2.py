@@ -1,4 +1,4 @@
-"""Runs what flyte2/ has on a cluster of Flyte 2 with small inputs: make smoke2 IMAGE=… CLUSTER_CONFIG=…
+"""A run of what flyte2/ has on a cluster of Flyte 2, with small inputs: make smoke2 IMAGE=… CLUSTER_CONFIG=…
 
 MNIST twice, a sweep, a promotion, predictions; with DDP_NNODES, many nodes, too. Deploys the nightly promotion, without
 activating it. Prints where each run is seen, and each action's phase, attempts, seconds and cache. The exit status is 0
@@ -50,8 +50,8 @@ def main() -> int:
 
 
 def all_runs(start: Callable[..., Any]) -> Iterator[Any]:
-    """Each run, once it has ended; start: takes a task and its inputs."""
-    # of digits an epoch makes 25; a new seed avoids the cache of earlier days
+    """Yield each run once it has ended. start: runs a task with its inputs, and waits for its end."""
+    # A new seed avoids the cache of earlier days
     hp = Hyperparameters(dataset="digits", epochs=1, train_fraction=0.04, seed=int(time.time()) % 2**31)
     yield start(mnist.main, hp=hp)
     trained = start(mnist.main, hp=hp)
