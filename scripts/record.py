@@ -65,4 +65,6 @@ def run(arguments: list[str], is_killed: bool, show: Callable[..., None]) -> Non
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])
