@@ -34,6 +34,14 @@ ELSEWHERE = {
     'flyte run --local flyte2/sweep.py main --sweep \'{"values": {"learning_rate": [0.05, 0.1]}}\' --hp '
     "'{\"epochs\": 1}'": "tests/flyte2/test_local.py",
     "make dry-run2 IMAGE=registry.example.org/me/trainer:1": "tests/flyte2/test_environment.py",
+    "flyte run --local flyte2/promote.py main --place models": "tests/flyte2/test_local.py",
+    "flyte run --local flyte2/inference.py main --model_state models/versions/*/model.pt --shards 2": (
+        "tests/flyte2/test_local.py"
+    ),
+    "pyflyte run workflows/cifar10.py cifar10_wf": "tests/test_other_datasets.py",
+    "pyflyte run workflows/image_folder.py image_folder_wf": "tests/test_image_folder.py",
+    'pyflyte run workflows/sweep.py sweep_wf --hp \'{"epochs": 4}\' --sweep \'{"values": {"learning_rate": '
+    '[0.05, 0.1, 0.2, 0.4]}, "reduction_factor": 4}\'': "tests/sweep/test_halving.py",
 }
 NOT_RUN = {
     **ELSEWHERE,
