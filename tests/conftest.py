@@ -70,7 +70,7 @@ def output() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(request: pytest.FixtureRequest) -> None:  # a name that no test's parameter has, or it would not run
     """The process that a session's ranks are forked from imports what else many of their recipes need, once."""
-    modules = ["flyte_ddp.engine.worker", "tests.forked"]
+    modules = ["flyte_ddp.engine.worker", "tests.forked", "tests.small_training"]
     if any(item.get_closest_marker("slow") for item in request.session.items):
         modules += ["lightning.pytorch", "peft", "timm", "transformers.models.bert.modeling_bert"]
     launcher.warm_up([*launcher.PRELOAD, *modules])

@@ -125,6 +125,10 @@ def test_equal_bytes_on_any_number_of_ranks(train, one_rank):
 def test_rows_of_any_kind_have_equal_bytes(train, recipe):
     settings = {"recipe": named(recipe), "virtual_ranks": 3, **SHORT}
     assert identical(*(train(nproc, name=f"{nproc}", **settings) for nproc in (1, 3)))
+
+
+@pytest.mark.parametrize("recipe", first_and_slow("Raw", "Slopes"))
+def test_without_virtual_ranks_they_are_as_close_as_rounding(train, recipe):
     few = {"recipe": named(recipe), "batch_size": 33, "train_fraction": 66 / 318}
     assert relative_difference(train(2, name="plain", **few), train(1, name="exact", virtual_ranks=2, **few)) < 1e-4
 

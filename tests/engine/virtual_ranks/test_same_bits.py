@@ -56,7 +56,7 @@ def test_equal_bytes_on_one_two_three_and_five_ranks(train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [BATCH_NORM, SHORT, {"precision": "bfloat16", "validation_fraction": 0.1}])
+@pytest.mark.parametrize("settings", [{**BATCH_NORM, "precision": "bfloat16", "validation_fraction": 0.1}, SHORT])
 def test_equal_bytes_with_what_a_network_may_have(train, settings):
     assert identical(*(train(nproc, name=f"{nproc}", virtual_ranks=5, **settings) for nproc in (1, 3)))
 
