@@ -1,5 +1,6 @@
 """Under Lightning, which samples each rank sees: orders, splits, samplers, also after a resume."""
 
+import functools
 import json
 from typing import Any
 
@@ -12,9 +13,21 @@ from tests.lightning.project import KilledError, at_checkpoint, kill, of, settin
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
 
 
-def test_ranks_draw_the_same_orders_and_splits_and_their_own_numbers_in_steps(tmp_path):
-    trained = train(tmp_path / "run", settings(epochs=2), "numerals.variants:Seen", "numerals.loaders:InTwo")
-    seen = [json.loads((tmp_path / "run" / "logs" / f"seen-{rank}").read_text()) for rank in range(2)]
+@pytest.fixture(scope="module")
+def whole(project, tmp_path_factory):
+    """whole(data): an undisturbed training on these data, and its folder."""
+
+    @functools.cache
+    def once(data):
+        folder = tmp_path_factory.mktemp(data)
+        return train(folder, settings(epochs=2), "numerals.variants:Seen", f"numerals.loaders:{data}"), folder
+
+    return once
+
+
+def test_ranks_draw_the_same_orders_and_splits_and_their_own_numbers_in_steps(whole):
+    trained, folder = whole("InTwo")
+    seen = [json.loads((folder / "logs" / f"seen-{rank}").read_text()) for rank in range(2)]
     orders = []
     for split, count in {"train": 30, "validation 0": 24, "validation 1": 16}.items():
         for epoch in range(2):
@@ -45,24 +58,23 @@ def seen_by(folder, *split):
 
 
 @pytest.mark.parametrize("data", ["InTwo", "Sampled"])
-def test_after_a_resume_samples_that_are_drawn_are_those_of_an_undisturbed_training(tmp_path, data):
+def test_after_a_resume_samples_that_are_drawn_are_those_of_an_undisturbed_training(tmp_path, whole, data):
     of_two: Any = {
         "settings": settings(epochs=2),
         "module": "numerals.variants:Seen",
         "data": f"numerals.loaders:{data}",
     }
-    train(tmp_path / "whole", **of_two)
     with pytest.raises(KilledError):
         train(tmp_path / "killed", **of_two, on_event=at_checkpoint(1, kill))
     train(tmp_path / "killed", **of_two)
     second = ("train", 1), ("validation", 1)
-    assert seen_by(tmp_path / "killed", *second) == seen_by(tmp_path / "whole", *second)
+    assert seen_by(tmp_path / "killed", *second) == seen_by(whole(data)[1], *second)
 
 
-def test_what_a_sampler_of_the_users_draws_is_dealt_out(tmp_path):
-    train(tmp_path, settings(epochs=2), "numerals.variants:Seen", "numerals.loaders:Sampled")
+def test_what_a_sampler_of_the_users_draws_is_dealt_out(whole):
+    _, folder = whole("Sampled")
     epochs = [
-        [index for rank in seen_by(tmp_path, ("train", epoch)) for *_, batch, _ in rank for index in batch]
+        [index for rank in seen_by(folder, ("train", epoch)) for *_, batch, _ in rank for index in batch]
         for epoch in (0, 1)
     ]
     assert [len(epoch) for epoch in epochs] == [60, 60]
