@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import pickle
 import re
@@ -39,6 +40,7 @@ RESOURCES = {
 }  # fmt: skip
 LARGEST_SHARE = 0.8  # of the memory limit: other versions of torch want their part too
 STORAGE_CLIENT = 90 * 2**20  # s3fs and botocore, measured: with paths of this machine flytekit leaves them alone
+CORES = itertools.cycle(sorted(os.sched_getaffinity(0)))
 PATIENCE_SECONDS = 300  # for what takes some 20 s: a test that fails should say so, instead of blocking all others
 
 
@@ -136,8 +138,8 @@ class Pod:
             "{{.prevCheckpointPrefix}}": str(previous.checkpoints) if previous else '""',
         }
         self.command = [values.get(argument, argument) for argument in container_of(task).args]
-        if cores:
-            mine = sorted(os.sched_getaffinity(0))[:cores]
+        if cores:  # others than those of the pod before, which may run beside this one
+            mine = [next(CORES) for _ in range(cores)]
             program = f"import os, sys; os.sched_setaffinity(0, {mine}); os.execvp(sys.argv[1], sys.argv[1:])"
             self.command = [sys.executable, "-c", program, *self.command]
         # as in the image: the code is found by PYTHONPATH, and none of the registration's settings are there

@@ -14,6 +14,7 @@ import torch
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import environment_from_variables
 from tests.commands import ROOT, free_port, same
+from tests.pod import CORES
 
 HP = '{"dataset": "digits", "epochs": 1, "batch_size": 512, "train_fraction": 0.2, "precision": "float32"}'
 MODULE = ("-m", "workflows.without_flyte")
@@ -21,7 +22,7 @@ MODULE = ("-m", "workflows.without_flyte")
 
 def on_cores(count):
     """As many threads for each rank decide the last bits, wherever it runs."""
-    return functools.partial(os.sched_setaffinity, 0, sorted(os.sched_getaffinity(0))[:count])
+    return functools.partial(os.sched_setaffinity, 0, [next(CORES) for _ in range(count)])
 
 
 def start(output, *command, hp=HP, cores=2, **environment):
