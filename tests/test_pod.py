@@ -81,29 +81,12 @@ def test_pods_train_as_a_local_run_does(place, prepared):
 
 
 @pytest.mark.slow
-def test_retry_goes_on_from_the_checkpoint_of_a_killed_pod_and_says_where_its_logs_are(place, small, undisturbed):
-    options = RunOptions(checkpoint_seconds=0.4)  # within an epoch, and so rarely that the last one is whole
-    first = training_pod(small, place / "killed", options)
-    names = "logs/console.log", "logs/progress.jsonl", "report.html"
-    stored, progress, report = (place / "killed" / "raw" / name for name in names)
-    written = (report.exists, stored.exists, lambda: any(one.seconds["steps"] for one in attempts_in(progress)))
-    first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint") and all(is_there() for is_there in written))
-    assert not first.outputs_file.exists()
-    second = training_pod(small, place / "retried", options, previous=first)
-    assert accuracies(second.run()) == undisturbed
-    assert "resuming from the checkpoint" in second.log
-    assert is_whole(second.checkpoints / "checkpoint"), "for the attempt after this one"
-    assert f"; those of the previous attempt: {stored.parent}\n" in second.log
-    before, now = attempts_in(place / "retried" / "raw" / "logs" / "progress.jsonl")
-    assert before.seconds["steps"] + before.seconds["lost"] > 0
-    assert now.seconds["between"] == pytest.approx(now.began - before.ended)
-
-
-@pytest.mark.slow
-def test_a_pod_that_is_asked_to_stop_loses_nothing(place, small, undisturbed):
-    """As Kubernetes does it, to the main process, and again while what is left of it ends."""
-    options, hp = RunOptions(checkpoint_seconds=1e9), dataclasses.replace(SMALL, log_interval=1)
-    first = training_pod(small, place / "asked", options, hp=hp)
+def test_attempts_that_are_asked_to_stop_or_killed_lose_nothing_and_the_next_says_where_their_logs_are(
+    place, small, undisturbed
+):
+    """Asked as Kubernetes does it: the main process, and again while what is left of it ends. Then killed."""
+    hp = dataclasses.replace(SMALL, log_interval=1)
+    first = training_pod(small, place / "asked", RunOptions(checkpoint_seconds=1e9), hp=hp)
     with first.running() as process:
         first.wait_until(lambda: "Train Epoch" in first.log, process)
         for _ in range(3):
@@ -111,9 +94,29 @@ def test_a_pod_that_is_asked_to_stop_loses_nothing(place, small, undisturbed):
         process.wait(60)
     assert "SIGTERM: stopped on request before epoch" in first.error.error.message, first.log
     assert is_whole(first.checkpoints / "checkpoint")
-    second = training_pod(small, place / "asked-again", options, hp=hp, previous=first)
-    assert accuracies(second.run()) == undisturbed
+
+    options = RunOptions(checkpoint_seconds=0.4)  # within an epoch, and so rarely that the last one is whole
+    second = training_pod(small, place / "killed", options, hp=hp, previous=first)
+    names = "logs/console.log", "logs/progress.jsonl", "report.html"
+    stored, progress, report = (place / "killed" / "raw" / name for name in names)
+    written = (report.exists, stored.exists, lambda: any(one.seconds["steps"] for one in attempts_in(progress)[1:]))
+    asked = (first.checkpoints / "checkpoint").read_bytes()
+
+    def has_a_checkpoint():
+        checkpoint = second.checkpoints / "checkpoint"
+        return is_whole(checkpoint) and checkpoint.read_bytes() != asked  # it begins with that of the first
+
+    second.kill_when(lambda: all(is_there() for is_there in written) and has_a_checkpoint())
+    assert not second.outputs_file.exists()
     assert "resuming from the checkpoint" in second.log
+    third = training_pod(small, place / "retried", options, hp=hp, previous=second)
+    assert accuracies(third.run()) == undisturbed
+    assert "resuming from the checkpoint" in third.log
+    assert is_whole(third.checkpoints / "checkpoint"), "for the attempt after this one"
+    assert f"; those of the previous attempt: {stored.parent}\n" in third.log
+    _, before, now = attempts_in(place / "retried" / "raw" / "logs" / "progress.jsonl")
+    assert before.seconds["steps"] + before.seconds["lost"] > 0
+    assert now.seconds["between"] == pytest.approx(now.began - before.ended)
 
 
 @pytest.mark.slow
