@@ -66,7 +66,7 @@ def train(job: str, data: str, folder: str) -> None:
     def on_event(event: Event) -> None:
         nonlocal steps
         if isinstance(event, RunStarted):
-            steps = event.steps_per_epoch
+            steps = event.steps_per_epoch or 0
             ranks = sorted(multiprocessing.active_children(), key=lambda process: process.name)
             print("pids", os.getpid(), *(process.pid for process in ranks))
             print("start", event.first_epoch * steps + event.first_step, flush=True)

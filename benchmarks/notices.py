@@ -91,7 +91,7 @@ def _send(train: Callable[..., Any], door: str, phase: str, where: str, sent: Pa
     def listen(event: Event) -> None:
         nonlocal done, begun, steps
         if isinstance(event, RunStarted):
-            steps = event.steps_per_epoch
+            steps = event.steps_per_epoch or 0
             begun = event.first_epoch * steps + event.first_step
         elif isinstance(event, StepLogged):
             done = event.epoch * steps + event.step

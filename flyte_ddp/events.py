@@ -34,6 +34,7 @@ class RunStarted(Event):
     Attributes:
         samples: what the samples are called, in the plural, such as "images".
         headline: the name of the run's main measure besides its loss.
+        epochs, steps_per_epoch: None for a script, which tells steps alone, with 0 as their epoch.
         percent: names of the measures from 0 to 1 that are shown in per cent.
         layers: name, type and number of parameters of each module that has parameters of its own.
         validation_samples: the size of the validation split; 0 if each epoch is evaluated on the test split.
@@ -44,7 +45,6 @@ class RunStarted(Event):
             run.
         earlier: position and digest of each evaluation before a resume, as in EpochFinished.
         may_end_early: whether early stopping may end training before its last epoch.
-        has_epochs: False for a script, which tells only steps: its run counts as one epoch with a single step.
     """
 
     method = "on_run_started"
@@ -60,8 +60,8 @@ class RunStarted(Event):
     backend: str
     device: str
     precision: str
-    epochs: int
-    steps_per_epoch: int
+    epochs: int | None
+    steps_per_epoch: int | None
     first_epoch: int
     first_step: int
     startup_seconds: float
@@ -73,7 +73,6 @@ class RunStarted(Event):
     ran_on: list[dict[str, Any]] = field(default_factory=list)
     earlier: list[tuple[float, str]] = field(default_factory=list)
     may_end_early: bool = False
-    has_epochs: bool = True
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from flyte_ddp.report.words import (
     in_words,
     rank_tables,
     split_sizes,
+    start_position,
     time_left,
 )
 from flyte_ddp.text import counted, masked
@@ -147,9 +148,9 @@ class Console(Remarks):
         self._run = event
         self._ranks = []
         hosts = len({*event.hosts})
-        sizes = f"{split_sizes(event)}; " if event.has_epochs else ""
+        sizes = split_sizes(event)
         say(
-            f"{event.dataset}: {sizes}{event.world_size} rank{'s' * (event.world_size > 1)} "
+            f"{event.dataset}: {sizes}{'; ' * bool(sizes)}{event.world_size} rank{'s' * (event.world_size > 1)} "
             f"{f'on {hosts} hosts ' * (hosts > 1)}"
             f"({event.backend}, {event.device}, {event.precision}), ready after {event.startup_seconds:.1f} s"
         )
@@ -158,8 +159,7 @@ class Console(Remarks):
         for remark in event.remarks:
             say(remark)
         if event.first_epoch or event.first_step:
-            position = f": epoch {event.first_epoch + 1}, step {event.first_step + 1}" if event.has_epochs else ""
-            say(f"resuming from the checkpoint{position}")
+            say(": ".join(filter(None, ["resuming from the checkpoint", start_position(event)])))
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
         measured = self._measured(event.split, event.evaluated)
@@ -194,7 +194,7 @@ class Console(Remarks):
         say(f"{early}{chosen}: epoch {counted(event.position)}{gives}")
 
     def on_step_logged(self, event: events.StepLogged) -> None:
-        if not self._run.has_epochs:
+        if not self._run.steps_per_epoch:
             say("\t".join([f"Step {event.step}", *script_figures(event)]))
             return
         done = event.step / self._run.steps_per_epoch
@@ -251,20 +251,18 @@ class LiveConsole(Console):
 
     def on_run_started(self, event: events.RunStarted) -> None:
         super().on_run_started(event)
-        if not event.has_epochs:
-            self._progress.update(self._task, description="Running the script", total=None)
-            return
+        steps = event.steps_per_epoch or 0
         self._progress.update(
             self._task,
-            description=f"Epoch {event.first_epoch + 1}/{event.epochs}",
-            total=event.epochs * event.steps_per_epoch,
-            completed=event.first_epoch * event.steps_per_epoch + event.first_step,
+            description=f"Epoch {event.first_epoch + 1}/{event.epochs}" if steps else "Running the script",
+            total=steps * (event.epochs or 0) or None,
+            completed=event.first_epoch * steps + event.first_step,
             left="",
         )
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         run = self._run
-        if not run.has_epochs:
+        if not run.steps_per_epoch:
             self._progress.update(self._task, description=", ".join([f"Step {event.step}", *script_figures(event)]))
             return
         measured = self._measured("", event.measures, 3, event.measures)
@@ -307,10 +305,10 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     if len(tested) > MOST_SAID:
         tested = [tested[0], "…", *tested[-MOST_SAID + 1 :]]
     lines = []
-    if run and run.has_epochs:
+    if run and run.epochs:
         stand_in = " (stand-in)" if info.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {split_sizes(run)}{stand_in}"))
-    if run and not run.has_epochs and record.steps:
+    elif record.steps:
         lines.append(("Figures", ", ".join([f"step {record.steps[-1].step}", *script_figures(record.steps[-1])])))
     by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
     if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may evaluate nothing
@@ -330,7 +328,7 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
         lines.append(("Weights", record.digest))
     lines += [("Warning", warning.reason) for warning in record.problems]
     if show_paths:
-        files = ("Model", str(model)) if run and run.has_epochs else ("Files", str(model.parent))
+        files = ("Model", str(model)) if run and run.epochs else ("Files", str(model.parent))
         lines += [files, ("Report", str(report)), ("Next", next_step(info, report))]
     width = max(len(label) for label, _ in lines) + 2
     say_last("\n" + "\n".join(f"{label + ':':<{width}}{text}" for label, text in lines))

@@ -31,7 +31,7 @@ def tiles(record: Record) -> list[tuple[str, str]]:
     description = record.info.description
     tested = record.tested
     split = record.split
-    if run and not run.has_epochs:
+    if run and not run.epochs:
         figures = record.steps[-1].measures if record.steps else {}
         names = [*figures][:MOST_MEASURES]
         shown = [(record.format_measure(name, figures), f"{in_words(name)}, newest") for name in names]
@@ -194,7 +194,7 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
     ]
     return {
         "Hyperparameters": _settings(info.settings),
-        **({"Network": _network(record)} if run and run.has_epochs else {}),
+        **({"Network": network} if (network := _network(record)) else {}),
         "Options": _settings(info.options),
         "Versions and machine": surroundings().items(),
         "This run": lines,
@@ -203,7 +203,7 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
 
 def _network(record: Record) -> list[tuple[str, str]]:
     lines = []
-    if record.finished:
+    if record.finished and record.finished.results[0].parameters:
         result = record.finished.results[0]
         lines.append(("All", f"{result.parameters:,} parameters"))
         if result.sample_flops:

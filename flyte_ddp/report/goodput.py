@@ -5,6 +5,7 @@ cannot know how long its first attempt was queued.
 """
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -121,7 +122,7 @@ class Goodput:
         self.attempts = [*copy.deepcopy(list(earlier)), Attempt(began, heard)]
         self._cause = "recovering" if earlier else "starting"
         self._data = self._stragglers = 0.0  # seconds since the ranks began
-        self._epochs = 0
+        self._epochs = math.inf
         if earlier:
             self._now.seconds["between"] = max(0.0, began - earlier[-1].ended)
         self.wait(began + fetched)
@@ -163,8 +164,8 @@ class Goodput:
                 if attempt.lose(*position):  # training continues from this attempt
                     break
             now.mark(*position)
-            self._cause = "steps" if event.first_epoch < event.epochs else "finishing"
-            self._epochs = event.epochs
+            self._cause = "steps" if event.first_epoch < (event.epochs or math.inf) else "finishing"
+            self._epochs = event.epochs or math.inf
             self._data = 0.0
             self._stragglers = 0.0
         elif isinstance(event, events.EpochFinished):

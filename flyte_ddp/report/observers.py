@@ -186,24 +186,24 @@ class TimeLeft:
         if isinstance(event, RunStarted):
             self._began = self._now()
             self._run = event
-            self._first = self._evaluated = event.first_epoch * event.steps_per_epoch + event.first_step
+            self._first = self._evaluated = event.first_epoch * (event.steps_per_epoch or 0) + event.first_step
             self._evaluating = 0.0
         elif isinstance(event, EpochFinished):
-            self._evaluated = round(event.position * self._run.steps_per_epoch)
+            self._evaluated = round(event.position * (self._run.steps_per_epoch or 0))
             self._evaluating += event.evaluate_seconds
         elif isinstance(event, StepLogged):
             return replace(event, seconds_left=self._left(event))
         return event
 
     def _left(self, event: StepLogged) -> float | None:
-        """Return the seconds from this step to the end of training; None in the attempt's first FIRST_SECONDS."""
+        """Return the seconds from this step to the end of training; None if unknown, as in the first FIRST_SECONDS."""
         run = self._run
         seconds = self._now() - self._began
+        if seconds < FIRST_SECONDS or not run.epochs or not run.steps_per_epoch:
+            return None
         done = event.epoch * run.steps_per_epoch + event.step
         # In a user's own loop, a later epoch may be longer than the first one
         steps = max(done, run.epochs * run.steps_per_epoch)
-        if seconds < FIRST_SECONDS:
-            return None
         stepping = (seconds - self._evaluating) / max(1, done - self._first) * (steps - done)
         evaluating = self._evaluating / max(1, self._evaluated - self._first) * (steps - self._evaluated)
         return round(stepping + evaluating, 1)

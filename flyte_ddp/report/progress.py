@@ -84,7 +84,7 @@ class ProgressFile(events.Observer):
         if (
             self._steps >= WRITTEN_STEPS
             and now - self._last < elapsed / WRITTEN_STEPS
-            and (event.step < run.steps_per_epoch or not run.has_epochs)
+            and event.step < (run.steps_per_epoch or math.inf)
         ):
             self._left_out = event
             return

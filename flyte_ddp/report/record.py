@@ -14,7 +14,7 @@ from flyte_ddp.data.description import DatasetDescription
 from flyte_ddp.engine.job import PREDICTIONS, KeptModel, TrainingResult
 from flyte_ddp.launch.failures import describe_error
 from flyte_ddp.report.goodput import Goodput
-from flyte_ddp.report.words import format_measure
+from flyte_ddp.report.words import format_measure, start_position
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.text import shortened
 
@@ -163,8 +163,8 @@ class Record(events.Observer):
             self._note(f"{remark}.")
         if event.first_epoch or event.first_step:
             begin = "" if self.steps else ", where the curves of steps begin"
-            position = f" at epoch {event.first_epoch + 1}, step {event.first_step + 1}" if event.has_epochs else ""
-            self._note(f"Resumed from a checkpoint{position}{begin}.")
+            position = start_position(event)
+            self._note(f"Resumed from a checkpoint{' at ' * bool(position)}{position}{begin}.")
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         self.seconds_left = event.seconds_left
@@ -226,7 +226,7 @@ class Record(events.Observer):
             return "Failed"
         if self.finished:
             return "Finished"
-        if self.started and not self.started.has_epochs:
+        if self.started and not self.started.epochs:
             return "Training"
         if self.started:
             done = int(self.epochs[-1].position) if self.epochs else self.started.first_epoch
@@ -242,7 +242,7 @@ class Record(events.Observer):
         """Return what is trained on: "on DATASET", or "of RECIPE" while the dataset is unknown."""
         if self.info.description:
             return f"on {self.info.description.name}"
-        if self.started and self.started.has_epochs:
+        if self.started and self.started.epochs:
             return f"on {self.started.dataset}"
         return f"of {self.info.recipe_name}"
 
@@ -299,8 +299,8 @@ class Record(events.Observer):
         return format_measure(name, measures[name], percent) if name in measures else "-"
 
     def position(self, step: events.StepLogged | events.Warned) -> float:
-        """Return the position of a step in epochs, with fractions; 0.0 before the run has started."""
-        return step.epoch + step.step / self.started.steps_per_epoch if self.started else 0.0
+        """Return the position of a step in epochs, or in steps without epochs; 0.0 before the run has started."""
+        return step.epoch + step.step / (self.started.steps_per_epoch or 1) if self.started else 0.0
 
     def _note(self, text: str) -> None:
         if len(self.notes) < MOST_NOTES:

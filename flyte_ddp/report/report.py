@@ -98,7 +98,7 @@ def fragment(record: Record) -> str:
 
 def _drawings(several: Sequence[Curves], record: Record) -> list[Drawing]:
     shown = [one for one in several if any(one.series.values())]
-    if record.started and not record.started.has_epochs:
+    if record.started and not record.started.epochs:
         shown = [dataclasses.replace(one, x="steps") for one in shown]
     return [Drawing(one.title, draw(one)) for one in shown]
 

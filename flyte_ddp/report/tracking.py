@@ -43,16 +43,14 @@ class Tracking(Observer):
         self._tracker = tracker
         self._folder = folder
         self._steps_per_epoch = 1
-        self._has_epochs = True
         self._step = 0
         self._logged: dict[str, int] = {}  # the last step of each group
         self._has_succeeded = False
         tracker.open(run_parameters(info))
 
     def on_run_started(self, event: RunStarted) -> None:
-        self._steps_per_epoch = event.steps_per_epoch
-        self._has_epochs = event.has_epochs
-        self._step = event.first_epoch * event.steps_per_epoch + event.first_step
+        self._steps_per_epoch = event.steps_per_epoch or 0
+        self._step = event.first_epoch * self._steps_per_epoch + event.first_step
         self._tracker.describe(attempt_world(event), event.layers)
 
     def on_step_logged(self, event: StepLogged) -> None:
@@ -60,7 +58,7 @@ class Tracking(Observer):
         values = _named("train", {**event.measures, **rename_taken(event.measures, step_figures(event))})
         if self._info.options.log_gradients:
             values |= _named("gradient_norm", event.gradient_norms)
-        epoch = {"epoch": self._step / self._steps_per_epoch} if self._has_epochs else {}
+        epoch = {"epoch": self._step / self._steps_per_epoch} if self._steps_per_epoch else {}
         self._log({**values, **epoch})
 
     def on_gradients_seen(self, event: GradientsSeen) -> None:

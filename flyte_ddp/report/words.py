@@ -22,7 +22,12 @@ def capitalised(text: str) -> str:
 
 
 def split_sizes(run: RunStarted) -> str:
-    """Return how many samples each split has: "59,000 training, 1,000 validation and 10,000 test images"."""
+    """Return how many samples each split has: "59,000 training, 1,000 validation and 10,000 test images".
+
+    Returns an empty text for a run whose samples nobody knows.
+    """
+    if not run.samples:
+        return ""
     counts = [f"{run.train_samples:,} training" if run.train_samples else "an unknown number of training"]
     if run.validation_samples:
         counts.append(f"{run.validation_samples:,} validation")
@@ -30,6 +35,11 @@ def split_sizes(run: RunStarted) -> str:
         counts.append(f"{run.test_samples:,} test")
     *others, last = counts
     return f"{', '.join(others)} and {last} {run.samples}" if others else f"{last} {run.samples}"
+
+
+def start_position(run: RunStarted) -> str:
+    """Return where a run goes on: "epoch 2, step 3"; empty for a script, which chooses its checkpoint itself."""
+    return f"epoch {run.first_epoch + 1}, step {run.first_step + 1}" if run.epochs else ""
 
 
 def format_measure(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:

@@ -65,11 +65,11 @@ def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptRes
     world = environment.world
     link.emit(
         RunStarted(
-            dataset=job.dataset, samples="samples", headline="loss", percent=(), train_samples=0, test_samples=0,
+            dataset=job.dataset, samples="", headline="loss", percent=(), train_samples=0, test_samples=0,
             samples_per_epoch=0, world_size=world.size, backend=world.backend, device=world.device,
-            precision="the script's own precision", epochs=1, steps_per_epoch=1, first_epoch=0,
+            precision="the script's own precision", epochs=None, steps_per_epoch=None, first_epoch=0,
             first_step=job.first_step, startup_seconds=0.0, layers=[], hosts=[environment.host] * world.size,
-            identity=job.identity, has_epochs=False,
+            identity=job.identity,
         )
     )  # fmt: skip
     companion = Companion(link, EventsFile(Path(job.events)) if environment.rank == 0 else None)

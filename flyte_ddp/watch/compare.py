@@ -37,7 +37,7 @@ class Recorded:
             self.model = str(line.get("digest", ""))
         event = parse_event(dict(line))
         if isinstance(event, RunStarted):
-            begin = event.first_epoch + event.first_step / event.steps_per_epoch
+            begin = event.first_epoch + event.first_step / (event.steps_per_epoch or 1)
             before = {position: digest for position, digest in self.digests.items() if position <= begin}
             self.facts = collect_run_facts(event)
             self.digests = {**before, **{float(at): one for at, one in event.earlier}}
