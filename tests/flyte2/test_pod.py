@@ -67,23 +67,35 @@ def whole(pod):
 
 
 @pytest.mark.slow
-def test_a_killed_pod_comes_back_as_the_same_attempt_and_goes_on_where_it_was(storage, pod, whole):
-    first = pod()
-    first.kill_when(lambda objects: CHECKPOINT in objects and "bucket/run/train/1/logs/console.log" in objects)
-    again = pod()
-    assert again.command == first.command
-    assert again.finish() == 0
+def test_a_killed_pod_comes_back_as_the_same_attempt_and_the_next_attempt_goes_on_too_in_one_tracker_run(
+    storage, pod, whole
+):
+    with tracker.Server("answers") as server:
+        tracked = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
+        first, console = pod(**tracked), "bucket/run/train/1/logs/console.log"
+        first.kill_when(lambda objects: CHECKPOINT in objects and console in objects and tracker_runs(server))
+        runs = tracker_runs(server)
+        again = pod(**tracked)
+        assert again.command == first.command
+        assert again.finish() == 0
+        # Of an attempt whose last pod fails after its last step
+        second = pod(number=2, **tracked)
+        assert second.finish() == 0
+    assert len({*runs}) == 1
+    assert {*runs} == {*tracker_runs(server)[len(runs) :]}, "all attempts are one run"
     outputs = again.outputs()
-    assert "resuming from the checkpoint" in again.log
-    assert same(weights(storage, outputs), weights(storage, whole))
+    for attempt in (again, second):
+        assert "resuming from the checkpoint" in attempt.log
+        assert same(weights(storage, attempt.outputs()), weights(storage, whole))
     assert outputs.epoch_accuracies == whole.epoch_accuracies
     assert "of the previous attempt: s3://bucket/run/train/1/logs\n" in again.log
-    remains = storage.objects["bucket/run/train/1/logs/console.log"]
+    remains = storage.objects[console]
     assert b"Logs: s3://bucket/run/train/1/logs" in remains
     assert b"resuming" not in remains, "the log of the killed pod, not of the one after it"
     assert outputs.logs.path == "s3://bucket/run/train/1/restart-1/logs"
     assert "bucket/run/train/1/restart-1/logs/predictions.npy" in storage.objects
     assert b"accuracy" in storage.objects["bucket/run/train/1/report.html"], "Flyte's own page"
+    assert "bucket/run/train/2/_flytecheckpoints/checkpoint" in storage.objects, "for the attempt after this one"
 
 
 @pytest.mark.slow
@@ -107,23 +119,6 @@ def test_a_promotion_is_stored_and_its_report_is_a_tab(storage, data, whole):
     (published,) = Outputs.FromString(storage.objects["bucket/run/publish/1/outputs.pb"]).produced_artifacts
     assert (published.name, published.version) == ("mnist", outputs.summary.version)
     assert publication.outputs().path == outputs.model_state.path
-
-
-@pytest.mark.slow
-def test_the_attempt_after_a_failure_goes_on_from_its_checkpoint_and_in_its_tracker_run(storage, pod, whole):
-    checkpoint = CHECKPOINT.replace("train", "retried")
-    with tracker.Server("answers") as server:
-        tracked = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
-        pod("retried", **tracked).kill_when(lambda objects: checkpoint in objects and tracker_runs(server))
-        before = tracker_runs(server)
-        second = pod("retried", 2, **tracked)
-        assert second.finish() == 0
-    after = tracker_runs(server)[len(before) :]
-    assert len({*before}) == 1
-    assert {*before} == {*after}, "all attempts are one run"
-    assert "resuming from the checkpoint" in second.log
-    assert same(weights(storage, second.outputs()), weights(storage, whole))
-    assert "bucket/run/retried/2/_flytecheckpoints/checkpoint" in storage.objects, "for the attempt after this one"
 
 
 def test_a_storage_that_fails_is_told_from_one_without_the_file(storage, tmp_path, monkeypatch):
