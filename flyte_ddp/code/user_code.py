@@ -79,7 +79,10 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
         raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: what ranks import is found by its name")
     module, colon, attribute = name.partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: name the module with dots, without .py")
+        raise InputError(
+            f"give a name such as {EXAMPLE}, got {name!r}: name the module with dots and without .py, then a colon and "
+            "what is defined there"
+        )
     specs = find_parts(module, sys.path)
     if len(specs) <= module.count("."):
         raise _not_found(name, specs)
@@ -149,10 +152,10 @@ def find_script(script: str | Path, data_files: Sequence[str] = (), ranks: Seque
     root = next((folder for folder in folders if os.path.isfile(os.path.join(folder, name))), None)
     if root is None:
         searched = [one for one in dict.fromkeys(folders) if os.path.isdir(one) and not is_installed(one)]
-        raise InputError(
-            f"script must be a Python file that is there, got {str(script)!r}, which is not in {', '.join(searched)}: "
-            "give its path from one of these folders, or its absolute path"
-        )
+        remedy = f"is not in {', '.join(searched)}: give its path from one of these folders, or its absolute path"
+        if given.is_absolute():
+            remedy = "is no file: correct its path"
+        raise InputError(f"script must be a Python file that is there, got {str(script)!r}, which {remedy}")
     file = os.path.normpath(os.path.join(root, name))
     if name.startswith(os.pardir):
         root, name = os.path.split(file)
@@ -244,7 +247,7 @@ def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
     parent = ".".join(parts[: len(specs)])
     missing = parts[len(specs)]
     paths = (specs[-1].submodule_search_locations or ()) if specs else sys.path
-    folders = [folder for folder in map(os.path.abspath, paths) if os.path.isdir(folder)]
+    folders = [folder for folder in dict.fromkeys(map(os.path.abspath, paths)) if os.path.isdir(folder)]
     scripts = os.path.realpath(sysconfig.get_path("scripts"))  # the folder of pyflyte is the first on its sys.path
     folders = [one for one in folders if specs or not (is_installed(one) or os.path.realpath(one) == scripts)]
     if parent and not folders:

@@ -136,9 +136,12 @@ def compute_pairs(
                 continue
             if not isinstance(tensor, Tensor) or tensor.shape != (count,):
                 shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                remedy = "use reduction='none', and mean over all dimensions but the first"
+                if shape == (count, count):
+                    remedy = f"({count}, 1) beside ({count},) gives it, so call squeeze(1) on the first"
                 raise InputError(
                     f"{code_location(recipe, 'measure')}: {part} of {name!r} must have one entry for each sample, "
-                    f"shape ({count},), got {shape}: use reduction='none', and mean over all dimensions but the first"
+                    f"shape ({count},), got {shape}: {remedy}"
                 )
         pair = values.float(), ones if weights is None else weights.float()
         pairs[name] = batch.share.own(pair[0]), batch.share.own(pair[1])

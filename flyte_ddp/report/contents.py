@@ -189,7 +189,7 @@ def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
         ("Retries before this attempt", info.attempt),
         ("Resumed", "yes" if run and (run.first_epoch or run.first_step) else "no"),
         ("Checkpoints", f"{written}, training waited {record.stall_seconds:.2f} s"),
-        ("Goes on, if unfinished, with resume_from", info.checkpoint),
+        ("Checkpoint, for resume_from", info.checkpoint),
         *_memory(record),
     ]
     return {

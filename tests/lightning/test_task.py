@@ -30,7 +30,7 @@ def project(tmp_path, monkeypatch):
         ("numerals.model:LitNumeral", "numerals.model:Numerals", "defines no LitNumeral"),
         ("numerals.modl:LitNumerals", "numerals.model:Numerals", "no module modl in"),
         ("numerals.model:LitNumerals", "numerals.model:Digits", "defines no Digits"),
-        ("numerals/model.py:LitNumerals", "", "name the module with dots, without .py"),
+        ("numerals/model.py:LitNumerals", "", "name the module with dots and without .py"),
     ],
 )
 def test_a_wrong_name_is_refused_when_the_workflow_file_is_read(project, module, data, words):

@@ -13,7 +13,7 @@ def train(loop: Loop) -> None:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -290,22 +290,29 @@ class Loop:
             raise InputError(f"loop.log must have the same measures in each step: {', '.join(names)}, got {has}")
         self._state.logged = {name: _mean(value, self.device) for name, value in measures.items()}
 
-    def measured(self, **measures: Number | tuple[Number, Number]) -> None:
+    def measured(self, **measures: Tensor | tuple[Number, Number]) -> None:
         """Add the measures of a batch of loop.evaluation to sums that loop.evaluated adds up over all ranks.
 
         Call it for each batch while you iterate over loop.evaluation. Ranks exchange nothing here. With virtual ranks
         the sums are kept for each part of a batch, so that the result has the same bits on any number of ranks.
 
         Args:
-            **measures: by name, a number or tensor of values, each with the weight 1, or a pair of values and their
+            **measures: by name, a tensor of the samples' values, each with the weight 1, or a pair of values and their
                 weights, such as (correct, samples). Tensors are summed.
 
         Raises:
-            InputError: No loop over loop.evaluation is running.
+            InputError: No loop over loop.evaluation is running, or a measure is a single number: a mean would count as
+                one sample, however many it is of.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
         if state.part is None:
             raise InputError("loop.measured must be called for each batch, while you iterate over loop.evaluation")
+        for name, value in measures.items():
+            if not isinstance(value, tuple) and (not isinstance(value, Tensor) or value.ndim == 0):
+                raise InputError(
+                    f"loop.measured: {name} must have a value for each sample, or be a pair of a sum and its number of "
+                    "samples, got a single number: use reduction='none'"
+                )
         for name, pair in _pairs(measures).items():
             sums = state.measured.setdefault(name, torch.zeros(parts, 2, dtype=torch.float64))
             sums[state.part] += torch.tensor(pair, dtype=torch.float64)
@@ -350,7 +357,10 @@ class Loop:
             own[name][0] = torch.tensor(pair, dtype=torch.float64)
         names = names_on_all_ranks("loop.evaluated", own, may_lack=not measures)
         if not names:
-            raise InputError("loop.evaluated must have measures: give them, or call loop.measured for each batch")
+            raise InputError(
+                "loop.evaluated must have measures that no call before has taken: give them, or call loop.measured for "
+                "each batch"
+            )
         none = torch.zeros(parts, 2, dtype=torch.float64)
         sums = torch.stack([own.get(name, none) for name in names]).to(self.device)
         distributed.all_reduce(sums)
@@ -429,7 +439,7 @@ class _Replicated(SettledBuckets):
             )
 
 
-def _pairs(measures: dict[str, Number | tuple[Number, Number]]) -> dict[str, tuple[float, float]]:
+def _pairs(measures: Mapping[str, Number | tuple[Number, Number]]) -> dict[str, tuple[float, float]]:
     """Return the sum of each measure's values, and that of their weights."""
     pairs = {name: one if isinstance(one, tuple) else (one, _count(one)) for name, one in measures.items()}
     return {name: (_sum(value), _sum(weight)) for name, (value, weight) in pairs.items()}

@@ -387,7 +387,7 @@ class LoopState:
                     f"loop.epochs(headline={headline!r}) must name a measure of loop.evaluated, got "
                     f"{', '.join(self.evaluated)}: name one of these, or add it there"
                 )
-            missing = f"call loop.evaluated({headline}=...)"
+            missing = f"call loop.evaluated({'' if headline in self.measured else f'{headline}=...'})"
             raise InputError(f"{missing} at the end of each epoch, on every rank, as it adds up what all have measured")
         if self.best_tracker and self.evaluated_at != progress.step:
             raise InputError(

@@ -289,7 +289,7 @@ def test_a_recipe_may_print_start_threads_and_processes_and_shuffle_by_numpy(tmp
     [
         ("tests.engine.probe_recipe:Sound", "no module probe_recipe in"),
         ("tests.engine.probe_recipes:Soun", "defines no Soun at its top level"),
-        ("probe_recipes.py", "name the module with dots, without .py"),
+        ("probe_recipes.py", "name the module with dots and without .py"),
     ],
 )
 def test_a_name_that_is_not_there_is_refused_before_anything_starts(tmp_path, name, words):
