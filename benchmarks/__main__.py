@@ -1,7 +1,7 @@
 """Runs the benchmarks one after the other and prints the tables for RESULTS.md: `python -m benchmarks --runs 3`.
 
-Not included are benchmarks.faults, which measures no speed, benchmarks.best_preset, which takes three quarters of an
-hour, and benchmarks.against_trainers, which takes another: make bench-trainers.
+Not included are benchmarks.faults, which measures no speed, and benchmarks.against_trainers, which takes half an
+hour: make bench-trainers.
 """
 
 import argparse
@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = {
-    "Recipes": "training --runs {runs}",
     "Overheads": "overheads --runs {runs}",
-    "What the engine costs": "engine_cost --runs {runs}",
+    "What the engine costs": "bare_loop --runs {runs}",
     "Memory of a checkpoint": "checkpoint_memory --ranks 1 2",
     "Compared with the tutorial": "against_tutorial --runs {runs}",
 }

@@ -1,6 +1,6 @@
 """Jobs of examples by other trainers and by us: `make bench-trainers`.
 
-They are charlm and segmentation by Lightning and Accelerate, and finetune_text by Lightning and transformers' Trainer.
+They are charlm by Lightning and Accelerate, and finetune_text by Lightning and transformers' Trainer.
 Network, data, initial weights, global batch, optimizer and schedule are the same; the rest is benchmarks/trainers, each
 file as a user of that trainer writes it. The trainers take turns, with a seed for each run. Those of finetune_text see
 the sentences in the same order, so that with --dropout 0 they should end with the same loss.
@@ -8,17 +8,13 @@ the sentences in the same order, so that with --dropout 0 they should end with t
 - lines: without comments, docstrings and blank lines, and without network, data and settings. Ours are those of the
   recipe and of the call.
 - training seconds: from the first to the last optimizer step of each epoch, by one clock for all. Total: the command.
-- SIGKILL: of the last rank, in the middle of the epoch after half of them; then the same command is run again, and its
-  weights are compared with those of an uninterrupted run.
 - 1 and 2 ranks: relative Euclidean distance of their weights, including batch norm's statistics.
 - ours / the faster: our training seconds in each run by those of whichever other trainer was faster in it.
 """
 
 import argparse
 import json
-import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,12 +34,10 @@ from benchmarks.trainers.lines import lines_written
 ROOT = Path(__file__).parents[1]
 OTHERS = {
     "charlm": ("lightning", "accelerate"),
-    "segmentation": ("lightning", "accelerate"),
     "finetune_text": ("lightning", "transformers"),
 }
-MEASURES = {"charlm": "perplexity", "segmentation": "iou", "finetune_text": "accuracy"}
+MEASURES = {"charlm": "perplexity", "finetune_text": "accuracy"}
 BY_TORCHRUN = ("accelerate", "transformers")
-PATIENCE_SECONDS = 180  # with a command of which a rank was killed
 
 
 @dataclass(frozen=True)
@@ -55,65 +49,32 @@ class Training:
     seed: int
     dropout: float
 
-    def start(self, folder: Path, kill: str = "") -> "subprocess.Popen[str]":
-        """Runs the user's command in the folder; kill is "rank step"."""
+    def run(self, folder: Path) -> "Trained":
+        """Runs the user's command in the folder; raises SystemExit with the trainer's last lines if it fails."""
+        if self.job == "finetune_text":
+            from benchmarks.trainers.encoder import write_encoder  # it imports transformers
+
+            write_encoder(folder / "encoder", self.dropout)
         # Without GPUs, Accelerate's own launcher starts several processes only with MPI
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "-m"]
         launcher = torchrun if self.trainer in BY_TORCHRUN and self.ranks > 1 else []
         numbers = map(str, (self.ranks, self.epochs, self.seed))
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
-        return subprocess.Popen(
+        started = time.perf_counter()
+        done = subprocess.run(
             [sys.executable, "-m", *launcher, "benchmarks.trainers.measured", self.job, self.trainer, *numbers],
             cwd=folder,
-            env={**environment, "KILL": kill} if kill else environment,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
-
-    def prepare(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        if self.job == "finetune_text":
-            from benchmarks.trainers.encoder import write_encoder  # it imports transformers
-
-            write_encoder(folder / "encoder", self.dropout)
-
-    def run(self, folder: Path) -> "Trained":
-        """Raises SystemExit with the trainer's last lines if it fails."""
-        self.prepare(folder)
-        started = time.perf_counter()
-        running = self.start(folder)
-        output, _ = running.communicate()
         seconds = time.perf_counter() - started
-        if running.returncode:
-            sys.exit(f"{self} failed:\n{output[-3000:]}")
+        if done.returncode:
+            sys.exit(f"{self} failed:\n{done.stdout[-3000:]}")
         steps = json.loads((folder / "steps.json").read_text())
         measures = json.loads((folder / "measures.json").read_text())
         return Trained(seconds, steps, measures, torch.load(folder / "model.pt", weights_only=True))
-
-    def kill_and_run_again(self, folder: Path, undisturbed: "Trained") -> tuple[float, str]:
-        """Seconds until the command and all its processes have ended, infinite if they don't, and what the same command
-        does then."""
-        self.prepare(folder)
-        steps = len(undisturbed.steps)
-        steps_per_epoch = steps // self.epochs
-        killed_at = self.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
-        running = self.start(folder, f"{self.ranks - 1} {killed_at}")
-        try:
-            running.communicate(timeout=PATIENCE_SECONDS + 2 * undisturbed.seconds)  # until all have closed its output
-            seconds = time.time() - float((folder / "killed").read_text())
-        except subprocess.TimeoutExpired:
-            seconds = float("inf")
-            os.killpg(running.pid, signal.SIGTERM)  # torchrun ends its ranks, which are no part of its process group
-            time.sleep(5)
-            os.killpg(running.pid, signal.SIGKILL)
-            running.communicate()
-        again = self.run(folder)
-        done = steps - len(again.steps)
-        start = f"resumes from step {done} of {steps}" if done else "starts over"
-        difference = distance(again.weights, undisturbed.weights)
-        return seconds, f"{start}, {f'weights {difference:.0e} away' if difference else 'same bits'}"
 
 
 class Trained(NamedTuple):
@@ -145,8 +106,6 @@ class Row(NamedTuple):
     whole: float
     loss: float
     measure: float
-    ended: float
-    again: str
     ranks_apart: float
 
 
@@ -159,33 +118,25 @@ def measure(arguments: argparse.Namespace, seed: int) -> Iterator[tuple[Key, Row
     for job, ranks in product(arguments.jobs, arguments.ranks):
         for trainer in (*OTHERS[job], "ours"):
             training = Training(job, trainer, ranks, arguments.epochs, seed, arguments.dropout)
-            ended, again = math.nan, ""
             with tempfile.TemporaryDirectory(prefix="trainers-") as place:
-                undisturbed = training.run(Path(place, "undisturbed"))
-                if seed <= arguments.kills:
-                    ended, again = training.kill_and_run_again(Path(place, "killed"), undisturbed)
-            alone = single.setdefault((job, trainer), undisturbed)
+                trained = training.run(Path(place))
+            alone = single.setdefault((job, trainer), trained)
             yield (
                 (job, ranks, trainer),
                 Row(
-                    training=undisturbed.training_seconds(arguments.epochs),
-                    whole=undisturbed.seconds,
-                    loss=undisturbed.measures["loss"],
-                    measure=undisturbed.measures[MEASURES[job]],
-                    ended=ended,
-                    again=again,
-                    ranks_apart=distance(alone.weights, undisturbed.weights),
+                    training=trained.training_seconds(arguments.epochs),
+                    whole=trained.seconds,
+                    loss=trained.measures["loss"],
+                    measure=trained.measures[MEASURES[job]],
+                    ranks_apart=distance(alone.weights, trained.weights),
                 ),
             )
 
 
 def cells(rows: list[Row]) -> list[str]:
-    training, whole, loss, measures, ended, again, apart = zip(*rows, strict=True)
-    seconds = [each for each in ended if not math.isnan(each)]
+    training, whole, loss, measures, apart = zip(*rows, strict=True)
     return [
         *(spread(values, digits) for values, digits in ((training, 1), (whole, 1), (loss, 4), (measures, 4))),
-        spread(seconds, 1) if seconds else "",
-        "; ".join(sorted({*again} - {""})),
         f"{max(apart):.0e}" if any(apart) else "",
     ]
 
@@ -202,14 +153,13 @@ def ratios(measured: dict[Key, list[Row]]) -> Iterator[str]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=3, help="in how many of the runs each training is also killed")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--jobs", nargs="+", choices=OTHERS, default=list(OTHERS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--dropout", type=float, default=0.1, help="of finetune_text's encoder")
     arguments = parser.parse_args()
-    if arguments.runs < 1 or arguments.epochs < 2:
-        parser.error("--runs must be at least 1 and --epochs 2, so that an epoch is done when the rank is killed")
+    if arguments.runs < 1:
+        parser.error(f"--runs must be at least 1, got {arguments.runs}")
     return arguments
 
 
@@ -223,9 +173,9 @@ def main() -> None:
     print(f"{hardware()}, {versions}; n = {arguments.runs}, {arguments.epochs} epochs; median [range]\n")
     print(
         "| job | ranks | trainer | lines | training seconds | total seconds | test loss | test measure "
-        "| seconds from SIGKILL to the command's end | the same command then | 1 and 2 ranks apart, at most |"
+        "| 1 and 2 ranks apart, at most |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for (job, ranks, trainer), rows in measured.items():
         named = f"{job}, {MEASURES[job]}"
         print(f"| {' | '.join([named, str(ranks), trainer, str(lines_written(job, trainer)), *cells(rows)])} |")

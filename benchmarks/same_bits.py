@@ -50,8 +50,6 @@ CIFAR10 = "flyte_ddp.recipes.hyperparameters:CIFAR10Hyperparameters"
 JOBS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "charlm": ("charlm.recipe:CharLM", "charlm.settings:Settings", {"characters": 20_000, "epochs": 1}),
     "U-Net": ("segmentation.recipe:Segmentation", "segmentation.settings:Settings", {"images": 400, "epochs": 1}),
-    "BERT": ("benchmarks.biased:Bert", "benchmarks.beside_bare:BareSettings", {"network": "BERT-tiny, 30,000 words"}),
-    "biased U-Net": ("benchmarks.biased:BiasedUNet", "segmentation.settings:Settings", {"images": 400, "epochs": 1}),
     "mnist_cnn": (IMAGES, SETTINGS, {"model": "mnist_cnn", "epochs": 2}),
     "cifar10": (IMAGES, CIFAR10, {}),
     "resnet9": (IMAGES, SETTINGS, {"model": "resnet9", "epochs": 1, "train_fraction": 0.5}),

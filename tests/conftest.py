@@ -9,7 +9,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from flyte_ddp.launch import launcher
 from flyte_ddp.report.console import show_output
@@ -84,7 +83,3 @@ def test_data() -> Path:
     folder = Path(os.environ["DDP_TEST_DATA"]).resolve()
     assert folder.is_dir(), f"DDP_TEST_DATA must name a folder, got {folder}"
     return folder
-
-
-# For `make faults`
-settings.register_profile("faults", max_examples=2000, deadline=None)

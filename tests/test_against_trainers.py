@@ -40,7 +40,7 @@ def test_a_recipe_without_its_network_and_data():
 
 def test_our_seconds_are_divided_by_those_of_the_faster_run_by_run():
     def rows(*seconds: float) -> list[Row]:
-        return [Row(each, 0, 0, 0, 0, "", 0) for each in seconds]
+        return [Row(each, 0, 0, 0, 0) for each in seconds]
 
     measured = {
         ("charlm", 1, "lightning"): rows(2, 4, 8),

@@ -15,12 +15,16 @@ from torch.nn import functional as F
 from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp import random_numbers
 from flyte_ddp.batch_share import BatchShare, gather_rows
+from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.trials import choose_tolerance, is_close
 from flyte_ddp.engine.evaluations import gather
 from flyte_ddp.engine.hosts.places import collect_facts, get_uuid, measure_memory, multiply_matrices
+from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.nvml import why_slow
+from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.recipes.models import build_model
 
 DRAWS: dict[str, Callable[..., Tensor]] = {
@@ -168,3 +172,16 @@ def compared(device: torch.device) -> str:
     slow = why_slow(f"GPU-{get_uuid(device)}") or "nothing"
     uuid = get_uuid(device) or "no serial number"
     return f"{uuid}, {speed:.0f} TFLOPS, slowed down by {slow}, {facts}, {measure_memory(device)}"
+
+
+def run(environment: Environment, link: Link, name: str) -> tuple[bool, str]:
+    """Whether the machine has what the case needs, and what the case has found, or what is missing."""
+    settle_arithmetic()
+    with process_group(environment, 120) as device:
+        try:
+            found = globals()[name](device)
+        except Missing as missing:
+            return False, str(missing)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return True, found

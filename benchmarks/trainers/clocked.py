@@ -1,13 +1,10 @@
-"""The same clock for every trainer: when each optimizer step of a rank ended; and a rank's death at one of them."""
+"""The same clock for every trainer: when each optimizer step of a rank ended."""
 
 import json
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -20,18 +17,9 @@ from flyte_ddp.launch.link import Link
 
 @contextmanager
 def clocked_steps(rank: int) -> Iterator[list[float]]:
-    """Yields the times of the steps so far; writes those of rank 0 to steps.json. With KILL="rank step" in the
-    environment, that rank gets a SIGKILL after this many steps, and the time is written to killed."""
+    """Yields the times of the steps so far; writes those of rank 0 to steps.json."""
     times: list[float] = []
-    victim, last = (int(number) for number in os.environ.get("KILL", "-1 0").split())
-
-    def note(*_: Any) -> None:
-        times.append(time.time())
-        if rank == victim and len(times) == last:
-            Path("killed").write_text(str(times[-1]))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    hook = register_optimizer_step_post_hook(note)
+    hook = register_optimizer_step_post_hook(lambda *_: times.append(time.time()))
     yield times
     hook.remove()
     if rank == 0:

@@ -27,7 +27,7 @@ from tests.small_training import first_and_slow, identical
 
 IN_PLACE = {"recipe": f"{__name__}:InPlace", "batch_size": 15, "train_fraction": 64 / 318}
 HALVES = {"precision": "bfloat16", "validation_fraction": 0.1}
-SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 1)))  # `make faults` tries more
+SEEDS = range(int(os.environ.get("DDP_TEST_SEEDS", 1)))
 
 
 class Flipping(ImageClassifier):
