@@ -125,9 +125,7 @@ def test_a_buffer_that_an_evaluation_changes_is_refused_on_one_rank_too(own, cha
 def test_measures_belong_to_batches_of_an_evaluation(own):
     with pytest.raises(InputError, match=r"loop.measured must be called for each batch, while you iterate over loop"):
         own(1, "measures_outside")
-    with pytest.raises(
-        InputError, match=r"loss must have a value for each sample, or be a pair .* got a single num"
-    ):
+    with pytest.raises(InputError, match=r"loss must have a value for each sample, or be a pair .* got a single num"):
         own(1, "measures_a_mean")
 
 
