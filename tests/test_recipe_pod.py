@@ -1,5 +1,6 @@
 """A user's own recipe on a cluster: what is registered, and the command that its pod runs."""
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -26,6 +27,12 @@ def project(tmp_path, monkeypatch):
     return place
 
 
+@functools.cache
+def as_it_is():
+    """The task of the example."""
+    return registered(examples.project())
+
+
 def registered(place: Path):
     environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
     return build_package(IMAGE, environment=environment, package="charlm", folder=place).tasks[
@@ -37,14 +44,14 @@ def test_a_pod_trains_a_recipe_as_a_plain_call_does(tmp_path):
     place = examples.project()
     inputs = {"settings": literal(examples.small_settings("charlm")), "options": literal(RunOptions())}
     path = os.pathsep.join([str(ROOT), str(place)])
-    outputs = Pod(registered(place), inputs, tmp_path / "pod", {"PYTHONPATH": path}).run()
+    outputs = Pod(as_it_is(), inputs, tmp_path / "pod", {"PYTHONPATH": path}).run()
     theirs = torch.load(outputs["model_state"].scalar.blob.uri, weights_only=True)
     assert same(theirs, examples.trained("charlm", 2).weights)
 
 
 def test_the_cache_follows_the_recipes_code_and_not_its_comments(project):
     file = project / "charlm" / "recipe.py"
-    first, version = registered(project).metadata.discovery_version, find_code("charlm.recipe:CharLM").version
+    first, version = as_it_is().metadata.discovery_version, find_code("charlm.recipe:CharLM").version
     file.write_text(f"# a remark\n{file.read_text()}")
     (project / "tabular" / "recipe.py").write_text("no longer Python")  # another project's
     assert find_code("charlm.recipe:CharLM").version == version
