@@ -188,7 +188,7 @@ def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_p
         outputs = Pod(task, inputs, tmp_path / name, environment=execution).run()
         return decode(outputs["summary"])
 
-    attempt("a", weak.model)
+    pyflyte(*to(tmp_path / "models", weak.model))
     once, again = attempt("b", strong.model), attempt("b, retried", strong.model)
     assert once == again
     assert (once["candidate"], once["current"]) == (strong.accuracy, weak.accuracy)
