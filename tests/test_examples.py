@@ -96,7 +96,7 @@ def test_with_virtual_ranks_the_result_has_the_same_bits_on_1_and_3_ranks(tmp_pa
 
 @pytest.mark.slow
 def test_killed_in_the_middle_the_same_call_ends_with_the_same_bits(tmp_path):
-    name = "finetune_text"
+    name = "charlm"
     kill_all(name, tmp_path)
     assert (tmp_path / "checkpoint").exists()
     events: list[Event] = []

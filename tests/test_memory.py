@@ -64,7 +64,7 @@ def test_training_and_export(run, digits):
     run("workflows.cifar10.cifar10_task", hp=CIFAR10Hyperparameters(**ONCE), data=digits, options=OPTIONS)
     exported = run(
         "flyte_ddp.export.task.export_classifier",
-        model_state=PythonPickledFile(str(trained_classifier(train_fraction=0.3).model), remote_path=False),
+        model_state=PythonPickledFile(str(trained_classifier(train_fraction=0.5).model), remote_path=False),
         data=FlyteDirectory(str(prepare("digits")), remote_directory=False),
         options=ClassifierExport(dataset="digits"),
     )

@@ -87,8 +87,8 @@ def test_a_network_that_has_become_nan_is_not_exported(short, tmp_path):
         exported(recipe, settings, tmp_path / "broken.pt", formats="safetensors")
 
 
-# Predictions of each kind: of a forward() or the network, of texts, of images in memory and from a folder
-@pytest.mark.parametrize("example", ["charlm", "contrastive", "finetune_images"])
+# Predictions of a forward() and of the network, of texts and of a folder's images; those in memory: test_workflow.py
+@pytest.mark.parametrize("example", ["charlm", "finetune_images"])
 def test_every_format_gives_the_measures_that_the_training_reported(example):
     trained, data = examples.trained(example, 1), examples.data_of(example)
     recipe = f"{example}.recipe:{RECIPES[example]}"
@@ -100,8 +100,7 @@ def test_every_format_gives_the_measures_that_the_training_reported(example):
     model = Path(outputs.model.path)
     assert_load_by_name_alone([trained.folder / "model.pt", model / "model.safetensors"], trained.weights, data)
     card = (model / "model_card.md").read_text()
-    has_forward = example in ("charlm", "contrastive")
-    assert ("The files contain only the network" in card) == has_forward
+    assert ("The files contain only the network" in card) == (example == "charlm")
     assert ("data\\_path=DATA" in card) == (data is not None)
     assert Path(outputs.report.path).read_text() == (model / "model_card.html").read_text()
 

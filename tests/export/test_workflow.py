@@ -25,7 +25,7 @@ EXPORT = ("workflows/export.py", "export_wf", "--model_state")
 @pytest.fixture(scope="module")
 def trained():
     """A network with batch norm, of which MNIST's would not load the weights."""
-    return trained_classifier(model="fashion_cnn", train_fraction=0.3)
+    return trained_classifier(model="fashion_cnn")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_the_card_has_data_measures_classes_inputs_and_how_to_load_it(trained, e
     for card in (folder / "model_card.md", folder / "model_card.html", folder.parent / "report.html"):
         text = card.read_text().replace("\\", "").replace("&#34;", '"')
         for fact in (
-            description.digest, f"{trained.accuracy:.6g}", "images: (batch, 1, 28, 28) float32", "train_fraction 0.3",
+            description.digest, f"{trained.accuracy:.6g}", "images: (batch, 1, 28, 28) float32", "epochs 1",
             'load_model("model.safetensors")', 'InferenceSession("model.onnx").run(None, {"images": images})', "torch",
         ):  # fmt: skip
             assert fact in text, (card, fact)
