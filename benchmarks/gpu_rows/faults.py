@@ -72,7 +72,7 @@ ROWS = [
     Row("SIGKILL", fails("kill", "SIGKILL", "", True)),
     Row("out of memory on the GPU", fails("out of memory", "OutOfMemoryError", "lower batch_size", False)),
     Row("two ranks on one GPU under nccl", duplicate_gpu),
-    Row("SIGSTOP", hangs("stop")),
+    Row("SIGSTOP", hangs("stop"), is_quick=False),
     Row("SIGSTOP at any moment", hangs("stopped from outside"), is_quick=False),
     Row("a sleep in the data", hangs("sleep in the data"), is_quick=False),
     Row("a sleep in a step", hangs("sleep"), is_quick=False),

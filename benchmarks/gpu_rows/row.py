@@ -42,7 +42,7 @@ class Machine:
 
 
 class Row(NamedTuple):
-    """is_quick: whether it takes only seconds without a GPU."""
+    """is_quick: whether it takes only seconds without a GPU, where no test in tests/ shows the same."""
 
     title: str
     check: Callable[[Machine], str]

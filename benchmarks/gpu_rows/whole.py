@@ -190,7 +190,7 @@ def compiled(size: str) -> Callable[[Machine], str]:
 ROWS = [
     Row("memory of the trials and of steps", peaks),
     Row("auto stays what it was, on another machine", precision),
-    Row("predictions of two ranks on one GPU", predictions),
+    Row("predictions of two ranks on one GPU", predictions, is_quick=False),
     Row("ranks see the devices of now", devices_of_now),
     Row("TF32 asked for by the image is off", overridden),
     Row("asked to stop between two logs", stops_in_time, is_quick=False),
