@@ -52,14 +52,9 @@ def check_attributes(recipe: Recipe) -> None:
 
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:
-    """Return by name the layers that match the patterns (fnmatch) of one of the recipe's attributes.
+    """Return by name the layers that match the patterns (fnmatch) of a recipe's attribute, such as "fsdp_units".
 
     A layer inside of another match is left out.
-
-    Args:
-        recipe: the recipe.
-        attribute: "activation_checkpointing" or "fsdp_units".
-        model: the network.
 
     Raises:
         InputError: A pattern matches nothing, or a match is a list of layers.

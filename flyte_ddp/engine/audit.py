@@ -54,15 +54,7 @@ class Audit:
     """
 
     def __init__(self, step: ExactStep, train: TrainBatches, every: int, places: Sequence[Place], warn: Warn):
-        """Prepare the audit of a training.
-
-        Args:
-            step: the step whose gradients are compared.
-            train: the batches that the steps compute.
-            every: audit one step in this many, and the first; with 0, only the first.
-            places: the place of each rank.
-            warn: called on all ranks with a warning.
-        """
+        """Prepare to audit the first step and one in `every`; 0 is the first alone. All ranks call `warn`."""
         self._step = step
         self.train = train
         self.every = every
@@ -88,9 +80,6 @@ class Audit:
             epoch: the number of the epoch, from 0.
             step: the number of the step in the epoch, from 0.
             call: the number of this call within the step, from 0. A GAN has one for each loss.
-
-        Returns:
-            The sums over all ranks of the step's measures and requests, and the norms of the gradients.
 
         Raises:
             InputError: The code computes other bits each time or changes a weight, or audit_every is set on processors
@@ -140,7 +129,7 @@ class Audit:
                 )
 
     def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
-        """Find the reason why digests of a part differ, by repeating its computation on all ranks; a collective.
+        """Judge why digests of a part differ, by repeating its computation on all ranks; a collective.
 
         Each rank also multiplies two matrices, to find a processor that multiplies wrongly. The gradients of the
         current step are lost.
@@ -148,9 +137,6 @@ class Audit:
         Args:
             compute: computes the digest of the part's gradients.
             found: the digests of the part so far, by rank.
-
-        Returns:
-            The verdict: the cause and the ranks to blame.
         """
         ranks = range(len(self._places))
         again = [self._collect_digests(compute, ranks) for _ in range(REPEATS)]
@@ -177,17 +163,8 @@ class Audit:
     def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
         """Refuse or accept ranks that computed different gradients of the same samples in the first step.
 
-        Different processors may compute different bits. If only the first step is audited (`every` is 0), the ranks are
-        accepted with a warning, and this method returns. Otherwise it raises an error.
-
-        Args:
-            verdict: the ranks that differ, with Cause.RANKS.
-            epoch: the number of the epoch, from 0.
-            step: the number of the step in the epoch, from 0.
-
-        Raises:
-            WrongBitsError: Later steps are audited, too, and the ranks have the same hardware.
-            InputError: Later steps are audited, too, and the hardware differs.
+        Different processors may compute different bits. If only the first step is audited (`every` is 0), a warning is
+        emitted. Otherwise WrongBitsError is raised if the hardware is the same, and InputError if it differs.
         """
         kinds = {self._places[rank].hardware for rank in (*verdict.odd, *verdict.others)}
         if self.every and len(kinds) == 1:
@@ -201,18 +178,10 @@ class Audit:
         self._warn(epoch, step, [reason])
 
     def _send_part(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
-        """Broadcast one part of the global batch from its owner to all ranks; a collective.
+        """Broadcast one part of the global batch from its owner's shares to all ranks, and return a copy; a collective.
 
         Tensors have the owner's strides on all ranks, because torch chooses kernels by strides. They are on the CPU if
         the owner has them there, and otherwise on this rank's device.
-
-        Args:
-            shares: this rank's parts of the global batch. Only those of the owner are read.
-            part: the number of the part in the global batch, which its Batch has as share.part.
-            owner: the rank whose shares have the part.
-
-        Returns:
-            A copy of the part, on the owner, too.
         """
         outlines: list[Any] = [None]
         own = next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None)
@@ -230,12 +199,9 @@ class Audit:
         return replace(batch, tree=pytree.tree_unflatten(sent, structure))
 
     def _send_tensor(self, leaf: Tensor, device: str, owner: int) -> Tensor:
-        """Broadcast a tensor from its owner, and return it; a collective.
+        """Broadcast a tensor from its owner, and return it, on the CPU if that is its owner's `device`; a collective.
 
-        Args:
-            leaf: the tensor. On ranks other than the owner it is a meta tensor of the same shape and strides.
-            device: where the owner has the tensor. A rank has it on the CPU, too, or else on its own device.
-            owner: the rank that sends the tensor.
+        On ranks other than the owner, `leaf` is a meta tensor of the same shape and strides.
         """
         sent = torch.empty_like(leaf, device=self._device) if leaf.is_meta else leaf.to(self._device)
         in_memory = sent.as_strided((sent.numel(),), (1,))  # a copy is dense
@@ -243,12 +209,7 @@ class Audit:
         return sent.to("cpu") if device == "cpu" else sent
 
     def _collect_digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
-        """Compute the digest of a part's gradients on these ranks, and return the digests by rank; a collective of all.
-
-        Args:
-            compute: computes the digest on this rank.
-            ranks: the ranks that compute. The others only exchange.
-        """
+        """Compute the digest of a part's gradients on these ranks, and return them by rank; a collective of all."""
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         digests = gather_numbers(compute() if self._rank in ranks else zero)
         return {rank: digests[rank] for rank in sorted(ranks)}
@@ -256,12 +217,6 @@ class Audit:
 
 def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:
     """Choose a part of a global batch and two ranks that compute it, at random and alike on all ranks.
-
-    Args:
-        train: the batches.
-        hosts: the host of each rank.
-        epoch: the index of the epoch.
-        step: the index of the step in the epoch.
 
     Returns:
         A part that has samples; the rank that computes it in the step; and a rank to compare it with. That rank is on

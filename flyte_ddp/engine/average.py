@@ -26,9 +26,7 @@ class Average:
         ExponentialMovingAverage does. Otherwise the average of a short training would mostly be its first weights.
         Integer buffers are copied. Buffers that have changed their shape stay as they are.
 
-        Args:
-            model: the network that is trained.
-            steps: the number of steps before this one.
+        `steps` is the number of steps before this one.
         """
         # A state_dict would list tied weights under every name that they have
         own, others = (

@@ -122,15 +122,11 @@ class BestModels(Observer):
         return models
 
     def _keep(self, number: int, weights: Weights) -> None:
-        """Write the weights of an evaluation to a file, if it is among the best so far; a collective.
+        """Write the weights of evaluation `number` to a file, if it is among the best so far; a collective.
 
         The evaluation that it displaces no longer counts as kept, but that one's file is deleted only later, once there
         is a checkpoint that does without it. If the file cannot be written, CheckpointFailed is emitted, and training
         goes on.
-
-        Args:
-            number: the evaluation's place in the history.
-            weights: the weights that were evaluated.
         """
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:

@@ -34,21 +34,15 @@ class Verdict:
 
 
 def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] = ()) -> Verdict:
-    """Judge why ranks have computed different digests of the same thing, and which ranks are to blame.
+    """Judge why ranks have computed different digests of the same thing, several each, and which ranks are to blame.
 
     A rank is unsteady if its digests differ from one another. A rank is odd if the digest that it mostly has is another
-    one than that of most ranks.
+    one than that of most ranks. Some ranks multiply two matrices wrongly. The Verdict has one of three causes:
 
-    Args:
-        digests: for each rank the digests that it computed of the same part, several times. Some of them differ.
-        wrong_products: the ranks that multiply two matrices wrongly.
-
-    Returns:
-        The Verdict, with one of three causes.
-        PROCESSOR: an odd rank multiplies wrongly, or an unsteady one does where no rank is odd; or a single rank is
-            unsteady, but mostly has the others' digest.
-        CODE: any other case with unsteady ranks. The verdict names these.
-        RANKS: no rank is unsteady. The verdict names the odd ranks, and the ranks that agree.
+    - PROCESSOR: an odd rank multiplies wrongly, or an unsteady one does where no rank is odd; or a single rank is
+      unsteady, but mostly has the others' digest.
+    - CODE: any other case with unsteady ranks. The verdict names these.
+    - RANKS: no rank is unsteady. The verdict names the odd ranks, and the ranks that agree.
     """
     usual = {rank: _usual(own) for rank, own in digests.items()}
     odd, others = minority(usual)

@@ -10,11 +10,7 @@ def code_location(recipe: Any, method: str) -> str:
     """Return a text that names a method and its place in the user's code: 'Name.method (file, line n)'.
 
     The place is left out if the method has no Python code. If the recipe has not overridden forward(), "forward" gives
-    'the network of Name.model (file, line n)'.
-
-    Args:
-        recipe: a recipe, or its class.
-        method: the name of the method.
+    'the network of Name.model (file, line n)'. The recipe may also be its class.
     """
     kind = recipe if isinstance(recipe, type) else type(recipe)
     function = inspect.unwrap(getattr(kind, method))

@@ -31,12 +31,9 @@ def broadcast_tensor(value: Tensor, device: torch.device, receivers: Any = None)
 
 @torch.no_grad()
 def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
-    """Overwrite the tensors with rank 0's values; a collective.
+    """Overwrite the tensors, of the same shapes and dtypes on all ranks, with rank 0's values; a collective.
 
     Tensors need not be contiguous. Many of them travel in one message.
-
-    Args:
-        tensors: tensors of the same shapes and dtypes on all ranks.
     """
     if distributed.get_world_size() == 1:
         return

@@ -51,16 +51,10 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
 
 
 def _compute_own_sum(value: Tensor | Shard) -> Tensor:
-    """Compute what this rank adds to one tensor's sum in the digest.
+    """Return what this rank adds to one tensor's sum in the digest: () int64, modulo 2^64.
 
     The sum over all ranks counts each number once. So only rank 0 counts a whole tensor, and only a rank that writes
     its Shard to checkpoints counts it. The other ranks return 0.
-
-    Args:
-        value: a whole tensor, or this rank's Shard.
-
-    Returns:
-        () int64, modulo 2^64.
     """
     if isinstance(value, Shard):
         rows = value.rows
@@ -106,15 +100,7 @@ def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
 
 @torch.no_grad()
 def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a checksum of the bits of all tensors and of their order, on this rank alone.
-
-    Args:
-        tensors: the tensors, in order.
-        device: where the sum is returned.
-
-    Returns:
-        () int64, modulo 2^64.
-    """
+    """Return a checksum of the bits of all tensors and of their order, on this rank alone: () int64, modulo 2^64."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return sum((compute_sum(one).to(device) * (2 * number + 1) for number, one in enumerate(tensors)), zero)
 
@@ -122,11 +108,8 @@ def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def differ_between_ranks(tensors: Iterable[Tensor], device: torch.device) -> bool:
     """Return whether the tensors of any rank differ from those of another; a collective.
 
-    The ranks exchange two numbers, made from a digest of the tensors. All ranks get the same answer.
-
-    Args:
-        tensors: the tensors to compare, in the same order on all ranks. A tensor that is given twice counts once.
-        device: where the collective's numbers are.
+    The tensors are in the same order on all ranks; one that is given twice counts once. The ranks exchange two numbers,
+    made from a digest of the tensors. All ranks get the same answer.
     """
     own = sum_of_all({id(one): one for one in tensors}.values(), device)
     extremes = torch.stack([own, ~own])  # the least of all is the other way up

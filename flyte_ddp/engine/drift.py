@@ -23,13 +23,7 @@ class Drift:
     """A comparison of the ranks' tensors before each checkpoint."""
 
     def __init__(self, places: Sequence[Place], device: torch.device, warn: Warn):
-        """Prepare the comparisons.
-
-        Args:
-            places: the place of each rank.
-            device: where the collective's tensors are.
-            warn: called on all ranks with a warning.
-        """
+        """Prepare the comparisons of ranks at these places; `warn` is called on all ranks with a warning."""
         self._places = places
         self._device = device
         self._warn = warn
@@ -61,11 +55,7 @@ class Drift:
 
 
 def gather_numbers(own: Tensor) -> list[int]:
-    """Return the whole numbers of all ranks, in the order of the ranks; a collective.
-
-    Args:
-        own: (), this rank's number, on the device that sends and receives.
-    """
+    """Return the whole numbers of all ranks, in the order of the ranks, from this rank's own, (); a collective."""
     numbers = torch.zeros(distributed.get_world_size(), dtype=torch.int64, device=own.device)
     numbers[distributed.get_rank()] = own
     distributed.all_reduce(numbers)
@@ -76,11 +66,8 @@ def gather_numbers(own: Tensor) -> list[int]:
 def describe_difference(what: str, odd: Sequence[int], others: Sequence[int], places: Sequence[Place]) -> str:
     """Return a clause that names the ranks with other bits, for messages.
 
-    Args:
-        what: the tensors that differ, in words.
-        odd: the ranks that differ.
-        others: the ranks that the odd ones differ from; empty if there is no majority.
-        places: the place of each rank.
+    `what` are the tensors that differ, in words. The odd ranks differ from `others`, which are empty if there is no
+    majority.
     """
     if others:
         return f"{what} have other bits on {name_ranks(odd, places)} than on {name_ranks(others[:1], places)}"

@@ -38,15 +38,7 @@ class Evaluated(NamedTuple):
     stop: bool
 
     def check_loss(self, split: str, position: float) -> None:
-        """Raise NonFiniteError if a sample's loss is not finite; all ranks raise it.
-
-        Args:
-            split: the name of the split, test or validation.
-            position: the number of epochs that had been trained, with fractions.
-
-        Raises:
-            NonFiniteError: A sample's loss is not finite.
-        """
+        """Raise NonFiniteError on all ranks if a sample's loss is not finite; position counts the epochs trained."""
         if "loss" in self.broken:
             raise NonFiniteError.in_evaluation(self.measures["loss"], split, position)
 
@@ -54,18 +46,10 @@ class Evaluated(NamedTuple):
 def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
     """Load the weights that training returns, and evaluate them on the test split; a collective.
 
-    With a validation split these are the weights of the best evaluation. Without one, or if no evaluation could be the
-    best, they are those of the last step. Warnings are emitted for measures that are not finite, and if there was no
-    best evaluation.
-
-    Args:
-        state: the training at its end. Its evaluated network gets the weights.
-        test: the batches of the test split.
-        epochs: how many epochs the settings ask for. A training with fewer has stopped early.
-        link: receives heartbeats and, if there is a validation split, the event EpochChosen with the test measures.
-
-    Returns:
-        The evaluation of the test split.
+    With a validation split these are the weights of the best evaluation, and the event EpochChosen tells so with the
+    test measures. Without one, or if no evaluation could be the best, they are those of the last step. Warnings are
+    emitted for measures that are not finite, and if there was no best evaluation. A training with fewer than `epochs`
+    epochs has stopped early.
 
     Raises:
         NonFiniteError: A test sample's loss is not finite.
@@ -101,12 +85,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     """Measure the network on a whole split, in float32; a collective.
 
     Each rank evaluates its share, the ranks' sums are added up, and each sum is divided once. The network stays in
-    evaluation mode. If the training has a moving average of the weights, the average is measured.
-
-    Args:
-        state: the training.
-        split: this rank's batches of the split.
-        link: told after each batch that the process is alive. Its stop_requested asks for a stop.
+    evaluation mode. If the training has a moving average of the weights, the average is measured. The link is told
+    after each batch that the process is alive; its stop_requested asks for a stop.
 
     Returns:
         All ranks have the same values, except for the predictions, which are those of this rank's samples, on the host.
@@ -158,13 +138,8 @@ def _forward_all(
 
     With virtual ranks, a global batch has a batch for each part of this rank. If the recipe also calls all_gather(),
     each batch comes with the rows that the other parts have gathered. Before each yield, recipe.share is set for the
-    batch.
-
-    Args:
-        state: the training whose network computes.
-        split: this rank's batches of the split.
-        is_over: called after each global batch. If it returns True, which it must do on all ranks alike, the rest is
-            left out.
+    batch. After each global batch is_over() is called; if it returns True, which it must do on all ranks alike, the
+    rest is left out.
     """
     recipe, model = state.recipe, state.evaluated
 
@@ -194,10 +169,8 @@ def _forward_all(
 def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows of all ranks, one global batch of the test split after the other; each is a collective.
 
-    Args:
-        rows: (m, ...), a row, such as a prediction, for each of this rank's samples in their order, on the host.
-        test: the batches that the samples are in.
-        device: the device that sends and receives.
+    This rank's rows, (m, ...), such as predictions, are those of its samples in `test`, in their order, on the host;
+    the device sends and receives them.
 
     Yields:
         The indices of a batch's samples in the split, (n,) int64, and their rows, (n, ...), on the host.

@@ -215,12 +215,7 @@ def make_job(
 ) -> Job:
     """Return a Job that has all of the subject's attributes, the options, and the paths as texts.
 
-    Args:
-        subject: what is trained.
-        options: how to run the training.
-        model_path: where the trained weights go.
-        checkpoint_path: where the checkpoint is kept, and looked for. Empty if this rank writes none.
-        logs: the folder for predictions, pictures and all else.
+    Its checkpoint_path is empty if this rank writes no checkpoint.
     """
     return Job(
         **vars(subject),

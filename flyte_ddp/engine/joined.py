@@ -26,11 +26,7 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
     """Join the ranks that torchrun has started, train as one of them, and return the result as this rank knows it.
 
     Every rank calls it in its main thread. The rank's place is in the variables RANK, WORLD_SIZE and so on. A watchdog
-    ends the rank if others hang or are lost.
-
-    Args:
-        job: the training.
-        on_event: called with each event, on rank 0 alone.
+    ends the rank if others hang or are lost. Rank 0 calls on_event with each event.
 
     Raises:
         InputError: There are more ranks than can share a batch.

@@ -58,10 +58,6 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     Before that, all global random generators are seeded. The recipe gets the device, and init_path if the training
     starts from a folder of weights. Errors of its __init__ are raised as they are.
 
-    Args:
-        job: the training.
-        device: the rank's device.
-
     Raises:
         InputError: The job names something other than a recipe, or the recipe's __init__ does not take settings and
             data_path, or does not call Recipe's.
@@ -101,13 +97,7 @@ def find_data_path(data: Path | StoredData | None) -> Path | str | None:
 
 
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
-    """Load the samples of a split, with their lengths if the recipe has any.
-
-    Args:
-        recipe: the recipe, whose data(split) is called.
-        split: "train", "validation" or "test".
-        job: the job.
-        cache: the disk cache for Blocks.
+    """Load the samples of a split ("train", "validation" or "test"), with their lengths if the recipe has any.
 
     Raises:
         InputError: The data are invalid; the message names the place in the recipe.
@@ -185,11 +175,6 @@ def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Sp
 
     The samples of a Dataset are then padded, too, when they are read.
 
-    Args:
-        samples: the samples, which are changed.
-        recipe: the recipe, whose lengths(split) is called.
-        split: "train", "validation" or "test".
-
     Raises:
         InputError: The lengths are not those of these samples, or the recipe has a length_window but no lengths of
             "train".
@@ -212,12 +197,6 @@ def split_off_validation(recipe: Recipe, train: Split, job: Job, cache: BlockCac
     """Return the samples to train on, and the validation split, by which the best epoch is chosen.
 
     The validation split is the recipe's own, or the share validation_fraction of the training samples.
-
-    Args:
-        recipe: the recipe.
-        train: the training samples.
-        job: has the settings and options.
-        cache: the cache for a split in blocks.
 
     Returns:
         The samples to train on: all of `train`, unless a share is held out. And the validation split; None without any.

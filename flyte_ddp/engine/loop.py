@@ -22,15 +22,8 @@ def fit(
     """Train a recipe from the state's position until training is over; a collective.
 
     Training is over after the last epoch, or once best_tracker has seen no improvement for settings.patience
-    evaluations. Each epoch is evaluated settings.evaluations_per_epoch times. Each evaluation goes into the progress
-    and is followed by a checkpoint.
-
-    Args:
-        state: the training, which this changes.
-        train: the batches of an epoch.
-        split: the batches to evaluate on: the validation split if there is one, else the test split.
-        settings: the settings of the training.
-        link: the way to the parent process, which may ask for a stop.
+    evaluations. Each epoch is evaluated settings.evaluations_per_epoch times, on `split`: the validation split if there
+    is one, else the test split. Each evaluation goes into the progress and is followed by a checkpoint.
 
     Returns:
         The last evaluation; None if the training was over when it was resumed.
@@ -85,16 +78,10 @@ def _is_over(state: TrainingState, settings: TrainingSettings) -> bool:
 
 
 def train_until(state: TrainingState, train: TrainBatches, end: int, log_interval: int, link: Link) -> None:
-    """Take the steps of the current epoch from the state's position up to an evaluation; a collective.
+    """Take the steps of the current epoch from the state's position until `end` of them are done; a collective.
 
-    Steps are logged, and checkpoints that are due or were asked for are saved, in between.
-
-    Args:
-        state: the training, which this changes.
-        train: the batches of an epoch.
-        end: how many of the epoch's steps are done at the evaluation.
-        log_interval: log after each multiple of this many steps, and at the evaluation.
-        link: the way to the parent process, which may ask for a stop.
+    Each multiple of log_interval and the last step are logged. Checkpoints that are due or were asked for are saved in
+    between.
 
     Raises:
         StopRequested: A rank was asked to stop, and the checkpoint is saved. All ranks raise it at the same step.

@@ -21,11 +21,6 @@ from flyte_ddp.recipe import Random, Recipe
 def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
     """Call a recipe's method, such as lr_lambda, with these arguments, and return its result as a float.
 
-    Args:
-        recipe: the recipe.
-        method: the name of the method.
-        arguments: what it is called with.
-
     Raises:
         InputError: The result is no number, or NaN or infinite. Errors of the method itself are raised as they are.
     """
@@ -149,13 +144,7 @@ def compute_pairs(
 
 
 def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
-    """Raise InputError if the rows of two batches' predictions differ in shape: they could not be saved in one array.
-
-    Args:
-        recipe: the recipe, for the message.
-        predictions: (n, ...), the predictions of one batch.
-        others: (m, ...), the predictions of another batch.
-    """
+    """Raise InputError if the rows of two batches' predictions differ in shape, and could not be saved in one array."""
     one, other = tuple(predictions.shape[1:]), tuple(others.shape[1:])
     if one != other:
         raise InputError(
@@ -169,9 +158,6 @@ def mismatched(outputs: Any) -> Any:
 
     Measured against the batch, they have the loss of guessing. Tensors without dimensions, and leaves that are no
     tensors, stay as they are.
-
-    Args:
-        outputs: what the recipe's forward returned.
     """
     return pytree.tree_map(lambda leaf: leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.ndim else leaf, outputs)
 
@@ -221,10 +207,6 @@ def find_headline(recipe: Recipe, measures: dict[str, float]) -> str:
     """Return the name of the main measure: recipe.headline if it is set, else the first measure other than the loss.
 
     If there is only the loss, the name is "loss".
-
-    Args:
-        recipe: the recipe.
-        measures: the measures by name.
 
     Raises:
         InputError: recipe.headline is none of the measures.

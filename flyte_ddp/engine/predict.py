@@ -23,19 +23,16 @@ from flyte_ddp.whole_files import whole_file, writing_to
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
     """Write a trained network's predictions for a shard of a split to job.logs/predictions-<shard>.npy.
 
-    The network computes in float32. A launcher calls this in a process of its own, without other ranks.
+    The network computes in float32. A launcher calls this in a process of its own, without other ranks. The link is
+    told after each batch that the process is alive.
 
     Args:
         environment: this process's rank, device and threads.
-        link: told after each batch that the process is alive.
+        link: the way to the parent.
         argument: the job, the name of the split, the shard's index from 0, and the number of shards.
 
     Returns:
         The number of rows in the file: one for each sample of the shard, in order. A shard may have no samples.
-
-    Raises:
-        InputError: The recipe or its data are invalid, the recipe returns no predictions, or the file cannot be
-            written.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)

@@ -97,12 +97,6 @@ class Progress:
 
         It must be called before the first step, and after a checkpoint is loaded. It also sets places, the host and
         device of each rank, and adds this attempt's machine to ran_on.
-
-        Args:
-            environment: this rank's environment.
-            job: the training.
-            plan: the numbers that RunStarted shows.
-            model: the network. Its layers are listed in RunStarted.
         """
         world = environment.world
         self.places = measure_places(environment, self._device, job, model)
@@ -175,11 +169,8 @@ class Progress:
 
         The requests are this rank's to stop and to write a checkpoint; they are read here. A recipe's own step does not
         call this method, because it sends its measures together with the gradients. The host does not wait for the
-        device.
-
-        Args:
-            pairs: (2 * measures,) float64, this rank's value and weight of each measure, alternating. A measure that is
-                not finite marks this step and all later ones as bad.
+        device. `pairs` are (2 * measures,) float64, this rank's value and weight of each measure, alternating. A
+        measure that is not finite marks this step and all later ones as bad.
         """
         assert self.checkpoints
         requests = float(self._link.stop_requested), float(self.checkpoints.due())
@@ -226,13 +217,9 @@ class Progress:
 
         If the training cannot write a checkpoint yet, the method sets owes_checkpoint and returns. The call after a
         later step then saves the checkpoint, and stops if a stop was asked for. Before saving,
-        training.compare_between_ranks() compares the ranks' weights; its errors are passed on.
-
-        Args:
-            training: the training to save.
-            asked: the requests that end_step() returned.
-            is_evaluation_next: whether an evaluation comes next. A checkpoint follows it anyway, so a mere request to
-                save is not obeyed then. A stop, and a checkpoint that is owed, do not wait.
+        training.compare_between_ranks() compares the ranks' weights; its errors are passed on. If an evaluation comes
+        next, a checkpoint follows it anyway, so a mere request to save is not obeyed then. A stop, and a checkpoint
+        that is owed, do not wait.
 
         Raises:
             StopRequested: A rank was asked to stop, and the checkpoint is saved.
@@ -255,9 +242,6 @@ class Progress:
 
         Call it before an evaluation. The host waits for the device.
 
-        Args:
-            training: the training whose steps are checked.
-
         Raises:
             NonFiniteError: A number of a step was not finite. All ranks raise it.
         """
@@ -276,9 +260,6 @@ class Progress:
 
         The warnings tell of updates that were left out, of a loss that leaps, and of slow ranks. The method reads the
         sums that end_step() has fetched; it also adds up tokens, and sets how far the host may run ahead of the device.
-
-        Args:
-            training: the training whose steps are logged.
         """
         now, before = self.last, self._told
         self._told = now
@@ -317,13 +298,8 @@ class Progress:
     def _count_tokens(self, pairs: Sequence[float], first: int, end: int) -> float:
         """Return how many tokens all ranks had in the epoch's steps from first up to end; 0 if tokens are not counted.
 
-        They are the sum of the measure "tokens", if there is one; else the plan counts them, from the samples' lengths.
-
-        Args:
-            pairs: the sum and weight of each measure over these steps and all ranks, alternating, in the order of
-                self.names.
-            first: the first step, from 0.
-            end: the step after the last.
+        They are the sum of the measure "tokens" in `pairs`, which have sum and weight of each measure over these steps,
+        if there is one; else the plan counts them, from the samples' lengths.
         """
         if TOKENS in self.names:
             return pairs[2 * self.names.index(TOKENS)]
@@ -374,9 +350,7 @@ class Progress:
     def begin_next(self, fraction: float) -> None:
         """Reset the sums and the clock after an evaluation, and go on to the next epoch if this one has ended.
 
-        Args:
-            fraction: the part of the epoch that was done at the evaluation. 1 ends the epoch; otherwise epoch and step
-                stay.
+        A fraction of 1 ends the epoch; otherwise epoch and step stay.
         """
         if fraction == 1:
             self.epoch, self.step = self.epoch + 1, 0
@@ -494,12 +468,9 @@ class Progress:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what state_dict() has returned: position, sums, history, monitor and machines.
+        """Restore what state_dict() has returned: position, sums, history, monitor and machines; tensors are copied.
 
         Requests to stop or save in the saved sums are dropped.
-
-        Args:
-            saved: the state; its tensors are copied.
         """
         self.epoch, self.step, self.seconds = saved["epoch"], saved["step"], saved["seconds"]
         if saved["names"] != self.names:

@@ -29,21 +29,13 @@ class Readback:
     def keep_pace(self, step_seconds: float) -> None:
         """Set how many steps old the copies are that read() returns, so that the device has work for AHEAD_SECONDS.
 
-        On a CPU nothing changes.
-
-        Args:
-            step_seconds: the duration of recent steps, the same on all ranks.
+        The duration of a recent step is the same on all ranks. On a CPU nothing changes.
         """
         if self._is_cuda:
             self.behind = max(1, min(MOST_STEPS, int(AHEAD_SECONDS / max(step_seconds, 1e-9))))
 
     def copy(self, step: int, tensor: Tensor) -> None:
-        """Start to copy a tensor to the host, without waiting for the device.
-
-        Args:
-            step: the number of the step that the values are from.
-            tensor: the tensor, which later steps may change.
-        """
+        """Start to copy this step's values to the host, without waiting for the device; the tensor may change then."""
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
         copied.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event(blocking=True) if self._is_cuda else None

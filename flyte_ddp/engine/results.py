@@ -38,10 +38,6 @@ def write_last(setup: SetUp, job: Job) -> None:
     weights may be returned as the best. The checkpoint is written with options.keep_checkpoint, or if
     settings.stop_after is set, which ends the training before its last epoch.
 
-    Args:
-        setup: the training, after its last epoch.
-        job: has the folder, the options and the settings.
-
     Raises:
         InputError: The folder cannot be written to. Rank 0 alone raises it.
     """
@@ -62,15 +58,8 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     """Write a trained network's weights to job.model_path, and predictions and pictures into job.logs; a collective.
 
     Rank 0 writes the files. Predictions and pictures of an earlier training in the same folder are deleted. Predictions
-    are written if `tested` has them, pictures if the recipe draws some.
-
-    Args:
-        setup: the training. The weights that it evaluates are written.
-        tested: the evaluation of these weights on the test split, with this rank's predictions.
-        job: names the files, and goes into the metadata of the weights.
-
-    Returns:
-        The digest of the weights, the same on all ranks.
+    are written if `tested`, the evaluation of these weights on the test split, has them; pictures if the recipe draws
+    some. The result is the digest of the weights, the same on all ranks.
 
     Raises:
         InputError: A file cannot be written. Rank 0 alone raises it.
@@ -92,12 +81,8 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
 def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
     """Write the predictions of all ranks to an .npy file, a row for each test sample in order; a collective.
 
-    Rank 0 writes them batch by batch, so that no rank ever has them all.
-
-    Args:
-        predictions: (n, ...), those of this rank's test samples.
-        setup: the training.
-        path: the file.
+    This rank has (n, ...), those of its test samples. Rank 0 writes them batch by batch, so that no rank ever has them
+    all.
 
     Raises:
         OSError: Rank 0 cannot write the file. Rank 0 alone raises it, once it has received the rows of the others.
@@ -122,21 +107,10 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
 def write_weights(
     setup: SetUp, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
 ) -> str:
-    """Write weights with their metadata to a file; a collective.
+    """Write weights with their metadata to a file, and return their digest; a collective.
 
     Rank 0 writes the file. The file does not have the weights that model() has frozen: whoever loads the file gets them
-    from model().
-
-    Args:
-        setup: the training.
-        job: goes into the metadata.
-        path: the file.
-        measures: the measures of these weights.
-        weights: the weights by name, without those that model() has frozen. By default, they are the weights that the
-            training evaluates, which may be an average.
-
-    Returns:
-        The digest of the weights, the same on all ranks.
+    from model(). By default the weights are those that the training evaluates, which may be an average.
 
     Raises:
         OSError: Rank 0 cannot write the file. Rank 0 alone raises it; the other ranks return.
@@ -165,14 +139,8 @@ def build_metadata(
 ) -> ModelMetadata:
     """Return what a weights file says about its weights.
 
-    Args:
-        recipe: the recipe, whose facts() are included.
-        job: the training or export.
-        headline: the name of the main measure.
-        measures: the measures of the weights.
-        training: what the weights were trained on: world_size, hardware and precision.
-        base_digest: the digest of the frozen weights that the file leaves out; empty without any.
-        weights_digest: the digest of the weights in the file.
+    `training` says what the weights were trained on: world_size, hardware and precision. The base digest is that of the
+    frozen weights that the file leaves out; empty without any.
     """
     settings = job.settings
     return ModelMetadata(
@@ -197,10 +165,6 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
     The network that is evaluated runs on these samples, and is left in evaluation mode. Otherwise one rank calls it
     alone.
 
-    Args:
-        state: the training.
-        test: the test split.
-
     Returns:
         At most MOST_PICTURES captions and pictures, as the recipe's pictures() returns them; none if the recipe does
         not define pictures().
@@ -217,11 +181,9 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
 
 
 def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
-    """Write pictures to an .npz file for the report.
+    """Write pictures, whose numbers are from 0 to 1, with their captions to an .npz file for the report.
 
-    Args:
-        drawn: captions and pictures; a picture's numbers are from 0 to 1.
-        path: the file. It gets an array `captions`, and each picture as uint8 under its number.
+    It gets an array `captions`, and each picture as uint8 under its number.
     """
     images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
     captions = np.array([caption for caption, _ in drawn])
@@ -236,13 +198,8 @@ def export_model(
     """Write weights as a plain state_dict of contiguous CPU tensors; the file appears whole or not at all.
 
     If a weight is sharded, it is a collective: rank 0 calls this, while the others call fill(None, weights, device),
-    which sends their rows. Otherwise one process calls it alone. Tied weights are saved once.
-
-    Args:
-        weights: the weights by name.
-        path: the file.
-        metadata: written into the file, if given.
-        device: the device that receives other ranks' rows.
+    which sends their rows from and to the device. Otherwise one process calls it alone. Tied weights are saved once.
+    Metadata are written into the file, if given.
 
     Raises:
         OSError: The file cannot be written. The other ranks are not left waiting.

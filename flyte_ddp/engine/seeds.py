@@ -22,11 +22,7 @@ def generator_states() -> tuple[Any, ...]:
 
 
 def put_back_generators(states: tuple[Any, ...]) -> None:
-    """Restore the states of the global generators of Python, NumPy and torch, on the CPU and the current GPU.
-
-    Args:
-        states: what generator_states() returned.
-    """
+    """Restore the states of the global generators that generator_states() has returned."""
     python_state, numpy_state, torch_state, gpu_state = states
     random.setstate(python_state)
     np.random.set_state(numpy_state)
@@ -40,12 +36,9 @@ def _gpu_generator() -> torch.Generator | None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch, on the CPU and the current GPU.
+    """Seed the global generators of Python, NumPy and torch, on the CPU and the current GPU, with 64 bits.
 
-    A GPU is only seeded if this process has initialized CUDA.
-
-    Args:
-        seed: 64 bits, of which NumPy takes the lower 32.
+    NumPy takes the lower 32. A GPU is only seeded if this process has initialized CUDA.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -57,12 +50,8 @@ def seed_all(seed: int) -> None:
 def seed_part(step_seed: int, part: int, call: int = 0) -> None:
     """Seed the global generators of Python, NumPy and torch for one part of a global batch.
 
-    All calls with the same three numbers give the same random numbers, on any rank.
-
-    Args:
-        step_seed: the seed of the step, which follows from the training's seed, the epoch and the step.
-        part: the number of the virtual rank that the part is of; without virtual ranks, that of the rank.
-        call: in a loop of the user's own, the number of the call of `backward` in the step, from 1. 0 outside of these
-            calls.
+    All calls with the same three numbers give the same random numbers, on any rank. The part is the virtual rank's or,
+    without virtual ranks, the rank's. `call` counts the calls of `backward` in a step of a user's own loop, from 1; it
+    is 0 outside of these calls.
     """
     seed_all(derive_key(Use.PART, step_seed, part, call))

@@ -172,11 +172,6 @@ def set_up(
 def make_best_tracker(recipe: Recipe, headline: str, settings: TrainingSettings) -> BestTracker:
     """Make the tracker that chooses the best epoch, by the headline or, if settings.choose_by says so, by the loss.
 
-    Args:
-        recipe: says which measures are better if higher, or if lower. The loss is better if lower.
-        headline: the name of the main measure.
-        settings: have choose_by, patience and minimum_delta.
-
     Raises:
         InputError: The recipe does not say whether higher or lower values of the headline are better.
     """
@@ -191,17 +186,11 @@ def make_best_tracker(recipe: Recipe, headline: str, settings: TrainingSettings)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """Return the precision that suits this rank: the one that is set or, for "auto", what its device is fast in.
+    """Return the precision that suits this rank, "float32" or "bfloat16"; for "auto" it is what its device is fast in.
 
-    Ranks with different hardware may get different answers, so the caller has to agree on one.
-
-    Args:
-        precision: "float32", "bfloat16" or "auto".
-        device: the device of this rank.
-
-    Returns:
-        "float32" or "bfloat16". For "auto" it is "bfloat16" if the device, and torch's kernels for it, compute in
-            bfloat16 natively. Emulated bfloat16 is slower than float32.
+    Ranks with different hardware may get different answers, so the caller has to agree on one. For "auto" it is
+    "bfloat16" if the device, and torch's kernels for it, compute in bfloat16 natively. Emulated bfloat16 is slower than
+    float32.
     """
     if precision != "auto":
         return precision

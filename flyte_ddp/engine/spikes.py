@@ -16,27 +16,17 @@ class Spikes:
     """
 
     def __init__(self, deviations: float, device: torch.device):
-        """Start without any norm.
-
-        Args:
-            deviations: how many standard deviations above the mean a norm is a spike.
-            device: where the norms are.
-        """
+        """Start without any norm; one that is so many standard deviations above the mean will be a spike."""
         self._deviations = deviations
         # How many norms there were, their mean and their variance, and how many norms were spikes
         self.values = torch.zeros(4, dtype=torch.float64, device=device)
 
     def judge(self, norm: Tensor) -> Tensor:
-        """Return whether the norm of a step's gradients is a spike, and add the norm to the running mean.
+        """Return whether the norm of a step's gradients is a spike, () bool, and add the norm to the running mean.
 
-        A spike is more than `deviations` standard deviations above the mean. It is added as this bound. The first FIRST
-        norms are never spikes. The host does not wait for the device.
-
-        Args:
-            norm: () the Euclidean norm of all gradients together, before clipping.
-
-        Returns:
-            () bool, on the device.
+        The norm, (), is that of all gradients together, before clipping. A spike is more than `deviations` standard
+        deviations above the mean. It is added as this bound. The first FIRST norms are never spikes. The host does not
+        wait for the device.
         """
         count, mean, variance, spikes = self.values
         value = norm.double()

@@ -220,14 +220,9 @@ class TrainingState:
     def _backward(self, asked: tuple[bool, bool], before: BufferCopy | None, shares: Sequence[Batch]) -> None:
         """Run the forward and backward passes of this rank's shares, and add up the gradients of their micro-batches.
 
-        With virtual ranks, each share begins with the buffers as they were before the step. In the end the buffers are
-        as the first share left them.
-
-        Args:
-            asked: whether this rank asks to stop, and to save.
-            before: with virtual ranks, a copy of what forward passes change, from before the step; otherwise None.
-            shares: this rank's shares of the global batch, one for each of its virtual ranks; without virtual ranks a
-                single one.
+        With virtual ranks, each share begins with the buffers as they were before the step, of which `before` is a
+        copy. In the end the buffers are as the first share left them. `asked` says whether this rank asks to stop, and
+        to save.
         """
         after: BufferCopy | None = None
         clock = self.progress.clock
@@ -261,14 +256,8 @@ class TrainingState:
     def cut_up(self, share: Batch) -> list[Batch]:
         """Seed the global random generators for a share of the global batch, and return the share's micro-batches.
 
-        In a step that computes the rows of all_gather() first (with virtual ranks), all_gather() returns these rows in
-        each of the micro-batches.
-
-        Args:
-            share: this rank's samples, or with virtual ranks those of one virtual rank.
-
-        Returns:
-            Batches of at most self.micro_batch samples; a single one if that is 0.
+        These are batches of at most self.micro_batch samples; a single one if that is 0. In a step that computes the
+        rows of all_gather() first (with virtual ranks), all_gather() returns these rows in each of them.
         """
         seed_part(share.seed, share.share.part)
         parts = self.parallel.parts(share, self.micro_batch)
@@ -276,14 +265,10 @@ class TrainingState:
 
     @torch_compat.only_deterministic()
     def _gather(self, shares: Sequence[Batch], before: BufferCopy) -> Gathered | None:
-        """Compute the rows of the global batch that all_gather() is to return in this step; a collective.
+        """Compute the rows of the global batch that all_gather() is to return in this step, if any; a collective.
 
-        Args:
-            shares: this rank's shares of the global batch.
-            before: a copy of what forward passes change. Each forward pass begins with it.
-
-        Returns:
-            The rows, and the gradients of the loss by them; None if the recipe gathers none in this step.
+        Each forward pass begins with the buffers of `before`. The result also has the gradients of the loss by these
+        rows.
         """
         step = self.parallel.module
         parts = [*chain.from_iterable(self.parallel.parts(share, 0) for share in shares)]
@@ -375,13 +360,10 @@ class TrainingState:
         return False
 
     def choose(self, finished: EpochFinished) -> None:
-        """Keep the evaluated weights if they are among the best so far; a collective with options.keep_best.
+        """Keep the weights of the last evaluation if they are among the best; a collective with options.keep_best.
 
         With a validation split, the best weights are kept in memory, by best_tracker. With keep_best, best_models keeps
         the best few in files.
-
-        Args:
-            finished: the evaluation of these weights, the last one of the history.
         """
         if self.best_tracker:
             weights = {name: local(weight) for name, weight in self.base.without(self.evaluated).items()}
@@ -461,12 +443,9 @@ class TrainingState:
         return weights_digest(self.evaluated_weights(), self.base.digest, self.device)
 
     def load_weights(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Load weights into the network or its moving average.
+        """Load weights, without those that model() has frozen, into the network or its moving average.
 
-        Args:
-            network: the network to train, or its average. It is changed in place.
-            weights: all weights by name, without those that model() has frozen, which no checkpoint has. For a sharded
-                weight, this rank's rows.
+        For a sharded weight they have this rank's rows.
         """
         self.base.load(network, fitted(weights, network))
         self._base_versions = {}  # the base was copied onto itself

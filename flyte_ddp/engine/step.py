@@ -100,10 +100,7 @@ class Step(nn.Module):
 
         The factor makes up for DistributedDataParallel, which averages gradients over the ranks. The backward pass also
         gives the parameter `carrier`, which is 0, the sums of the measures and requests as its gradient, so that they
-        are added up with the gradients.
-
-        Args:
-            *of_part: the arguments of compute_sums(): the batch, the requests, and whether it is the rank's last part.
+        are added up with the gradients. The arguments are those of compute_sums().
         """
         trained, sums = self.compute_sums(*of_part)
         # backward(gradient) would save this product, but imports sympy
@@ -135,13 +132,7 @@ class Step(nn.Module):
         return reached
 
     def split(self, sums: Tensor, norms: Tensor) -> "Totals":
-        """Return the Totals of a step: its sums of measures, its sums of requests, and its norms.
-
-        Args:
-            sums: the gradient of the parameter `carrier`, summed over all ranks: values and weights of the measures,
-                then the two requests.
-            norms: the norm of each parameter's summed gradient.
-        """
+        """Return the Totals of a step, from the sum of all ranks' gradients of `carrier`, and the gradients' norms."""
         measured, asked = sums.split(self.sizes)
         return Totals(measured, asked, norms)
 

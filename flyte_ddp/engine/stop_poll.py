@@ -56,13 +56,10 @@ class StopPoll:
         return self.is_agreed
 
     def _exchange(self, stop: bool) -> None:
-        """Exchange stop requests and the time of a batch over all ranks; a collective.
+        """Exchange this rank's stop request and the time of a batch over all ranks; a collective.
 
         It sets is_agreed if any rank was asked to stop, and the number of batches until the next exchange, alike on all
         ranks. On a GPU both follow from the exchange before, so that the host does not wait for this one.
-
-        Args:
-            stop: whether this rank was asked to stop.
         """
         now = time.perf_counter()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # filled without a copy that the host awaits

@@ -54,9 +54,7 @@ class StepSums:
     def add(self, totals: Totals, flag: Tensor) -> None:
         """Add a step to the sums on the device. The host does not wait.
 
-        Args:
-            totals: the sums of the step's measures and requests over all ranks.
-            flag: (), 1 if a loss or gradient of this step, or of one before it, was not finite, else 0.
+        The flag is (), 1 if a loss or gradient of this step, or of one before it, was not finite, else 0.
         """
         measured, asked, bad = self._parts
         measured.add_(totals.measured)
@@ -64,13 +62,9 @@ class StepSums:
         bad.add_(flag)
 
     def now(self, step: int, seconds: float) -> Sums:
-        """Return the sums up to the newest step, and drop the copies that recent() has started.
+        """Return the sums up to the newest step of the epoch, and drop the copies that recent() has started.
 
         The host waits for the device.
-
-        Args:
-            step: the number of the epoch's steps so far.
-            seconds: the duration of the epoch's steps so far.
         """
         self.readback.clear()
         return _make_sums(step, self.values.tolist(), seconds)
@@ -78,14 +72,8 @@ class StepSums:
     def recent(self, step: int, seconds: float) -> Sums | None:
         """Start to copy the newest sums to the host, and return those that were copied some steps ago.
 
-        On a CPU those are the newest. The host waits no longer than until the device has reached that older step.
-
-        Args:
-            step: the number of the epoch's steps so far.
-            seconds: the duration of the epoch's steps so far.
-
-        Returns:
-            The sums, of the same step on all ranks; None if there were not enough steps since now() was last called.
+        On a CPU those are the newest. They are of the same step on all ranks, and None if there were not enough steps
+        since now() was last called. The host waits no longer than until the device has reached that older step.
         """
         self.readback.copy(step, self.values)
         copied = self.readback.read()

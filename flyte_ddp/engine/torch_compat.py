@@ -64,9 +64,6 @@ def count_in_total(counter: Any) -> Any:
 
     To count by layer, it hooks the inputs of layers. The hooks make torch.autograd.grad() fail for an input that is a
     leaf, such as the positions of atoms. FlopCounterMode has no public option to leave the hooks out.
-
-    Args:
-        counter: the FlopCounterMode.
     """
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
@@ -102,9 +99,6 @@ def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 @contextmanager
 def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
     """Turn DistributedDataParallel's error about unused parameters, if the block raises it, into one with their names.
-
-    Args:
-        replicated: the network that computes in the block.
 
     Raises:
         InputError: Parameters had no gradient in the step before.
@@ -143,14 +137,10 @@ def settle_buckets(replicated: DistributedDataParallel) -> None:
 
 
 def copy_network(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
-    """Return a deep copy of a network.
+    """Return a deep copy of a network, which shares the given tensors with it.
 
     Some layers keep tensors that were computed from their weights, such as those of torch.nn.utils.weight_norm.
     deepcopy refuses these tensors, so the copy gets detached copies of their values.
-
-    Args:
-        model: the network.
-        shared: tensors that the copy shares with the network.
     """
     attributes = chain.from_iterable(vars(layer).values() for layer in model.modules())
     kept = [value for value in attributes if isinstance(value, Tensor) and value.grad_fn]
@@ -233,9 +223,6 @@ def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
 
     Without it, a unit with mixed precision gathers them in bfloat16, say. The units' MixedPrecisionPolicy returns at
     the end of the block. Torch has no public way to change the policy later.
-
-    Args:
-        units: modules that fully_shard was applied to.
     """
     groups = [*chain.from_iterable(unit._get_fsdp_state()._fsdp_param_groups for unit in units)]
     cast = {}
@@ -262,9 +249,6 @@ def trained_weights(unit: Any) -> list[nn.Parameter]:
     """Return the sharded weights of an FSDP unit that are trained, in the order in which it sends their gradients.
 
     Torch has no public way to ask for the order.
-
-    Args:
-        unit: a module that fully_shard was applied to.
     """
     return [param.sharded_param for param in _trained_params(unit)]
 
@@ -296,9 +280,6 @@ def leave_graph(unit: Any) -> None:
     By itself torch puts a function into the graph, through which the unit's inputs go. Gradients of a tensor that is
     used in the unit and elsewhere are then added up in another order, and layers that look whether two inputs are the
     same tensor compute otherwise than in a network that is not sharded.
-
-    Args:
-        unit: a module that fully_shard was applied to.
     """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         group._register_post_backward_hook = partial(_hook_inputs, group)
@@ -328,10 +309,6 @@ def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
 
     The call comes before DistributedDataParallel waits for the other ranks, because callbacks run in the order in which
     they were queued. Hooks of the gradients cannot tell which gradient is the last.
-
-    Args:
-        loss: the loss whose backward() calls the function.
-        call: the function.
     """
     loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 

@@ -57,12 +57,6 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     If there is a checkpoint of the job, the training goes on from it. Rank 0 writes the weights to job.model_path. The
     process group must exist.
 
-    Args:
-        environment: this rank.
-        device: the device of this rank.
-        link: receives the events.
-        job: the training.
-
     Returns:
         The result of the training, as this rank knows it.
 
@@ -96,17 +90,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
     """Set up the job's recipe, resume a checkpoint if there is one, train, and write the results; a collective.
 
     If the checkpoint was trained in another precision, or restoring it has failed half-way, the recipe is set up once
-    more.
-
-    Returns:
-        The result of the training, as this rank knows it. Its test measures are those of the weights that are returned.
-
-    Raises:
-        InputError: The recipe, its settings or its data are invalid, the checkpoint that the user asks for is refused,
-            or a file cannot be written.
-        NonFiniteError: A number of a step, or the loss of an evaluation, is not finite.
-        StopRequested: A rank was asked to stop; a checkpoint was written.
-        WrongBitsError: Ranks with the same hardware have computed different bits.
+    more. The errors are those of train().
     """
     link.emit(StartUp("reading the recipe and its data"))
     with checked_imports(job.root, job.files):
@@ -163,12 +147,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
 
 
 def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
-    """Return the numbers, names and remarks that a recipe's training tells at its start.
-
-    Args:
-        setup: the training.
-        settings: the settings, which tell the number of epochs and whether training may end early.
-    """
+    """Return the numbers, names and remarks that a recipe's training tells at its start."""
     recipe = setup.state.recipe
     return Plan(
         headline=setup.probed.headline,

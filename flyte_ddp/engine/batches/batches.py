@@ -35,15 +35,11 @@ class Batch:
     seed: int = 0
 
     def parts(self, most: int, ranks: int = 0) -> list["Batch"]:
-        """Cut the batch into parts of at most `most` consecutive samples, and return them.
+        """Cut the batch into parts of at most `most` consecutive samples, and return them; 0 gives [self].
 
         All ranks must run equally many parts, because each part may have collectives. So the list is filled up to the
-        number that the largest share of any rank has, with copies of the first part that are marked as borrowed and
-        count for nothing.
-
-        Args:
-            most: how many samples a part has at most; 0 gives [self].
-            ranks: the number of ranks that divide the global batch; with 0, the list is not filled up.
+        number that the largest share of any of the ranks has, with copies of the first part that are marked as borrowed
+        and count for nothing. With 0 ranks, the list is not filled up.
         """
         if not most:
             return [self]
@@ -66,19 +62,13 @@ class Order(Protocol):
     def at(self, positions: Tensor) -> Tensor:
         """Return the indices, in the split, of the samples at these positions of the epoch.
 
-        Args:
-            positions: (n,) int64, ascending.
-
-        Returns:
-            (n,) int64.
+        Positions are (n,) int64, ascending; the indices are (n,) int64, too.
         """
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
         """Yield the samples of each step, as a tree of tensors (n, ...) on the device.
 
-        Args:
-            parts: for each step the indices, in the split, of the samples, (n,) int64.
-            steps: the steps.
+        For each of the steps, `parts` has the samples' indices in the split, (n,) int64.
         """
 
     def check_room(self) -> None:
@@ -172,12 +162,9 @@ class _Batches:
         return self._cut(step, self.rank, self.world_size)
 
     def _cut(self, step: int, number: int, count: int = 0) -> slice:
-        """Return one part of a step's global batch, as a slice of positions in the epoch. It may be empty.
+        """Return part `number` of the `count` parts of a step's global batch, as a slice of positions in the epoch.
 
-        Args:
-            step: the number of the step in the epoch, from 0.
-            number: the number of the part, from 0.
-            count: the number of parts that divide the global batch evenly; 0 is the number of virtual ranks.
+        It may be empty. A count of 0 is the number of virtual ranks.
         """
         start, stop = self.samples_until(step), self.samples_until(step + 1)
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks))
@@ -208,39 +195,29 @@ class _Batches:
         return [number for number, cut in cuts if cut.start < cut.stop]
 
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
-        """Return an order of the split's samples, shuffled by the keys.
+        """Return an order of the split's samples, shuffled by the key of each pass, or not where it is None.
 
-        It is a BlocksInOrder if the split is in blocks, and otherwise a Shuffled. Even without shuffling, a
-        BlocksInOrder differs from the split's order: it takes samples from several places of the split (streams) in
-        turn.
+        It is a BlocksInOrder if the split is in blocks, which takes a single key, and otherwise a Shuffled. Even
+        without shuffling, a BlocksInOrder takes samples from several places of the split (streams) in turn.
 
         Args:
-            keys: the key of each pass over the samples; a pass whose key is None is not shuffled. A split in blocks
-                takes a single key.
+            keys: the key of each pass over the samples.
             origin: origin(step) returns the sample_seeds.Origin of this rank's samples, from which a Dataset's random
-                numbers follow. An Origin of None, the default, gives a sample the same numbers each time. A split in
-                blocks does not call origin.
-
-        Raises:
-            InputError: The split is in blocks, and there is more than one key.
+                numbers follow. None gives a sample the same numbers each time.
         """
         if isinstance(self.split, BlockSplit):
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
-        """Read this rank's samples, and yield (step, shares) for each step.
+        """Read this rank's samples, and yield (step, shares) for each of these steps of an epoch in this order.
 
-        The shares are a list of (tree, BatchShare). The tree has the samples, as tensors (n, ...) on the device, and
-        the BatchShare has their place in the step's global batch. Without virtual ranks, the list has one share. With
-        them, it has a share for each of this rank's virtual ranks that has samples.
+        A share is (tree, BatchShare): the samples as tensors (n, ...) on the device, and their place in the step's
+        global batch. Without virtual ranks there is one share in a step. With them, there is one for each of this
+        rank's virtual ranks that has samples.
 
         A rank without samples in a step gets a single share with one sample of another rank, marked as borrowed. If the
         split has lengths, all ranks pad their samples to the longest sample of the global batch.
-
-        Args:
-            order: the order of the epoch.
-            steps: the numbers of the steps within the epoch, from 0.
         """
         lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
@@ -260,16 +237,9 @@ class _Batches:
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
         """Cut this rank's samples of a step into those of each virtual rank, and yield copies of them with their place.
 
-        Virtual ranks without samples are left out. A rank without samples of its own has a borrowed one, which is
-        another rank's and counts for nothing. Then `tree` and `share` are yielded as they are.
-
-        Args:
-            step: the number of the step in the epoch, from 0.
-            tree: the tensors (n, ...) of all of this rank's samples of the step.
-            share: their place in the global batch.
-
-        Yields:
-            The tensors of one virtual rank's samples, and their place. Its `part` is the number of the virtual rank.
+        `tree` has the samples as tensors (n, ...), and `share` their place in the global batch. Virtual ranks without
+        samples are left out. Each place that is yielded has the number of its virtual rank as `part`. If the samples
+        are borrowed from another rank, and count for nothing, both are yielded as they are.
         """
         if share.borrowed:
             yield tree, share
@@ -370,14 +340,9 @@ class TrainBatches(_Batches):
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
     def count_tokens(self, epoch: int, first_step: int, end: int) -> int:
-        """Return the sum of the samples' lengths in some steps of an epoch, over all ranks and without padding.
+        """Return the sum of the samples' lengths in an epoch's steps from first_step to end, exclusive, over all ranks.
 
-        Call it only if the split has lengths.
-
-        Args:
-            epoch: the number of the epoch, from 0.
-            first_step: the first step, from 0.
-            end: the step after the last.
+        Padding does not count. Call it only if the split has lengths.
         """
         lengths = get_lengths(self.split)
         assert lengths
@@ -385,10 +350,7 @@ class TrainBatches(_Batches):
         return int(lengths.each[self._make_order(epoch).at(positions)].sum())
 
     def _make_order(self, epoch: int) -> Order:
-        """Return the shuffled order of an epoch (numbered from 0).
-
-        If the split has lengths and length_window is not 0, samples of similar lengths come together in a batch.
-        """
+        """Return the shuffled order of an epoch (numbered from 0), with length_window by similar lengths."""
         keys = self._keys(epoch)
         lengths = get_lengths(self.split)
         order = self._order(keys, lambda step: (keys[0], self._computed(step).start))

@@ -106,12 +106,8 @@ class BlockCache:
         """Provide a block's file at path(name): nothing happens if it is there, and another rank's file is linked.
 
         Threads and ranks of the node may call this at the same time; one of them writes the block while the others
-        wait.
-
-        Args:
-            name: the name of the block.
-            write: write(path) writes the block to a new file. It is called if no rank of the node has the block, or the
-                disk has no links. Its errors are raised.
+        wait. `write` writes the block to a new file; it is called if no rank of the node has the block, or the disk has
+        no links. Its errors are raised.
 
         Raises:
             InputError: The file cannot be written. The message names DDP_CACHE_DIR.

@@ -69,11 +69,7 @@ class BlockOrder:
     def at(self, positions: Tensor) -> Tensor:
         """Return the indices, in the split, of the samples at these positions of the epoch.
 
-        Args:
-            positions: (n,) int64, ascending.
-
-        Returns:
-            (n,) int64.
+        Positions are (n,) int64, ascending; the indices are (n,) int64, too.
         """
         places, streams = np.divmod(self._sort_batches(positions.numpy()), self.used_streams)
         if self.key is not None:
@@ -90,12 +86,8 @@ class BlockOrder:
     def uses(self, streams: range, steps: range) -> Uses:
         """Return the blocks that some streams need in some steps, by first use, with their first and last step.
 
-        A whole window of a stream needs all of its blocks, because its samples are shuffled.
-
-        Args:
-            streams: the numbers of the streams.
-            steps: the steps; blocks that none of them needs are left out. The first or last use of a block may be
-                outside of them.
+        A whole window of a stream needs all of its blocks, because its samples are shuffled. The first or last use of a
+        block may be outside of the steps; blocks that none of them needs are left out.
         """
         first = np.full(len(self._blocks), np.iinfo(np.int64).max)
         last = np.full(len(self._blocks), -1)
@@ -155,14 +147,10 @@ class BlockOrder:
         return streams * each + np.minimum(streams, longer)
 
     def _sort_batches(self, positions: np.ndarray) -> np.ndarray:
-        """Sort the samples of each batch by their stream, and return the samples that are then at these positions.
+        """Sort the samples of each batch by their stream, and return those that are then at these ascending positions.
 
-        Args:
-            positions: (n,) int64, ascending positions of the epoch.
-
-        Returns:
-            (n,) int64, the samples' numbers, which are their positions before the sorting. Number k is the sample at
-            place k // used_streams of stream k % used_streams.
+        Samples are numbered by their positions before the sorting, (n,) int64. Number k is the sample at place k //
+        used_streams of stream k % used_streams.
         """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
         return np.concatenate([self._sort_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps])
@@ -174,12 +162,7 @@ class BlockOrder:
     def _shuffle_windows(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
         """Shuffle places within their windows, spans of `window` successive places of a stream; return the new places.
 
-        Args:
-            places: (n,) int64, places in their streams, from 0.
-            streams: (n,) int64, the stream of each place.
-
-        Returns:
-            (n,) int64, for each place a place of the same window of its stream.
+        Places in their streams, the stream of each, and the result are (n,) int64.
         """
         windows = places // self.window
         each = int(windows.max()) + 1

@@ -76,14 +76,7 @@ class BlockSplit:
         return int(self.ends[-1])
 
     def find_blocks(self, samples: np.ndarray) -> np.ndarray:
-        """Return which of the split's blocks has each of these samples.
-
-        Args:
-            samples: (n,) int64, the indices of the samples.
-
-        Returns:
-            (n,) int64, places in `chosen`.
-        """
+        """Return which of the split's blocks, a place in `chosen`, has each of these samples; both are (n,) int64."""
         return np.searchsorted(self.ends, samples, side="right")
 
     def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
@@ -208,18 +201,12 @@ class BlocksInOrder:
         self.at = order.at
 
     def uses(self, steps: range) -> Uses:
-        """Return the blocks that this rank needs in some steps, by their first use, and when it needs each.
+        """Return the blocks that this rank needs in some steps of the epoch, by first use, and when it needs each.
 
         A batch takes its samples from several streams, each of which reads its own blocks in turn. A rank's samples are
         from a few neighbouring streams, which may change a little from step to step. So a block counts as needed if any
-        of these streams is at it, even if this rank reads none of its samples.
-
-        Args:
-            steps: steps of the epoch.
-
-        Returns:
-            The blocks, and the first and last step of the epoch that needs each. These two steps may lie outside of
-            `steps`.
+        of these streams is at it, even if this rank reads none of its samples. Its first and last step may lie outside
+        of `steps`.
         """
         # Which streams a share begins and ends with depends on where its batch begins, modulo the number of streams
         last_step, is_short = divmod(self.order.samples, self.order.batch_size)

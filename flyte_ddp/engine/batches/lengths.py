@@ -111,13 +111,8 @@ class SimilarLengths:
     def __init__(self, order: Any, each: Tensor, samples: int, batch_size: int, window: int, key: int):
         """Sort within windows of another order.
 
-        Args:
-            order: a random batches.Order.
-            each: (n,) int64, the length of each sample of the split.
-            samples: the number of samples of the epoch.
-            batch_size: samples of a global batch.
-            window: batches of a window.
-            key: the key of this epoch.
+        `each` has the length of each sample of the split, (n,) int64. The epoch has `samples` samples, a window
+        `window` batches.
         """
         self._order = order
         self._each = each
@@ -143,17 +138,10 @@ class SimilarLengths:
         return samples
 
     def _sort(self, number: int) -> Tensor:
-        """Return the indices of a window's samples, in the order in which the epoch goes through them.
+        """Return the indices (n,) int64 of a window's samples, in the order in which the epoch goes through them.
 
         The samples are sorted by length and cut into batches, and the batches are shuffled. Within a batch they stay
-        sorted.
-
-        Args:
-            number: the window's number in the epoch, from 0.
-
-        Returns:
-            (n,) int64 indices of samples of the split; n is smaller in the last window if the samples run out. A short
-            batch stays at the end.
+        sorted. The last window has fewer samples if they run out. A short batch stays at the end.
         """
         first = number * self._width
         some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))

@@ -107,13 +107,9 @@ class Streamed:
 
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield the items of an iterator, of which a thread computes up to `count` in advance.
+    """Yield the items of an iterator, of which a thread computes up to `count`, at least 1, in advance.
 
     An error that an item raises in the thread is raised here in the item's place.
-
-    Args:
-        items: the iterator, which only the thread advances.
-        count: how many items to compute before they are asked for, at least 1.
     """
     asked: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Future[T]] = SimpleQueue()
@@ -220,17 +216,11 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
 
 
 def _stack(dataset: Any, indices: np.ndarray, leaves: Sequence[Any], is_padded: bool) -> np.ndarray:
-    """Stack one leaf of each sample's tree to an array (n, ...).
+    """Stack one leaf of each sample's tree, numbers, arrays or tensors, to an array (n, ...).
 
-    Args:
-        dataset: the Dataset, for messages.
-        indices: (n,) the samples, for messages.
-        leaves: the leaf of each sample: a number, array or tensor.
-        is_padded: whether leaves of different lengths are padded with zeros at the end of their first dimension, to the
-            longest.
-
-    Raises:
-        DataError: A leaf has something other than numbers, or the shapes differ otherwise than padding can mend.
+    If is_padded, leaves of different lengths are padded with zeros at the end of their first dimension, to the longest.
+    DataError, which names dataset and sample, is raised for something other than numbers, or shapes that differ
+    otherwise.
     """
     arrays = [np.asarray(leaf) for leaf in leaves]
     for index, leaf, array in zip(indices, leaves, arrays, strict=True):

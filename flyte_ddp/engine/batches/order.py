@@ -33,18 +33,11 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
 
 
 def _permute(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Permute numbers of a fixed number of bits with a Feistel network.
+    """Permute numbers of a fixed number of bits with a Feistel network; all are uint64, sizes and keys (1,) or (n,).
 
     The number of bits is the one that size needs, but at least 2. In each round one half of the bits is changed by a
-    mix of the other half and the key. The result may be size or more.
-
-    Args:
-        numbers: (n,) uint64.
-        sizes: (1,) or (n,) uint64, the sizes.
-        keys: (1,) or (n,) uint64, the keys.
-
-    Returns:
-        (n,) uint64, different numbers for different inputs with the same size and key.
+    mix of the other half and the key. The result may be size or more, and differs for different numbers with the same
+    size and key.
     """
     bits = np.maximum(2, np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]).astype(np.uint64)
     low_bits = bits // np.uint64(2)
@@ -60,15 +53,9 @@ def _permute(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nda
 
 
 def _mix(numbers: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
-    """Return 32 pseudorandom bits for each number, key and round, by SplitMix64's finalizer.
+    """Return 32 pseudorandom bits for each number, key and round `number`, by SplitMix64's finalizer, as uint64.
 
-    Args:
-        numbers: (n,) uint64.
-        keys: (1,) or (n,) uint64.
-        number: the number of the round.
-
-    Returns:
-        (n,) uint64 below 2^32, the highest bits of the mix, which are its best ones.
+    They are the highest bits of the mix, which are its best ones.
     """
     mixed = numbers + (keys + np.uint64(number * 0x9E3779B97F4A7C15 % (1 << 64)))
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)

@@ -95,10 +95,8 @@ class Resident:
 def _convert_leaf(leaf: Any) -> Tensor | np.memmap:
     """Return a tensor or array of the data as a tensor without a graph of gradients, and a memory map as it is.
 
-    Memory is shared with the leaf where torch can hold the array's type.
-
-    Raises:
-        InputError: The leaf is no dense tensor, or array of numbers.
+    Memory is shared with the leaf where torch can hold the array's type. InputError is raised for anything but a dense
+    tensor, or an array of numbers.
     """
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a Dataset, got {type(leaf).__name__}")
@@ -137,10 +135,6 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
     The same samples are held out on every machine and for any settings.seed. So runs can be compared, and a training
     that starts from another one's weights has not seen its validation samples. A split in blocks holds out whole
     blocks.
-
-    Args:
-        split: the split.
-        fraction: the share of the samples to hold out.
 
     Returns:
         The split to train on, and that of the held-out samples, which read from the given split.

@@ -161,15 +161,9 @@ def refuse(
 ) -> None:
     """Emit CheckpointRefused, after which training starts anew, or raise InputError if that would be wrong.
 
-    Args:
-        error: why the checkpoint is refused.
-        options: how to run the training.
-        emit: gets the event.
-        output: the output folder of train(), if the checkpoint is there.
-
     Raises:
-        InputError: RunOptions.resume_from names this checkpoint; or the checkpoint in `output` belongs to another
-            training, which would be lost.
+        InputError: RunOptions.resume_from names this checkpoint; or the checkpoint is in `output`, the output folder of
+            train(), and belongs to another training, which would be lost.
     """
     if options.resume_from:
         raise InputError(f"RunOptions.resume_from: the checkpoint in {options.resume_from} {error}")
@@ -194,13 +188,8 @@ def checksum(path: Path) -> bytes:
 def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
     """Return the content of a checkpoint that another rank has verified, if this rank sees the same file.
 
-    Args:
-        path: the checkpoint.
-        expected: the checksum that the other rank has.
-
-    Returns:
-        The content, as read_checkpoint() returns it; None if the file is missing, cannot be read, or has another
-        checksum. No error is raised.
+    None is returned if the file is missing, cannot be read, or has another checksum than `expected`, the other rank's.
+    No error is raised.
     """
     try:
         return _content(path) if checksum(path) == expected else None

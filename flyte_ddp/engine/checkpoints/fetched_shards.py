@@ -29,14 +29,9 @@ def fetch_shards(
 ) -> Iterator[dict[str, Any]]:
     """Download the files that have rows of this rank, verify them, and yield the checkpoint's content; a collective.
 
-    The host's ranks share a temporary folder for the files. After the block the ranks wait for one another, and the
-    folder is removed. The content's tensors are StoredTensors: the block may read this rank's rows, and no others.
-
-    Args:
-        manifest: the checkpoint's manifest, whose "url" is the folder in the storage.
-        layout: says which rows of each tensor are this rank's.
-        storage: the platform's storage.
-        environment: this rank.
+    The manifest's "url" is the folder in the storage. The host's ranks share a temporary folder for the files. After
+    the block the ranks wait for one another, and the folder is removed. The content's tensors are StoredTensors: the
+    block may read the rows that `layout` gives this rank, and no others.
 
     Raises:
         CheckpointError: Some rank's file is damaged or missing. All ranks raise it.
@@ -66,21 +61,13 @@ def fetch_shards(
 
 
 def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
-    """Download a checkpoint's file to this host and verify its digest, unless another rank of the host has done so.
+    """Download a checkpoint's file from the folder `url` to this host, unless another rank has, and verify its SHA-256.
 
-    The host's ranks take turns by a lock. An incomplete or damaged download is deleted.
-
-    Args:
-        file: the file's path on this host.
-        digest: its SHA-256, in hex.
-        url: the folder in the storage that has a file of this name.
-        storage: the platform's storage.
+    The host's ranks take turns by a lock. An incomplete or damaged download is deleted. RecoverableError is raised if
+    the storage fails, by this rank alone.
 
     Returns:
         The problem, to follow the checkpoint's name in a message, such as "is damaged: …". Empty if there is none.
-
-    Raises:
-        RecoverableError: The storage fails. This rank alone raises it.
     """
     with locked(file.with_suffix(".lock")):
         if file.exists():

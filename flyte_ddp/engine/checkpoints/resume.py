@@ -105,15 +105,10 @@ def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:
 
 
 def _receivers(state: TrainingState, seen: list[bool]) -> Any:
-    """Choose the process group whose first rank sends the checkpoint's tensors to the others.
+    """Return the process group whose first rank sends the checkpoint's tensors to the others; None if all can read it.
 
-    Args:
-        state: the training.
-        seen: whether each rank can read the checkpoint, by rank.
-
-    Returns:
-        None if all ranks can read it. With hybrid sharding, the group of the ranks with the same rows, if the whole
-        first node can read it. Otherwise the group of all ranks.
+    `seen` says which ranks can read it. With hybrid sharding it is the group of the ranks with the same rows, if the
+    whole first node can read the checkpoint. Otherwise it is the group of all ranks.
     """
     if all(seen):
         return None
@@ -122,18 +117,10 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
 
 
 def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
-    """Exchange which ranks can read the checkpoint, and let these ranks verify its files of shards; a collective.
+    """Return which ranks can read the checkpoint, and let these verify its files of shards; a collective.
 
-    The ranks that can read the checkpoint divide the files among themselves. A checkpoint of one file has none.
-
-    Args:
-        content: the checkpoint's content, or None if this rank cannot read it.
-
-    Returns:
-        For each rank, whether it can read the checkpoint.
-
-    Raises:
-        CheckpointError: A shard is damaged or missing. All ranks raise it.
+    They divide the files among themselves. A checkpoint of one file has none; content is None where the rank cannot
+    read it. All ranks raise CheckpointError if a shard is damaged or missing.
     """
     seen = gather_values(content is not None)
     position = sum(seen[: distributed.get_rank()])
@@ -156,9 +143,6 @@ def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = 
             tensors.
         receivers: a process group, whose first rank sends the tensors to the others, so that this is a collective of
             the group; None if each rank can read `saved`.
-
-    Returns:
-        The state like `saved`, in the training's own tensors and the new ones.
     """
     networks = {"model": state.model, "average": state.average.model if state.average else None}
     own = {name: network.state_dict() for name, network in networks.items() if network}

@@ -22,10 +22,6 @@ def check_same_training(environment: Environment, job: Job) -> None:
     compile, audit_every, trace_every and odd_hosts. A rank with another version of torch is accepted, though its code's
     version differs then, because hosts/places.py warns of it.
 
-    Args:
-        environment: this rank.
-        job: the training that this rank has been started for.
-
     Raises:
         InputError: A rank differs from rank 0. All ranks raise it, with the first such rank and its host.
     """

@@ -155,10 +155,6 @@ class ShardWriter:
         On a CPU, this rank's file is written at once, as the copy. On a GPU, the copy is in the host's memory. The
         training may change its tensors once this has returned.
 
-        Args:
-            content: the checkpoint's content, in which sharded tensors are Shards.
-            device: where the Shards' rows are.
-
         Returns:
             A function that a thread of each rank has to call, since it is another collective, in a process group of its
             own. It waits for the disk and for the other ranks' files. Rank 0 then commits the manifest, or raises
@@ -183,10 +179,8 @@ class ShardWriter:
     def _entry(self, tensor: Tensor | Shard) -> dict[str, Any]:
         """Return a tensor's entry in the manifest of the checkpoint.
 
-        Returns:
-            A dict with "dtype", such as "float32"; "shape", that of the whole tensor; and "each", how many rows each
-            file has, at least 1. Of a tensor that is not sharded, "each" is the number of all its rows, since the first
-            file has them all.
+        It has "dtype", such as "float32"; "shape", that of the whole tensor; and "each", how many rows each file has,
+        at least 1. Of a tensor that is not sharded, the first file has all rows.
         """
         count = tensor.shape[0] if tensor.shape else 1
         each = count
@@ -196,13 +190,10 @@ class ShardWriter:
         return {"dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape), "each": max(1, each)}
 
     def _own_part(self, tensor: Tensor | Shard) -> Tensor | None:
-        """Return what this rank's file has of a tensor: its rows of a Shard, or on rank 0 the whole tensor.
+        """Return what this rank's file has of a tensor: rows of a Shard, or on rank 0 the whole tensor; or None.
 
         A whole tensor is copied, because it may share memory with others, which safetensors refuses. Complex numbers
         become pairs of real ones, because safetensors lacks some of their types.
-
-        Returns:
-            None if this rank's file has nothing of the tensor.
         """
         if isinstance(tensor, Shard):
             return tensor.rows.contiguous() if len(tensor.rows) else None
@@ -228,12 +219,10 @@ class ShardWriter:
         )
 
     def _keep(self, file: Path) -> tuple[str, str]:
-        """Wait until a written file is on the disk, compute its digest, and hand the file to the destination.
+        """Wait until a written file is on the disk, and hand it to the destination, which may upload and remove it.
 
-        A destination in a storage uploads the file and removes the local one. A shared folder has nothing more to do.
-
-        Returns:
-            The file's SHA-256 in hex, and an empty text; or an empty text, and what went wrong. No error is raised.
+        It returns the file's SHA-256 in hex, and an empty text; or an empty text, and what went wrong. No error is
+        raised.
         """
         try:
             with open(file, "rb") as written:

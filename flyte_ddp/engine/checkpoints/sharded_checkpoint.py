@@ -120,12 +120,7 @@ def _plain(value: Any) -> Any:
 
 
 def rebuild_state(description: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that describe_state() has described.
-
-    Args:
-        description: its description.
-        tensors: what to put in place of each tensor, by the tensor's name, such as StoredTensors.
-    """
+    """Return the state that describe_state() has described, with what `tensors` has by name in place of each tensor."""
     if not isinstance(description, dict):
         return description
     ((kind, content),) = description.items()
@@ -138,15 +133,10 @@ def rebuild_state(description: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a sharded checkpoint. No file is opened yet.
+    """Return the content of a sharded checkpoint, whose files are, or will be, in this folder. No file is opened yet.
 
-    Args:
-        folder: the folder that has, or will have, the checkpoint's files.
-        manifest: the checkpoint's manifest.
-
-    Returns:
-        What was written, with a StoredTensor in place of each tensor, and "shards": the SHA-256 of each file in hex, by
-        the file's path. The caller has to verify the files.
+    It is what was written, with a StoredTensor in place of each tensor, and "shards": the SHA-256 of each file in hex,
+    by the file's path. The caller has to verify the files.
     """
     files = tuple(folder / name for name in manifest["files"])
     tensors = {

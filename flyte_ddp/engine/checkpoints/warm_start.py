@@ -166,11 +166,8 @@ def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: 
 def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: Job) -> None:
     """Raise InputError if nothing is left to train, or an epoch would end with other settings than it began with.
 
-    Args:
-        epoch: how many epochs of the checkpoint's training are complete.
-        step: how many steps of the next epoch are done.
-        other_identity: Subject.identity of the checkpoint's training.
-        job: this training.
+    The checkpoint has complete epochs, `epoch` of them, and `step` steps of the next one. Its training is known by its
+    Subject.identity.
     """
     settings = job.settings
     if epoch >= settings.last_epoch:
@@ -191,15 +188,10 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
     """Decide whether the best epoch of the training that is continued still counts, and whether patience begins anew.
 
-    If the data, choose_by or validation_fraction differ, the best_tracker is reset to `fresh`. Otherwise its best epoch
-    stays. If the other training has ended because its patience ran out, the count of epochs without improvement becomes
-    0, unless that training had a stop_after. Without a best_tracker nothing happens.
-
-    Args:
-        state: the state, with the other training's checkpoint loaded.
-        fresh: the state dict of a best_tracker that has seen no epoch.
-        other_identity: Subject.identity of the other training.
-        ours: Subject.identity of this training.
+    If the data, choose_by or validation_fraction differ between the two identities, the best_tracker is reset to
+    `fresh`, the state dict of one that has seen no epoch. Otherwise its best epoch stays. If the other training has
+    ended because its patience ran out, the count of epochs without improvement becomes 0, unless that training had a
+    stop_after.
     """
     if not state.best_tracker:
         return
@@ -211,17 +203,10 @@ def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any]
 
 
 def freeze(model: nn.Module, patterns: str) -> str:
-    """Freeze the parameters that the patterns name, alone or by their layer, and return a remark for the user.
+    """Freeze the parameters that the patterns name, alone or by their layer, and return a remark with their names.
 
-    A batch norm layer whose parameters are all frozen keeps its running statistics, too: a hook sets the layer to
-    evaluation mode before each forward pass.
-
-    Args:
-        model: the network, which is changed.
-        patterns: patterns (fnmatch) of the names of parameters or layers, separated by commas.
-
-    Returns:
-        "Frozen: " and the names of the parameters.
+    The patterns (fnmatch) are separated by commas. A batch norm layer whose parameters are all frozen keeps its running
+    statistics, too: a hook sets the layer to evaluation mode before each forward pass.
 
     Raises:
         InputError: A pattern matches nothing.
@@ -242,15 +227,10 @@ def _keep_statistics(layer: nn.Module, _: Any) -> None:
 
 
 def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that match one of the patterns (fnmatch), or belong to a layer whose name does.
-
-    Args:
-        setting: the name of the setting that has the patterns, for the message.
-        patterns: the patterns.
-        names: the names of tensors; the result keeps their order.
+    """Return the names, in their order, that match one of the patterns (fnmatch), or belong to a layer whose name does.
 
     Raises:
-        InputError: a pattern matches nothing.
+        InputError: A pattern matches nothing. It names the setting that has the patterns.
     """
     matched = []
     for pattern in patterns:
@@ -275,20 +255,9 @@ def _layers(name: str) -> list[str]:
 def _optimizer(fresh: dict[str, Any], saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
     """Merge a checkpoint's optimizer state with this training's hyperparameters and the given learning rates.
 
-    Neither state dict is changed; the result has the checkpoint's tensors themselves, not copies.
-
-    Args:
-        fresh: the state dict of this training's optimizer. The result has its parameter groups, but for the learning
-            rates.
-        saved: the state dict in the checkpoint. The result has its state of each parameter, such as Adam's moments.
-        rates: the learning rate that each parameter group gets in the result, in the order of the groups.
-
-    Returns:
-        A state dict for this training's optimizer.
-
-    Raises:
-        InputError: The number of parameter groups differs, or the number of parameters or the names of hyperparameters
-            in one of them.
+    The result has the groups of `fresh`, this training's state dict, with a rate for each, and the state of each
+    parameter, such as Adam's moments, from `saved`; tensors are not copied. InputError is raised if the groups, the
+    numbers of their parameters or the names of their hyperparameters differ.
     """
 
     def shape(state: dict[str, Any]) -> list[tuple[list[str], int]]:

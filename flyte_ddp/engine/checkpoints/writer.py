@@ -38,13 +38,8 @@ def make_checkpoints(
     """Return the object that writes this rank's checkpoints; a collective if the network is sharded.
 
     Without sharding, rank 0 writes a single file, and the other ranks write nothing. With sharding, each writing rank
-    writes its own rows, to the storage or to a shared folder. Only rank 0 decides when a checkpoint is due.
-
-    Args:
-        state: the training.
-        environment: this rank.
-        emit: gets events of written and failed checkpoints.
-        job: the job, with the paths and the time between two checkpoints.
+    writes its own rows, to the storage or to a shared folder. Only rank 0 decides when a checkpoint is due. `emit` gets
+    events of written and failed checkpoints.
     """
     if not is_sharded(state.model):
         return make_whole_checkpoints(environment, emit, job)
@@ -59,12 +54,7 @@ def make_checkpoints(
 def make_whole_checkpoints(environment: Environment, emit: Callable[[Event], None], job: Job) -> Checkpoints:
     """Return the writer of this rank's checkpoints, for a training that is not sharded.
 
-    On rank 0 it writes a single file. On the other ranks it writes nothing.
-
-    Args:
-        environment: this rank.
-        emit: gets events of written and failed checkpoints.
-        job: the job, with the checkpoint's path and the time between two checkpoints.
+    On rank 0 it writes a single file, and emits whether it was written. On the other ranks it writes nothing.
     """
     if environment.rank:
         return NoCheckpoints()
@@ -76,24 +66,12 @@ def make_whole_checkpoints(environment: Environment, emit: Callable[[Event], Non
 def begin_file(
     path: Path, room: dict[Any, Tensor], content: dict[str, Any], device: torch.device
 ) -> Callable[[], None]:
-    """Copy the content of a checkpoint, and return a function that writes the copy to a single file.
+    """Copy the content of a checkpoint, and return a function for a thread, which writes the copy to a single file.
 
-    The training may change the tensors once begin_file has returned. partial(begin_file, path, {}) is what
-    CheckpointWriter takes as `begin`.
-
-    Args:
-        path: the checkpoint's path. On a CPU, the copy is a temporary file beside it.
-        room: the host's memory for copies from a GPU. Give an empty dict for the first checkpoint, and the same dict
-            for later ones, whose copies overwrite those in it.
-        content: what to write.
-        device: where the tensors are.
-
-    Returns:
-        A function for a thread, which replaces the file at the path, and removes the files of an earlier sharded
-        checkpoint there.
-
-    Raises:
-        OSError: The copy cannot be written. The function that is returned may raise it, too.
+    The training may change the tensors once begin_file has returned. On a CPU, the copy is a temporary file beside the
+    path. From a GPU, it is in `room`, the host's memory: an empty dict for the first checkpoint, and the same dict for
+    later ones, whose copies overwrite those in it. The function replaces the file at the path, and removes the files of
+    an earlier sharded checkpoint there. Both may raise OSError.
     """
     if device.type == "cpu":
         write = partial(finish_draft, write_draft(path, content, device), path)
@@ -146,12 +124,8 @@ class CheckpointWriter:
         """Wait until the checkpoint before is written, copy the state, and have a thread write the copy.
 
         An event tells whether the checkpoint was written. If the copy fails with an OSError, CheckpointFailed is
-        emitted, nothing is written, and training goes on.
-
-        Args:
-            state: the training, which may go on once this has returned.
-            is_last: whether training ends with this checkpoint. It makes no difference here, only to a writer that
-                would skip the checkpoint because an upload is still running.
+        emitted, nothing is written, and training goes on. is_last makes no difference here, only to a writer that would
+        skip a checkpoint because an upload is still running.
         """
         started = time.monotonic()
         self.close()

@@ -79,11 +79,6 @@ def _refuse_uneven_rounding(recipe: Recipe, optimizer: Optimizer, what: str) -> 
 
     Kernels may treat the last numbers of a tensor by themselves: on a CPU, fused Adam rounds them once more. Copies of
     the optimizer step on a tensor that is whole, and on its pieces.
-
-    Args:
-        recipe: the recipe, which has the device.
-        optimizer: the optimizer of a sharded network.
-        what: the optimizer, with its place, for the message.
     """
     generator = torch.Generator().manual_seed(0)
     numbers, *gradients = torch.randn(5, MANY, generator=generator).to(recipe.device)
@@ -165,22 +160,12 @@ def _build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def _some_rates(recipe: Recipe, steps: int) -> list[float]:
-    """Return what lr_lambda() returns for the first two steps, the middle one and the last one of `steps`.
-
-    Raises:
-        InputError: lr_lambda() returns no finite number.
-    """
+    """Return what lr_lambda() returns for the first two steps, the middle one and the last one of `steps`."""
     return [finite_number(recipe, "lr_lambda", step, steps) for step in sorted({0, 1, steps // 2, steps - 1})]
 
 
 def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
-    """Raise InputError if optimizer() or lr_lambda() returns something else on rank 1 of 2 than on a single rank.
-
-    Args:
-        recipe: the recipe.
-        model: the network.
-        steps: the number of steps of the whole training.
-    """
+    """Raise InputError if optimizer() or lr_lambda() returns something else on rank 1 of 2 than on a single rank."""
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
         seed_all(0)  # rates may be drawn
@@ -205,14 +190,10 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _as_rank(rank: int, size: int) -> Iterator[None]:
-    """Make this process look like another rank to the code in the block, and undo that afterwards.
+    """Make this process look like another rank of `size` ranks to the code in the block, and undo that afterwards.
 
     torch.distributed tells the new rank and world size. So do the variables RANK and WORLD_SIZE, if they were set
     before; LOCAL_RANK stays. Collectives still go through the real group.
-
-    Args:
-        rank: the rank to look like.
-        size: the world size to look like.
     """
     groups: Any = distributed.group  # the type checker would insist on a group's own class
     group = groups.WORLD
@@ -240,15 +221,10 @@ class _Group:
 
 
 def _lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the attributes of an optimizer that its state_dict does not restore in a new optimizer, by name.
+    """Return the attributes of an optimizer that its state_dict does not restore in a new optimizer, sorted by name.
 
-    An attribute counts if it has numbers, and if the new optimizer lacks it, or has other numbers there after loading
-    the state_dict. The list is sorted.
-
-    Args:
-        recipe: builds the new optimizer.
-        model: the network.
-        optimizer: one that has made a step.
+    The optimizer has made a step. An attribute counts if it has numbers, and if the new optimizer lacks it, or has
+    other numbers there after loading the state_dict.
     """
     kept = numbers_outside_state(optimizer)
     if not kept:  # torch's own optimizers keep nothing there, so their state need not be copied
@@ -265,13 +241,8 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
     One optimizer makes STEPS[0] steps, its state is copied, and it makes STEPS[1] more. A second optimizer loads the
     copy and repeats the latter steps from the same weights. The weights that have a gradient are stepped; of a large
     network, only the smallest of them, with at most MOST_NUMBERS numbers together. Nothing is compared if the state is
-    large nevertheless, as Adagrad makes one for all weights at once: three such states may not fit into memory.
-
-    Args:
-        recipe: the recipe.
-        model: a copy of the network.
-        what: the optimizer's place and name, for messages.
-        lost: the names of the attributes that it is known to keep outside of its state_dict, for the message.
+    large nevertheless, as Adagrad makes one for all weights at once: three such states may not fit into memory. The
+    message names `what`, the optimizer's place, and the attributes that are `lost`.
     """
     with_gradient = sorted((one for one in model.parameters() if one.grad is not None), key=Tensor.numel)
     model.zero_grad()

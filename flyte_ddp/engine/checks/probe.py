@@ -147,15 +147,7 @@ def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
     """Choose up to SAMPLES samples for a trial training step, or up to TEST_SAMPLES for a trial evaluation.
 
     They are no more than a rank computes at once, because more might not fit into memory, but at least two if the split
-    has two.
-
-    Args:
-        recipe: has the sizes of batches.
-        split: the samples to choose from.
-        is_training: whether the trial is a training step or an evaluation.
-
-    Returns:
-        (samples,) int64 indices. The first half of them is spread over the whole split, and so is the second half.
+    has two. Of the (samples,) int64 indices, the first half is spread over the whole split, and so is the second half.
     """
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size
@@ -171,9 +163,6 @@ def _refuse_gathering(trials: Trials) -> None:
 
     With virtual ranks all_gather() may be called in measure() alone. A training with all_gather() can't have sharding,
     or micro_batch, which computes a rank's share in pieces.
-
-    Args:
-        trials: the trials, which know the calls of all_gather().
     """
     recipe = trials.recipe
     if not trials.gathered:
@@ -229,10 +218,6 @@ def _refuse_changed_weights(recipe: Recipe, network: Network) -> None:
 
     Each rank would change the weight by its own samples, so the ranks' networks would differ. The weights of a sharded
     network are not compared.
-
-    Args:
-        recipe: the recipe, for the message.
-        network: the network, after a trial: one forward and backward pass without an optimizer's step.
     """
     for name in network.changed_weights():
         if network.model.get_parameter(name).requires_grad:
@@ -243,15 +228,10 @@ def _refuse_changed_weights(recipe: Recipe, network: Network) -> None:
 
 
 def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) -> None:
-    """Raise InputError if the measure that is trained, usually the loss, has no usable gradient.
+    """Raise InputError if the measure that is trained, usually the loss, has no usable gradient in the trial `whole`.
 
     Three things are refused: values of the measure that no gradient comes from, weights of the measure's samples that
     require a gradient, and a sparse gradient of a parameter.
-
-    Args:
-        recipe: the recipe, for the message.
-        network: the network, with the trial's gradients.
-        whole: the trial of all samples.
     """
     name, values, weights = whole.trained
     where = code_location(recipe, "measure")
@@ -274,15 +254,10 @@ def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) ->
 
 
 def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
-    """Raise InputError if the forward pass uses torch.utils.checkpoint with use_reentrant=True.
+    """Raise InputError if the forward pass of the trial `whole` uses torch.utils.checkpoint with use_reentrant=True.
 
     A parameter would get its gradient twice in a step, and DistributedDataParallel raises an error then. Nothing is
     checked under sharding.
-
-    Args:
-        recipe: the recipe.
-        network: the network on trial.
-        whole: the trial of all samples, whose loss has a graph of operations.
     """
     _, values, _ = whole.trained
     seen = set()
@@ -304,12 +279,8 @@ def _refuse_unreached(training: Trials, split: Split) -> None:
     """Raise InputError if a trained parameter has no gradient (None, not 0) after trials of up to MORE_SAMPLES samples.
 
     Call it right after a trial, whose gradients are looked at first. A few samples need not reach every parameter, such
-    as those of an expert. So more samples are tried, PART at a time, until each parameter has had a gradient. The
-    network then has the gradients of the last of these trials.
-
-    Args:
-        training: the trials whose recipe and network are tried; its own samples are not tried again.
-        split: the training split, from all over which the samples are chosen.
+    as those of an expert. So more samples of the split are tried, PART at a time, until each parameter has had a
+    gradient. The network then has the gradients of the last of these trials.
     """
     recipe, network = training.recipe, training.network
     unreached = {*network.unreached()}
@@ -330,13 +301,9 @@ def _refuse_unreached(training: Trials, split: Split) -> None:
 def _has_unused(training: Trials, whole: Trial) -> bool:
     """Return whether a single sample leaves trained weights without a gradient.
 
-    Call it right after the trial of a single sample with seed 0, whose gradients are looked at first. If the network
-    draws random numbers, the sample is computed again with further seeds, until a weight is unused. The network then
-    has the gradients of the last of these trials.
-
-    Args:
-        training: runs the trials.
-        whole: the trial of all samples, which tells whether random numbers were drawn.
+    Call it right after the trial of a single sample with seed 0, whose gradients are looked at first. If `whole`, the
+    trial of all samples, has drawn random numbers, the sample is computed again with further seeds, until a weight is
+    unused.
     """
     for seed in range(1, SEEDS if whole.has_drawn else 1):
         if training.network.unreached():
@@ -350,11 +317,6 @@ def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
 
     Each call of a layer in fsdp_units gathers its weights from all ranks. If ranks called different layers, they would
     mix up the layers' rows without an error. Without sharding nothing is refused.
-
-    Args:
-        recipe: the recipe.
-        whole: the trial of all samples.
-        one: the trial of a single sample.
     """
     if one.units != whole.units:
         some = sorted({*one.units} ^ {*whole.units}) or whole.units
@@ -366,14 +328,10 @@ def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
 
 
 def _refuse_unsteady(training: Trials, whole: Trial) -> None:
-    """Raise InputError if a method returns different values for the same samples at a second try.
+    """Raise InputError if a method returns different values for the same samples in another trial than in `whole`.
 
     No checkpoint has what makes such a method differ, so a resumed training would have other bits. Tensors without
     dimensions, and tensors whose shape has changed, are not compared.
-
-    Args:
-        training: runs the trials; this function runs one more.
-        whole: the first trial of the same samples.
     """
     again = training()
     tolerance = choose_tolerance(training.network.model)
@@ -393,11 +351,8 @@ def _find_moving(training: Trials) -> frozenset[str]:
     """Return the names of the frozen weights that a forward pass changes, such as those of a teacher.
 
     A teacher follows the trained weights, and starts as their copy, so a first pass may not change it. Therefore this
-    function runs a trial with other values of the trained weights. Only the copy of the network that is on trial gets
-    them, until its next trial. Under sharding, or without frozen weights, no trial is run, and the set is empty.
-
-    Args:
-        training: runs the trials; this function may run one more.
+    function runs a trial with other values of the trained weights. Under sharding, or without frozen weights, no trial
+    is run, and the set is empty.
     """
     weights = training.network.model.named_parameters(remove_duplicate=False)
     frozen = frozenset(name for name, weight in weights if not weight.requires_grad)
@@ -410,11 +365,8 @@ def _find_moving(training: Trials) -> frozenset[str]:
 def _find_alike(training: Trials, whole: Trial) -> list[str]:
     """Return a warning for each transform of torchvision that changes all samples by the same random numbers.
 
-    Such a transform draws as often for half of the samples as for all. With fewer than 4 samples, nothing is found.
-
-    Args:
-        training: the trials; this function runs one more if the first has used such transforms.
-        whole: the trial of all samples, which has counted the draws of each transform.
+    Such a transform draws as often for half of the samples as in `whole`, the trial of all. With fewer than 4 samples,
+    nothing is found.
     """
     if not whole.transforms or training.size < 4:
         return []
@@ -430,12 +382,7 @@ def _find_alike(training: Trials, whole: Trial) -> list[str]:
 def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
     """Raise InputError if an evaluation has changed a buffer of the state_dict in a training by virtual ranks.
 
-    The number of ranks decides how often an evaluation would change them, so the bits would depend on it. Without
-    virtual ranks nothing is refused.
-
-    Args:
-        recipe: the recipe.
-        network: the network, after an evaluation.
+    The number of ranks decides how often an evaluation would change them, so the bits would depend on it.
     """
     changed = network.changed_buffers() if recipe.settings.virtual_ranks else ()
     for name in network.model.state_dict().keys() & changed:
@@ -496,13 +443,8 @@ def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixe
     """Raise InputError if rows of predictions() have another shape where samples are padded to another length.
 
     The longest sample of each batch decides its padding. The smallest and the largest of these are tried, each repeated
-    to fill a batch. Nothing is tried if the recipe has no lengths or no predictions.
-
-    Args:
-        evaluation: the trials in evaluation.
-        split: the split to evaluate.
-        tested: the trial of the samples of `evaluation`.
-        is_mixed: whether evaluation shuffles the samples.
+    to fill a batch. Nothing is tried if the recipe has no lengths, or if `tested`, the trial in evaluation, has no
+    predictions.
     """
     recipe = evaluation.recipe
     lengths = get_lengths(split)
@@ -541,11 +483,9 @@ def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
 
 
 def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
-    """Raise InputError on all ranks if one has measured other values than rank 0 for the same samples; a collective.
+    """Raise InputError on all ranks if one has measured other totals than rank 0 for the same samples; a collective.
 
-    Args:
-        recipe: the recipe.
-        totals: the sums and weights that this rank has measured. A relative difference of 0.001 is allowed.
+    A relative difference of 0.001 is allowed.
     """
     own = torch.tensor([totals], dtype=torch.float64)
     first = broadcast_value(own)

@@ -138,14 +138,9 @@ class Trials:
     """
 
     def __init__(self, recipe: Recipe, network: Network, split: Split, chosen: Tensor, is_training: bool = True):
-        """Fetch the samples.
+        """Fetch the chosen samples, (size,) int64 indices in the split.
 
-        Args:
-            recipe: the recipe.
-            network: the network to try.
-            split: the split of the samples.
-            chosen: (size,) int64, the samples' indices.
-            is_training: whether trials have augmentation and gradients, and no predictions.
+        In training, trials have augmentation and gradients, and no predictions.
         """
         self.recipe = recipe
         self.network = network
@@ -226,14 +221,8 @@ def _noting_units(model: nn.Module, called: list[str]) -> Iterator[None]:
 def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
     """Raise an InputError that names the tensor to convert, in place of torch's error about a dtype within the block.
 
-    NumPy computes float64, and pictures are uint8, but the weights are float32. Other errors are passed on unchanged.
-
-    Args:
-        recipe: the recipe, for the message.
-        batch: the tensors that the block computes with.
-
-    Raises:
-        InputError: A tensor of the batch has a dtype that torch's error names.
+    NumPy computes float64, and pictures are uint8, but the weights are float32. The tensors of `batch` are looked at.
+    Other errors are passed on unchanged.
     """
     try:
         yield
@@ -293,9 +282,8 @@ class _Draws(TorchDispatchMode):
 def _calling_transform() -> list[tuple[str, str]]:
     """Find the transform of torchvision that is running, by the frames of the call stack.
 
-    Returns:
-        A list with one pair: the text 'file, line n' of the user's code that has called it, or 'the network', and the
-        class's name of the innermost transform. Empty if none is running.
+    The result has one pair: the text 'file, line n' of the user's code that has called it, or 'the network', and the
+    class's name of the innermost transform. It is empty if none is running.
     """
     frame = sys._getframe(1)
     place = ""
@@ -315,11 +303,6 @@ def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     """Return whether this call of an operation draws random numbers: not with a dropout of 0, nor in evaluation mode.
 
     Attention and recurrent layers always call operations that may draw. The call's arguments tell whether it does.
-
-    Args:
-        func: the operation, one that torch tags as drawing.
-        args: its positional arguments.
-        kwargs: its other arguments.
     """
     arguments = name_arguments(func, args, kwargs)
     probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
@@ -348,14 +331,8 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Return whether two tensors have the same shape, and numbers that differ by little.
 
     Each number may differ by `tolerance` times the sum of its own size and the lower quartile of the sizes of all
-    numbers. The second part is for numbers near 0 that are the difference of two large ones. Integers must be equal.
-    NaN equals NaN.
-
-    Args:
-        one: the first tensor, whose dtype decides how it is compared.
-        other: the second tensor.
-        tolerance: the relative difference, such as choose_tolerance() returns. It is raised to a few roundings of the
-            dtype if it is below them.
+    numbers. The second part is for numbers near 0 that are the difference of two large ones. The tolerance is raised to
+    a few roundings of the first tensor's dtype if it is below them. Integers must be equal. NaN equals NaN.
     """
     if one.shape != other.shape:
         return False

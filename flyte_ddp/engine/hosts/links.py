@@ -21,11 +21,6 @@ def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[
     The first ring has the ranks of one host. The second has one rank of each host, those at the same place on their
     hosts. Data go in both directions at once, and other ranks exchange at the same time, as in training.
 
-    Args:
-        hosts: the host of each rank.
-        rank: this rank.
-        device: the rank's device.
-
     Returns:
         GB/s in one direction: first in the host's ring, 0 without the backend nccl, then in the ring of hosts. Both are
         0 if this rank is alone in the ring.
@@ -48,9 +43,6 @@ def rings_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each ring of hosts: first the first rank of each host, then each host's second, and so on.
 
     Hosts with fewer ranks than others are missing in the last rings, which may have a single rank.
-
-    Args:
-        hosts: the host of each rank.
     """
     rings = itertools.zip_longest(*group_by_host(hosts).values())
     return [[rank for rank in ring if rank is not None] for ring in rings]
@@ -59,12 +51,8 @@ def rings_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
 def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
     """Return the slowest speed between each pair of hosts that are neighbours in a ring, in GB/s.
 
-    Args:
-        hosts: the host of each rank.
-        speeds: GB/s that each rank has measured to the next rank of its ring of hosts.
-
-    Returns:
-        Speeds by (sending host, receiving host); empty for a single host.
+    `speeds` has the GB/s that each rank has measured to the next rank of its ring of hosts. The result is by (sending
+    host, receiving host), and empty for a single host.
     """
     found: dict[tuple[str, str], float] = {}
     for ring in rings_of_hosts(hosts):
@@ -77,17 +65,10 @@ def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[s
 
 
 def _measure_speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> float:
-    """Measure the speed from this rank to the next of its ring, in GB/s; a collective of all ranks.
+    """Measure the speed from this rank to the next of its ring, in GB/s, 0 if it is alone there; a collective of all.
 
-    Neighbours exchange a message in one of three turns, and the fastest of ROUNDS exchanges counts.
-
-    Args:
-        rings: the ranks of each ring. Each rank is in one of them.
-        rank: this rank.
-        device: where the messages are.
-
-    Returns:
-        The speed; 0 if the rank is alone in its ring.
+    Each rank is in one of the rings. Neighbours exchange a message, on the device, in one of three turns, and the
+    fastest of ROUNDS exchanges counts.
     """
     if all(len(ring) < 2 for ring in rings):
         return 0.0
@@ -114,12 +95,8 @@ def _measure_speed(rings: Sequence[Sequence[int]], rank: int, device: torch.devi
 
 
 def _choose_turn(place: int, size: int) -> int:
-    """Return the turn, 0 to 2, in which the link from this place of a ring to the next is measured.
+    """Return the turn, 0 to 2, in which the link from this place of a ring of this size to the next is measured.
 
     A rank's two links share what it can send, so they never have the same turn.
-
-    Args:
-        place: the place in the ring, from 0.
-        size: the number of ranks of the ring.
     """
     return 2 if size % 2 and place == size - 1 else place % 2

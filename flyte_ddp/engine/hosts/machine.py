@@ -12,11 +12,6 @@ from flyte_ddp.settings import RunOptions
 def describe_machine(places: Sequence[Place], precision: str, options: RunOptions) -> dict[str, Any]:
     """Return what all ranks together run on, and what else a result's bits may depend on, as plain values by name.
 
-    Args:
-        places: the place of each rank.
-        precision: the precision of the training, "float32" or "bfloat16".
-        options: the options of the run.
-
     Returns:
         "hardware" (each kind of processor once), "torch" (the version), "precision", "ranks" and "threads" (their
         numbers), "sharding" and "compile" (the options).
@@ -37,15 +32,12 @@ def note_machine(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Add the present machine to those that a training has run on, and remark on changes that may change its result.
 
-    Args:
-        ran_on: what describe_machine() returned at each earlier start that found another machine than the one before.
-        now: what describe_machine() returns now.
-        virtual_ranks: the number of virtual ranks, with which the number of ranks changes no result; None if there can
-            be none, as under Lightning.
+    `ran_on` has what describe_machine() returned at each earlier start that found another machine than the one before.
+    virtual_ranks is None if there can be none, as under Lightning; with them the number of ranks changes no result.
 
     Returns:
         A new list of machines, the present one last and not twice; and a remark each if the hardware or, without
-            virtual ranks, the number of ranks is another one than before.
+        virtual ranks, the number of ranks is another one than before.
     """
     if not ran_on or ran_on[-1] == now:
         return [*ran_on[:-1], now], []

@@ -129,9 +129,6 @@ def measure_memory(device: torch.device) -> dict[str, float]:
 
     A name is left out if there is no such memory.
 
-    Args:
-        device: this rank's device.
-
     Returns:
         "GiB of memory" is all that this process may use, whether free or not: the host's memory or the lowest limit.
         "GiB of /dev/shm" is its size. "free GiB of GPU memory" is what is free now, plus what torch has reserved.
@@ -174,10 +171,6 @@ def check_disk(job: Job, weights: int) -> str:
     """Return a sentence on too small a disk; empty if there is room, or if this rank writes no checkpoint.
 
     The disk must have room for the weights twice: in the checkpoint and in the model.
-
-    Args:
-        job: the training. Without a checkpoint_path this rank writes none.
-        weights: the bytes of this rank's part of the weights.
     """
     if not job.checkpoint_path:
         return ""

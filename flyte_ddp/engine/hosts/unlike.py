@@ -40,10 +40,6 @@ FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
 def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
     """Return a sentence on each way in which some hosts, GPUs or links differ from the others.
 
-    Args:
-        places: the place of each rank.
-        options: the options of the run, of which odd_hosts is read.
-
     Raises:
         RecoverableError: There are such sentences, and options.odd_hosts is "refuse". It has list_bad_hosts(places).
     """
@@ -122,11 +118,7 @@ def _other_clocks(places: Sequence[Place]) -> Iterator[str]:
 
 
 def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the ranks whose product of matrices differs from that of most GPUs of the same kind.
-
-    Args:
-        places: the place of each rank.
-        products: the digest of the product that each rank has computed.
+    """Yield the ranks whose product of matrices, by its digest, differs from that of most GPUs of the same kind.
 
     Yields:
         (odd, others) for each kind of GPU whose products differ. others are the ranks with the product that more than
@@ -146,9 +138,6 @@ def minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
     """Divide ranks into those with another value than most, and those with the value that more than half of them have.
 
     If no value is that common, return all ranks and none. If all values are equal, return none and all ranks.
-
-    Args:
-        values: the value of each rank.
     """
     value, count = Counter(values.values()).most_common(1)[0]
     if 2 * count <= len(values):

@@ -43,13 +43,7 @@ class LossMonitor:
     remedies: str = "lower learning_rate, clip gradients by clip_norm, or raise warmup_fraction"
 
     def record(self, epoch: int, step: int, reasons: Iterable[str]) -> list[NotLearning]:
-        """Record a warning for each of these reasons, and return the warnings; the caller emits them.
-
-        Args:
-            epoch: the epoch, from 0.
-            step: the number of the epoch's steps so far.
-            reasons: sentences.
-        """
+        """Record a warning for each of these reasons, which are sentences, and return them; the caller emits them."""
         warnings = [NotLearning(epoch, step, reason) for reason in reasons]
         self.warnings += warnings
         return warnings
@@ -120,11 +114,7 @@ class LossMonitor:
     def warn_of_not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
         """Record and return a warning of each measure that is NaN or infinite on a split, once for measure and split.
 
-        Args:
-            names: the names of these measures, which are others than the loss.
-            split: "test" or "validation".
-            position: the number of epochs that have been trained, with fractions.
-            step: the number of the epoch's steps so far.
+        The names are others than the loss. `position` is the number of epochs that have been trained, with fractions.
         """
         new = [name for name in names if f"{split} {name}" not in self.broken]
         self.broken += [f"{split} {name}" for name in new]

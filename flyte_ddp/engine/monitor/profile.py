@@ -19,15 +19,10 @@ MOST_OPERATORS = 50
 
 @contextmanager
 def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
-    """Profile the block's 5th to 10th optimizer steps, and write what they cost to a folder.
+    """Profile the block's 5th to 10th steps of the optimizer, and write what they cost to a folder, unless it is empty.
 
     Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard with its profiler plugin. Rank 0
     adds operators.json, with the most expensive operators.
-
-    Args:
-        folder: the folder, which is created; empty to profile nothing.
-        rank: this rank.
-        optimizer: the optimizer whose steps are counted.
     """
     if not folder:
         yield
@@ -54,17 +49,14 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
 
 def operators(profiler: Any) -> list[dict[str, Any]]:
-    """Return the operators that took the most time, the slowest first, at most MOST_OPERATORS of them.
+    """Return the at most MOST_OPERATORS operators that took the most time in recorded steps, the slowest first.
 
     They are sorted by the GPU's time if a GPU was used, else by the CPU's. The time that an operator spends in other
     operators counts for those.
 
-    Args:
-        profiler: a torch.profiler.profile that has recorded steps.
-
     Returns:
         A dict for each operator, with sums over all recorded steps: "name" and "calls"; in microseconds, its own time,
-            "self_cpu_us" and "device_us", and "cpu_us", which includes the operators that it calls.
+        "self_cpu_us" and "device_us", and "cpu_us", which includes the operators that it calls.
     """
     rows = [
         {

@@ -77,9 +77,6 @@ class StepClock:
         """Yield each step's batches for this rank, and count the time to fetch them as waiting for data.
 
         The clock begins anew. The time between the end of a step and the next fetch counts as OTHER.
-
-        Args:
-            steps: the batches of each step. Fetching them may take time.
         """
         self._marks.clear()
         self._set_to_zero()

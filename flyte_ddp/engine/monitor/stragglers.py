@@ -90,10 +90,6 @@ class Stragglers:
 
         A warning compares the rank's time in each step with a fast rank's, in reading data or in computing, whichever
         differs more.
-
-        Args:
-            epoch: the epoch, from 0.
-            step: the number of the epoch's steps so far.
         """
         if len(self._last) < IN_A_ROW:
             return []
@@ -141,11 +137,7 @@ def find_late(times: np.ndarray, steps: int) -> np.ndarray:
 
 
 def needed_seconds(times: np.ndarray) -> np.ndarray:
-    """Return the seconds for which each rank waited for its data or computed: (ranks,).
-
-    Args:
-        times: (ranks, 4), as in Stragglers.after_steps.
-    """
+    """Return the seconds for which each rank waited for its data or computed, (ranks,), of times as in after_steps."""
     return times[:, StepPart.DATA] + times[:, StepPart.COMPUTING]
 
 
@@ -153,9 +145,6 @@ def lower_quartile(by_rank: np.ndarray) -> np.ndarray:
     """Return the lower quartile of each column, as a fast rank's value, because more than half of ranks may be slow.
 
     For up to four ranks it is the lowest value.
-
-    Args:
-        by_rank: (ranks, ...).
     """
     quartile: np.ndarray = np.sort(by_rank, axis=0)[(len(by_rank) - 1) // 4]
     return quartile

@@ -55,14 +55,7 @@ class Trace:
             self._file.unlink(missing_ok=True)
 
     def begin(self, networks: Mapping[str, nn.Module], epoch: int, step: int, steps_per_epoch: int) -> None:
-        """Begin a step, and digest the weights and buffers if it is traced.
-
-        Args:
-            networks: what is trained, by a prefix of its modules' names.
-            epoch: the index of the epoch.
-            step: the index of the step in its epoch.
-            steps_per_epoch: the number of steps of an epoch.
-        """
+        """Begin a step, and digest the weights and buffers if it is traced; networks are by a prefix of their names."""
         number = epoch * steps_per_epoch + step
         self._is_on = number % self._every == 0
         if not self._is_on:

@@ -54,10 +54,6 @@ def compile_layers(recipe: Recipe, networks: Sequence[nn.Module]) -> None:
     """Have torch compile the layers of these networks when they are next called.
 
     The layers are those that Recipe.fsdp_units names, or else the networks themselves. Their `forward` is replaced.
-
-    Args:
-        recipe: names the layers.
-        networks: the network, and its average if there is one.
     """
     # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
     dynamic = False if recipe.settings.virtual_ranks else None
@@ -77,12 +73,6 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
 
     Buffers are put back afterwards, and no weight changes. Compiling may take longer than a step ever should, so the
     rank sends a heartbeat after each layer.
-
-    Args:
-        state: the training, whose layers compile_layers() was given.
-        train: the batches of the steps.
-        test: the batches of the evaluations.
-        link: receives the heartbeats.
 
     Raises:
         InputError: Virtual ranks are set, and samples have different lengths, or batch norm would see a single sample.
@@ -122,10 +112,6 @@ def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> li
 
     Samples are repeated, or left out, to reach a size. A size of 0 becomes 1. All ranks get equally many batches,
     because layers may exchange something in each of them.
-
-    Args:
-        batches: the batches, which know the sizes.
-        batch: one of them.
     """
 
     def of_size(size: int) -> Batch:

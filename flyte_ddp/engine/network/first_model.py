@@ -111,15 +111,8 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     """Build the network on torch's meta device, where tensors have no values and take no memory, and return it.
 
     The layers that the settings freeze are frozen. Nothing is loaded from init. A trial makes sure that each tensor can
-    later be given real memory.
-
-    Args:
-        recipe: the recipe.
-        job: the training.
-
-    Raises:
-        InputError: Something other than the network keeps a tensor of model().
-        Exception: The network cannot be built without values; model() may raise any type.
+    later be given real memory. Any error may be raised, and InputError if something other than the network keeps a
+    tensor of model().
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of each tensor that is loaded: it goes nowhere
@@ -142,15 +135,8 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
 def _call_model(recipe: Recipe, seed: int) -> nn.Module:
     """Seed torch's generators, call the recipe's model(), and return the network.
 
-    It also sets recipe.has_read_init to False, which becomes True if model() reads the folder of init.
-
-    Args:
-        recipe: the recipe.
-        seed: the seed.
-
-    Raises:
-        InputError: model() returns something other than an nn.Module, or a lazy layer whose parameters have no shape
-            yet.
+    It also sets recipe.has_read_init to False, which becomes True if model() reads the folder of init. InputError is
+    raised if model() returns no nn.Module, or a lazy layer whose parameters have no shape yet.
     """
     torch.manual_seed(seed)
     recipe.has_read_init = False  # what was read before is not the network, but a tokenizer perhaps
@@ -168,16 +154,9 @@ def _call_model(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def _check_folder(recipe: Recipe, init: Path) -> None:
-    """Check that model() has loaded the folder that init names, and that settings.init_leave_out is empty.
+    """Raise InputError if model() has not read the folder that init names, or settings.init_leave_out is set.
 
     That setting is for an init that is a file. Call this after model().
-
-    Args:
-        recipe: the recipe, whose model() has been called.
-        init: the folder, for the messages.
-
-    Raises:
-        InputError: model() has not read the folder, or init_leave_out is set.
     """
     if not recipe.has_read_init:
         raise InputError(
@@ -192,20 +171,13 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
 
 
 def _check_layers(recipe: Recipe, model: nn.Module) -> None:
-    """Check that torch can train every layer, and that a checkpoint can resume it.
+    """Raise InputError for a layer that torch cannot train, or that a checkpoint cannot resume.
 
     - torch loses the gradients of trainable layers made by torch.jit.
     - nn.SyncBatchNorm with virtual ranks would need the statistics of other parts of the batch.
     - Recurrent layers on a GPU draw their dropout from a state of cuDNN that no checkpoint has. This was read in
       torch's source, and not tried on a GPU.
     - A CUDA graph overwrites the outputs of its previous pass.
-
-    Args:
-        recipe: the recipe.
-        model: the network.
-
-    Raises:
-        InputError: The network has such a layer. The message names it.
     """
     virtual_ranks = recipe.settings.virtual_ranks
     for name, layer in model.named_modules():

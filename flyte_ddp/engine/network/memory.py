@@ -21,12 +21,7 @@ def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[
     """Have the layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
 
     The backward pass computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers. The
-    layers' `forward` is replaced.
-
-    Args:
-        recipe: names the layers.
-        model: the network.
-        changing: the buffers, by name, that a forward pass changes.
+    layers' `forward` is replaced. `changing` names the buffers that a forward pass changes.
 
     Raises:
         InputError: A layer has such a buffer, which would change twice in a step.
@@ -53,10 +48,6 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
     Call it for a recipe with micro_batch = -1. The search begins with the checkpoint's number, or else with a rank's
     whole share, and halves the number until each rank can compute gradients of so many samples. The tries change no
     weights.
-
-    Args:
-        state: the training.
-        train: the training batches. The first one is tried.
 
     Returns:
         A remark on the number, for the log.

@@ -28,13 +28,7 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
     that differ hang there, and the report of the hang has their stacks.
 
     A rank that does anything but BATCH waits here while others are in an evaluation (BATCH), until these have left it.
-
-    Args:
-        call: what this rank does. BATCH means that it is in the middle of an evaluation, and asks whether the others
-            still are.
-        epoch: the number of the epoch, from 0, for the message.
-        step: how many steps of the epoch are done, for the message.
-        device: this rank's device.
+    The message names the epoch, from 0, and how many of its steps are done.
 
     Returns:
         True if all ranks do the same, or nothing was checked. False if call is BATCH, and another rank does something

@@ -16,9 +16,6 @@ Groups = list[list[str]]
 def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return what no state dict says: which weights are trained, and which are in each group of each optimizer.
 
-    Args:
-        parts: what loop.keep was given, by name.
-
     Returns:
         "trained": for each weight's name, such as "model.fc.weight", whether it requires a gradient. "groups": for each
         optimizer's name, the names of the weights in each of its groups. A weight that is in no network among the parts
@@ -34,15 +31,9 @@ def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
 def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]) -> None:
     """Load the parts' states, and restore which weights are trained and in which groups the optimizers have them.
 
-    A state that does not fit raises the error of its part's load_state_dict. After any error, some parts may be changed
-    already.
-
-    Args:
-        parts: all parts of the loop, or some of them, by name. They are changed in place. An optimizer needs its
-            networks among them if its groups have changed.
-        states: the parts' state dicts by name; their tensors are copied.
-        arranged: what arrangement() returned when the states were saved. Whether a weight that no part has now was
-            trained is ignored.
+    Parts may be some of the loop's; an optimizer needs its networks among them if its groups have changed. Tensors are
+    copied. Whether a weight that no part has now was trained is ignored. A state that does not fit raises the error of
+    its part's load_state_dict. After any error, some parts may be changed already.
 
     Raises:
         KeyError: A part has no state, or an optimizer's saved groups differ from the present ones and have a weight
@@ -66,21 +57,14 @@ def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[
 def without_later_groups(
     parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Leave out of a checkpoint's states the parameter groups that the optimizers do not have yet.
+    """Leave out of a checkpoint's states and arrangement the parameter groups that the optimizers do not have yet.
 
     It is for a resume within an epoch, when the user's code may still have to call add_param_group. The loop first
-    loads what this function returns. Once that code has run again, the loop loads the whole states.
+    loads what this function returns, copies as load() takes them. Once that code has run again, the loop loads the
+    whole states.
 
     An optimizer's state is returned whole if its class overrides load_state_dict, or if the groups that it has now are
     not the first ones of the checkpoint.
-
-    Args:
-        parts: the parts of the loop, by name.
-        states: the state dicts in the checkpoint, by the parts' names. They are not changed.
-        arranged: what arrangement() returned when the states were saved. It is not changed.
-
-    Returns:
-        Copies of the states and of the arrangement without these groups, as load() takes them.
     """
     now = arrangement(parts)["groups"]
     states, groups = {**states}, {**arranged["groups"]}
@@ -114,20 +98,11 @@ def _groups(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> Groups
 def _load_optimizer(
     optimizer: Optimizer, state: dict[str, Any], saved: Groups, weights: Mapping[str, nn.Parameter]
 ) -> None:
-    """Restore an optimizer: put the weights into groups as the checkpoint has them, and load its state dict.
+    """Restore an optimizer: put the weights into the groups that `saved` names, and load its state dict.
 
     The optimizer is changed in place. The list of groups, and the dict of each group, stay the same objects if its
-    load_state_dict is torch's own.
-
-    Args:
-        optimizer: the optimizer.
-        state: its state dict, whose tensors it keeps.
-        saved: the names of the weights in each group, when the state was saved; "" for one that is in no network.
-        weights: the weights by name.
-
-    Raises:
-        ValueError: The groups differ from the saved ones, and have weights that are in no network among the parts; or
-            load_state_dict refuses the state.
+    load_state_dict is torch's own. ValueError is raised if the groups differ from the saved ones, and have weights that
+    are in no network among the parts (""); or if load_state_dict refuses the state.
     """
     groups = optimizer.param_groups
     options = [*groups]

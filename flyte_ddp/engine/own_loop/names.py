@@ -9,14 +9,9 @@ from flyte_ddp.errors import InputError
 def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False) -> list[str]:
     """Return the names of measures in rank 0's order, because values are summed by position; a collective.
 
-    Args:
-        call: the method that the user has given the names to, for the message, such as "loop.log".
-        names: the names of this rank's measures, in any order.
-        may_lack: whether another rank than 0 may have no measures, as one without samples has none. Pass the same on
-            all ranks.
-
-    Returns:
-        The names, the same list on all ranks, also on a rank that has none.
+    The result is the same list on all ranks. `call` is the method that the user has given the names to, for the
+    message, such as "loop.log". With may_lack, which is the same on all ranks, another rank than 0 may have no
+    measures, as one without samples has none.
 
     Raises:
         InputError: A rank has other names than rank 0. All ranks raise it.

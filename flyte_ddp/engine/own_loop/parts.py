@@ -123,9 +123,6 @@ class ExactGradients:
 
         Returns:
             The mean of all ranks' parts' losses, () float32, without a graph.
-
-        Raises:
-            InputError: Other weights require a gradient than at first, or loss_of changes a weight or returns no loss.
         """
         if [weight.requires_grad for weight in self._weights] != self._is_trained:
             raise InputError(

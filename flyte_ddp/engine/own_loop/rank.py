@@ -41,13 +41,6 @@ def run(
     The process group exists already. Rank 0 writes the weights to job.model_path. While the function runs, hooks of
     torch watch each optimizer's steps. Errors of the function itself are raised unchanged.
 
-    Args:
-        function: the user's loop, which is given a Loop.
-        environment: this rank.
-        device: the device of this rank.
-        link: receives the events.
-        job: the training.
-
     Returns:
         The result of the training as this rank knows it.
 

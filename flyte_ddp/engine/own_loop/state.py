@@ -218,10 +218,6 @@ class LoopState:
         Torch calls it before each step of an optimizer, because the gradients may be gone afterwards. The model is that
         of loop.keep, whichever optimizer steps. In a logged step the host waits for the device.
 
-        Args:
-            optimizer: the optimizer that is about to step.
-            _: other arguments of torch's hook.
-
         Raises:
             InputError: loop.keep lacks the optimizer, the code is outside of a loop over batches, or with virtual ranks
                 the optimizer steps by a gradient of a weight outside of the network.
@@ -515,11 +511,7 @@ class LoopState:
         )
 
     def _chosen(self, finished: EpochFinished) -> EpochChosen:
-        """Return the event that tells which epoch's weights are returned, with their test measures, if there are any.
-
-        Args:
-            finished: the evaluation of that epoch: the best one's, or the last one's if none was chosen.
-        """
+        """Return the event that tells which epoch's weights are returned, with their test measures if any."""
         return EpochChosen(
             epoch=finished.epoch,
             epochs=self.progress.epoch,
@@ -623,13 +615,9 @@ class LoopState:
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Turn errors of the block, which loads a checkpoint, into an InputError: the checkpoint does not fit.
+    """Raise an InputError, that the checkpoint does not fit, in place of errors of the block, which loads it.
 
-    It is a context manager.
-
-    Raises:
-        InputError: The block raised an error that what it loads may be the reason of. Errors of the device, such as a
-            lack of its memory, are raised as they are.
+    Errors of the device, such as a lack of its memory, are raised as they are.
     """
     try:
         yield

@@ -107,9 +107,6 @@ class Unsaved:
 
         What the optimizer had outside of its state after its first step is compared with now, and forgotten. The
         state_dict must also have the state of any optimizer in an attribute, unless that optimizer is a part itself.
-
-        Args:
-            optimizer: an optimizer that has made two steps.
         """
         kind = type(optimizer).__name__
         before, now = self._after_first.pop(id(optimizer)), numbers_outside_state(optimizer)

@@ -17,9 +17,7 @@ _mesh: Any = None  # the mesh of the network that this process sharded last, in 
 def make_mesh(options: RunOptions, environment: Environment) -> Any:
     """Create the mesh of ranks that fully_shard takes, and remember it for copies() and counterparts(); a collective.
 
-    Args:
-        options: the options of the run. With sharding="hybrid" the ranks of each node share the rows, otherwise all.
-        environment: this rank's place among all ranks.
+    With hybrid sharding the ranks of each node share the rows, otherwise all.
 
     Returns:
         torch's DeviceMesh; with several nodes and hybrid sharding (nodes, ranks of a node), otherwise (ranks,).

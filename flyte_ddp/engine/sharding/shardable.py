@@ -99,12 +99,8 @@ def check_weights(recipe: Recipe, model: nn.Module) -> None:
 def _check_memory(model: nn.Module, where: str, is_on_cpu: bool) -> None:
     """Raise InputError if a weight or buffer lies in memory otherwise than it will when it is sharded.
 
-    Kernels go by the order of the numbers and, on a CPU, by the place of the first, so that bits may differ.
-
-    Args:
-        model: the network; its tensors may be on torch's meta device.
-        where: the place to blame.
-        is_on_cpu: whether the network is trained on a CPU.
+    Kernels go by the order of the numbers and, on a CPU, by the place of the first, so that bits may differ. Tensors
+    may be on torch's meta device. The message names `where`, the place to blame.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         is_placed = not is_on_cpu or tensor.is_meta or tensor.data_ptr() % ALIGNMENT == 0

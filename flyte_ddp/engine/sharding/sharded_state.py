@@ -58,14 +58,10 @@ class Shard:
     shape: torch.Size
 
     def gather(self, room: Tensor | None, device: torch.device) -> None:
-        """Send this rank's rows to rank 0, which copies the rows of all ranks into one tensor; a collective.
+        """Send this rank's rows to rank 0, by the device, which copies the rows of all ranks into `room`; a collective.
 
-        With hybrid sharding, where each node has all rows, the ranks of the first node send theirs, and others send
-        nothing.
-
-        Args:
-            room: on rank 0 the tensor to fill, of the whole shape, on the CPU; None on the other ranks.
-            device: the device that sends and receives rows.
+        The room has the whole shape, on the CPU; it is None on the other ranks. With hybrid sharding, where each node
+        has all rows, the ranks of the first node send theirs, and others send nothing.
         """
         rank = distributed.get_rank()
         parts = cut().parts
@@ -85,12 +81,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def cut_rows(count: int, part: int, parts: int) -> tuple[int, int]:
-    """Return the first and the last row, exclusive, of one part of a tensor, as fully_shard cuts it.
+    """Return the first and the last row, exclusive, of one of the parts of `count` rows, as fully_shard cuts them.
 
-    Args:
-        count: the number of rows of the tensor.
-        part: the number of the part, from 0.
-        parts: the number of parts. The last ones may be shorter, or empty.
+    The last parts may be shorter, or empty.
     """
     most = -(-count // parts)
     return min(part * most, count), min((part + 1) * most, count)
@@ -99,10 +92,8 @@ def cut_rows(count: int, part: int, parts: int) -> tuple[int, int]:
 def with_room(content: Any) -> Any:
     """Return the content with an empty tensor of the whole shape in place of each Shard.
 
-    Tied weights share one tensor. Nothing is written to these tensors, so they take no memory yet.
-
-    Args:
-        content: nested dicts, lists and tuples.
+    Tied weights share one tensor. Nothing is written to these tensors, so they take no memory yet. The content is of
+    nested dicts, lists and tuples.
     """
     rooms: dict[int, Tensor] = {}
 
@@ -156,16 +147,10 @@ class Layout:
         self._updated = {number: weight for number, weight in enumerate(updated) if is_shard(weight)}
 
     def _weight(self, path: tuple[Any, ...]) -> Tensor | None:
-        """Return the sharded weight that an entry of the training's state belongs to.
+        """Return the sharded weight that an entry of the training's state belongs to; None if it belongs to none.
 
         An entry is the weight's values, their average, their best values so far, or a tensor of the optimizer for the
-        weight.
-
-        Args:
-            path: the keys that lead to the entry, as pytree.tree_map_with_path gives them.
-
-        Returns:
-            The weight; None if the entry belongs to no weight, or to one that is not sharded.
+        weight. Its path has the keys that lead to it, as pytree.tree_map_with_path gives them.
         """
         match [getattr(key, "key", None) for key in path]:
             case ["model" | "average", str(name)] | ["choice", "weights", str(name)]:
@@ -195,15 +180,11 @@ class Layout:
         return replaced
 
     def local(self, path: tuple[Any, ...], whole: Any) -> Any:
-        """Return this rank's rows of a tensor of the training's state.
+        """Return this rank's rows of a tensor of the training's state, or `whole` itself if it is not sharded.
 
-        If the tensor is not sharded, or has no dimensions, as an optimizer's number of steps, `whole` itself is
-        returned.
-
-        Args:
-            path: the keys that lead to the tensor, as pytree.tree_map_with_path gives them.
-            whole: the whole tensor, or a StoredTensor, which stands for a tensor in files. A StoredTensor's rows are a
-                StoredTensor, too: nothing is read here.
+        The path has the keys that lead to the tensor, as pytree.tree_map_with_path gives them. A tensor without
+        dimensions, such as an optimizer's number of steps, is returned itself, too. A StoredTensor, which stands for a
+        tensor in files, gives a StoredTensor: nothing is read here.
         """
         if self._weight(path) is None or not whole.ndim:
             return whole
@@ -212,12 +193,7 @@ class Layout:
 
 
 def fitted(values: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Return weights as the network's load_state_dict takes them: sharded ones as DTensors, the others as they are.
-
-    Args:
-        values: the weights by name; this rank's rows if a weight is sharded.
-        network: the network that the weights are for.
-    """
+    """Return weights as the network's load_state_dict takes them: sharded ones, of which there are rows, as DTensor."""
     own = network.state_dict()
     return {name: _as_shard(value, own[name]) if is_shard(own.get(name)) else value for name, value in values.items()}
 

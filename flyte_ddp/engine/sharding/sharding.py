@@ -107,9 +107,6 @@ def _in_bfloat16(network: nn.Module) -> Any:
 
     Results do not change by it, and less is sent. Other weights, such as those of embeddings and norms, are gathered in
     their own dtype. Gradients are added up in float32.
-
-    Args:
-        network: the network.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -149,10 +146,6 @@ def give_room(tensor: Tensor, device: torch.device) -> None:
 
     The tensor is changed in place, so tied weights stay tied. Its values are undefined afterwards.
 
-    Args:
-        tensor: the parameter or buffer.
-        device: the device.
-
     Raises:
         RuntimeError: Another tensor is a view of this one.
     """
@@ -175,10 +168,6 @@ def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
 
     A sharded network cannot be copied. Its gradients are set to zero after the block. Nothing is restored if the block
     raises. A network that isn't sharded is left alone.
-
-    Args:
-        recipe: the recipe, for messages.
-        model: the network.
 
     Raises:
         InputError: The block raised one of torch's errors on sharding that can be explained, such as that of a weight
@@ -278,9 +267,6 @@ def on_shards(optimizer: Optimizer) -> Optimizer:
     It is changed in place: the rows, plain tensors, replace the weights in its groups and state, so that fused
     optimizers work, too. Hooks give the rows their gradients before each step, and remove them after it. An optimizer
     of weights that are not sharded is returned as it is.
-
-    Args:
-        optimizer: the optimizer.
 
     Raises:
         InputError: The optimizer is none of BY_ELEMENT, which update each number without looking at the others.

@@ -66,11 +66,9 @@ class ExactStep(SingleStep):
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
 
     def _lay_out(self, virtual_ranks: int, more: int) -> None:
-        """Make the buckets and units, and broadcast rank 0's weights; a collective.
+        """Make the buckets and units of virtual_ranks addends, and broadcast rank 0's weights; a collective.
 
-        Args:
-            virtual_ranks: how many gradients are added up for each weight.
-            more: how many further whole numbers travel with the last bucket.
+        `more` further whole numbers travel with the last bucket.
         """
         step = self.module
         self._buckets, self._units = make_buckets(step.trainable, virtual_ranks, more)
@@ -205,19 +203,12 @@ class ExactStep(SingleStep):
             self.zero_grad()
 
     def _arrived(self, number: int, place: int, *_: Any) -> None:
-        """Record that a weight's gradient is complete, and send the buckets that are now complete.
+        """Record that the gradient at this place of bucket `number` is complete, and send what is complete now.
 
         Torch calls it in each backward pass. Buckets are sent in their order, and only during the rank's last part. A
-        gradient that a hook or an optimizer's zero_grad() has replaced is copied to its place in the bucket.
-
-        Args:
-            number: the bucket of the weight.
-            place: the position of the weight in its bucket.
-            _: other arguments of torch's hook.
-
-        Raises:
-            InputError: The gradient came twice in one backward pass, or came after its bucket was sent. The sum would
-                lack a part of it.
+        gradient that a hook or an optimizer's zero_grad() has replaced is copied to its place in the bucket. InputError
+        is raised if the gradient came twice in one backward pass, or after its bucket was sent: the sum would lack a
+        part of it.
         """
         weight, view = self._weights[number][place], self._buckets[number].views[place]
         arrived = self._in_part[number]
@@ -247,9 +238,6 @@ class ExactStep(SingleStep):
 
         All ranks send the buckets in the same order. The last bucket also carries the requests, the measures and what
         Units.write_words() writes.
-
-        Args:
-            end: the number of the first bucket that is not sent.
         """
         for number in range(self._next, end):
             self._add(number)
@@ -285,12 +273,8 @@ class ExactStep(SingleStep):
     def watching(self, part: int) -> Iterator[None]:
         """Store digests of one part's gradients in `seen`, if this rank computes that part within the block.
 
-        It is a context manager. At the beginning it sets `seen` to 0, which has one digest for each bucket of
-        gradients. On ranks that don't compute the part, `seen` is still 0 after the block. On the rank that does,
-        `seen` keeps the digests; if the part is computed twice, the second ones.
-
-        Args:
-            part: the number of the part.
+        At the beginning `seen` is set to 0; it has one digest for each bucket of gradients. On ranks that don't compute
+        the part, it is still 0 after the block. If the part is computed twice, the second digests stay.
         """
         self.seen.zero_()
         self._watched = part
@@ -301,11 +285,8 @@ class ExactStep(SingleStep):
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
         """Run backward, and return a digest of one part's gradients: () int64; 0 if backward computes another part.
 
+        backward() runs the forward and backward pass of this part, from gradients of 0, with finish_part() after them.
         The gradients are not added up, and are lost: a step calls it before add_up_gradients().
-
-        Args:
-            part: the number of the part.
-            backward: runs forward and backward pass of this part, from gradients of 0, with finish_part() after them.
         """
         self._is_looking = True
         self.zero_grad()

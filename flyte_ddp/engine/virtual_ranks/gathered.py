@@ -55,9 +55,6 @@ class Gathered(NamedTuple):
         known, the backward pass ignores the gradient of all_gather()'s result. It gives the argument of all_gather()
         the known gradients of the part's rows, or zeros if the part's samples are borrowed from another part. If they
         are not known, as in evaluation or for rows of integers, the result has no gradient.
-
-        Args:
-            part: a part of the global batch.
         """
         own = slice(part.share.first, part.share.first + part.share.count)
         left = [self]
@@ -115,15 +112,8 @@ def first_pass(
     """Compute the outputs of the rank's parts, and gather the rows that measure() passes to all_gather(); a collective.
 
     In this pass, all_gather() ends measure() by an exception once the part's rows are known. The random generators are
-    seeded for each part.
-
-    Args:
-        recipe: the recipe of forward and measure.
-        forward: returns the outputs of a part.
-        measure: returns the sum of what is trained, from a part's outputs and the part. It gets copies, since the
-            recipe may change what it is given.
-        parts: this rank's parts.
-        begin: called before each forward pass, to put back the buffers.
+    seeded for each part, and begin() puts back the buffers. measure() gets copies of a part's outputs and of the part,
+    since the recipe may change what it is given.
 
     Returns:
         A Seen for each of the rank's parts: its outputs, without a graph, and the generators' states after forward; and
@@ -196,21 +186,12 @@ def gather_by_part(
 
     The weights get no gradients here. For these, the caller runs forward and measure() again, with
     Gathered.given_to(part). Here, forward runs once for each part, and measure() twice: up to all_gather(), and with
-    all rows. It leaves the random number generators as the last part does, and changes recipe.share.
-
-    Args:
-        recipe: the recipe of forward and measure.
-        forward: returns the outputs of a part.
-        measure: returns the sum of what is trained, from a part's outputs and the part.
-        parts: this rank's parts.
-        begin: called before each forward pass, to put back the buffers.
+    all rows. It leaves the random number generators as the last part does, and changes recipe.share. The arguments are
+    those of first_pass().
 
     Returns:
         The rows of the whole batch, and the gradients of the sum of all parts' losses, the same on all ranks; without
         gradients if the rows are integers. None if measure() does not call all_gather().
-
-    Raises:
-        InputError: forward calls all_gather(), or measure() calls it for some parts alone.
     """
     seen, rows = first_pass(recipe, forward, measure, parts, begin)
     if rows is None or not rows.is_floating_point():
@@ -231,15 +212,9 @@ def gather_by_part(
 def _add_up_by_part(own: Tensor, virtual_ranks: int) -> Tensor:
     """Add up numbers over the parts of all ranks, in the order of the parts; a collective.
 
-    Each rank adds up some of the N rows, so that what it sends and receives has the same size among any number of
-    ranks.
-
-    Args:
-        own: (parts, N, ...), the numbers of this rank's parts.
-        virtual_ranks: the number of all parts.
-
-    Returns:
-        (N, ...), the sums, the same bits on all ranks and on any number of ranks.
+    A rank has (parts, N, ...) numbers, those of its own parts. The sums are (N, ...), the same bits on all ranks and on
+    any number of ranks. Each rank adds up some of the N rows, so that what it sends and receives has the same size
+    among any number of ranks.
     """
     world_size = distributed.get_world_size()
     (_, size, *shape) = own.shape

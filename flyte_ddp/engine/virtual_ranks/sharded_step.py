@@ -193,9 +193,8 @@ class Sums:
     def put_together(self, owned: list[Owned], group: Any) -> Iterator[tuple[int, Tensor]]:
         """Send rows of gradients, and yield number and whole gradient of each that this rank owns; a collective.
 
-        Args:
-            owned: for each rank of the group, the numbers and weights of the gradients to put together there.
-            group: the ranks that share the rows.
+        For each rank of the group, which shares the rows, `owned` has the numbers and weights of what is put together
+        there.
         """
         own = owned[group.rank()]
         ranks = range(group.size())

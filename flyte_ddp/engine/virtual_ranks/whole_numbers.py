@@ -296,18 +296,11 @@ class Units:
         return expected + (excess * (STEPS - 1) >> 3)
 
     def _expected(self, largest: Tensor, bits: int) -> Tensor:
-        """Return the exponents to expect for sums that are 2^bits times as large as these numbers.
+        """Return the exponents to expect for sums that are 2^bits times as large as these numbers, as in `exponents`.
 
-        For each block, the exponent is what its largest number needs, and ROOM bits more in case the block grows, but
+        For each block, the exponent is what its `largest` number needs, and ROOM bits more in case the block grows, but
         at most what the largest number of its tensor needs. A block of zeros keeps its present exponent, with the same
-        limit. All blocks of a tensor of zeros keep their exponents.
-
-        Args:
-            largest: (blocks, 1) float32, the largest absolute value of each block.
-            bits: by how many bits the sums are larger.
-
-        Returns:
-            (blocks, 1) int32, in steps of 1/8, as the attribute exponents. No exponent asks for a unit below 2^-126.
+        limit. All blocks of a tensor of zeros keep their exponents. No exponent asks for a unit below 2^-126.
         """
         least = self._digits.total - LARGEST_SCALE
         of_tensor = self._by_tensor(largest)[self._tensor].unsqueeze(1)
@@ -351,13 +344,7 @@ def group_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
     """Make buckets for the gradients of tensors, from the last tensor to the first, and the units of their sums.
 
-    Args:
-        tensors: the trained weights, at least one, in the order of the network.
-        addends: how many gradients are added up for each weight, over all ranks.
-        more: how many further whole numbers travel with the last bucket.
-
-    Returns:
-        The buckets, and the units of all their blocks.
+    So many addends are added up for each tensor, over all ranks; `more` whole numbers travel with the last bucket.
     """
     groups = group_tensors(tensors)
     buckets = [Bucket(group, more if group is groups[-1] else 0) for group in groups]
@@ -376,14 +363,10 @@ def block_shape(tensor: Tensor) -> tuple[int, int]:
 
 
 def _view(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Return the beginning of the memory as a tensor of this shape, without a copy.
+    """Return the beginning of the memory, which has one dimension, as a tensor of this tensor's shape, without a copy.
 
     If the tensor is a parameter that is not contiguous, the result has the strides of its gradient, on which fused
     optimizers rely.
-
-    Args:
-        tensor: the parameter or tensor whose shape is taken.
-        memory: one-dimensional, with room for at least as many numbers.
     """
     if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
         strides = torch.empty_like(tensor).stride()
