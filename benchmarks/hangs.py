@@ -1,7 +1,6 @@
 """Makes ranks hang, and counts how often the right ones are named: `python -m benchmarks.hangs --tries 20`.
 
 They take turns being stopped in a step, stopped from outside at any moment, or sleeping in a step or in their data.
---nodes 2: under torchrun, one of the ranks of a node, or a whole node with its agent is stopped from outside.
 """
 
 import argparse
@@ -14,11 +13,11 @@ from collections import Counter
 
 from benchmarks.gpu_rows.fault_settings import Settings
 from benchmarks.gpu_rows.training import FAULTY, train
-from benchmarks.hanging_nodes import RANKS, WAYS, WHOLE_NODE, hang_on_nodes
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import Failure, RankError
 
+WAYS = ("stop", "sleep", "sleep in the data", "stopped from outside")
 TWO_RANKS = World(2, 2, "gloo", "cpu")
 VICTIMS: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 1))
 TIMEOUT_SECONDS = 6.0  # longer than ranks take to start on an idle machine
@@ -68,33 +67,10 @@ def named(failure: Failure) -> tuple[int | None, ...]:
     return failure.rank, *failure.others
 
 
-def count_on_nodes(numbers: range, nodes: int) -> int:
-    """Prints a row for each try, and returns how many failed."""
-    failed = 0
-    print("| hanging | how | named by the ranks that can tell | seconds from the last step |\n|---|---|---|---|")
-    for number in numbers:
-        way = [*WAYS, WHOLE_NODE][number % (len(WAYS) + 1)]
-        first = number // (len(WAYS) + 1) % nodes * RANKS
-        ranks = tuple(range(first, first + RANKS)) if way == WHOLE_NODE else (first + number % RANKS,)
-        failures, seconds = hang_on_nodes(way, ranks, random.Random(number), nodes)
-        # With the node that keeps the ranks' store nobody can be asked any more
-        expected = ranks[:1] if way == WHOLE_NODE and first == 0 else ranks
-        is_right = all(named(failure) == expected and "wait in gloo:" in failure.message for failure in failures)
-        failed += not is_right
-        said = f"{len(failures)} of {len(failures)}" if is_right else f"NOT: {[*map(named, failures)]}"
-        print(f"| rank {' and '.join(map(str, ranks))} | {way} | {said} | {seconds:.1f} |", flush=True)
-    return failed
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=20, help="for each of rank 0, rank 1 and both; in all with nodes")
-    parser.add_argument("--nodes", type=int, default=1, help="if more than one, ranks of torchrun on that many")
-    parser.add_argument("--first", type=int, default=0, help="of the tries with nodes, to go on after others")
-    asked = parser.parse_args()
-    if asked.nodes > 1:
-        sys.exit(count_on_nodes(range(asked.first, asked.first + asked.tries), asked.nodes))
-    tries, chance, counts = asked.tries, random.Random(0), Counter[tuple[tuple[int, ...], str]]()
+    parser.add_argument("--tries", type=int, default=20, help="for each of rank 0, rank 1 and both")
+    tries, chance, counts = parser.parse_args().tries, random.Random(0), Counter[tuple[tuple[int, ...], str]]()
     for number in range(tries):
         for ranks in VICTIMS:
             way = WAYS[number % len(WAYS)]

@@ -7,13 +7,12 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu_rows import images
 from benchmarks.gpu_rows.fault_settings import Settings
-from benchmarks.gpu_rows.row import Machine, Missing, Row, expect
+from benchmarks.gpu_rows.row import Machine, Row, expect
 from benchmarks.gpu_rows.speed import ROOT, STEPS, steps_of
 from benchmarks.gpu_rows.training import IMAGES, train
 from benchmarks.slowed_settings import SLOWED
@@ -168,25 +167,6 @@ def reproducible(network: str) -> Callable[[Machine], str]:
     return check
 
 
-def compiled(size: str) -> Callable[[Machine], str]:
-    def check(machine: Machine) -> str:
-        machine.need_gpus()
-        told: list[Any] = []
-        for how in ("plain", "compiled"):
-            command = [sys.executable, "-m", "benchmarks.compiled", "--one", size, how]
-            try:
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-            except subprocess.TimeoutExpired:
-                raise Missing(f"{how}: not done in 120 s") from None
-            if "ModuleNotFoundError" in done.stderr:
-                raise Missing(done.stderr.strip().splitlines()[-1])
-            expect(done.returncode == 0, done.stderr.strip()[-300:])
-            told.append(done.stdout.split())
-        return f"{told[0][0]} ms a step, compiled {told[1][0]} ms, after {told[1][1]} s"
-
-    return check
-
-
 ROWS = [
     Row("memory of the trials and of steps", peaks),
     Row("auto stays what it was, on another machine", precision),
@@ -198,5 +178,4 @@ ROWS = [
 LATER = [  # figures, for which there is no claim
     Row("checkpoints of 100 million parameters", stall, is_quick=False),
     *(Row(f"what the same bits cost, {network}", reproducible(network)) for network in ("mnist_cnn", "resnet9_small")),
-    *(Row(f"compiled char-LM, {size}", compiled(size)) for size in ("as it comes", "512 wide, 8 layers")),
 ]
