@@ -35,29 +35,6 @@ class ImageClassifier(Classifier):
         self.ema_decay = settings.ema_decay
         self.label_smoothing = settings.label_smoothing
 
-    @classmethod
-    def load_model(
-        cls,
-        path: str | Path,
-        settings: Any = None,
-        data_path: Path | None = None,
-        init_path: Path | None = None,
-    ) -> nn.Module:
-        """Load the trained network of an image classifier, in evaluation mode on the CPU.
-
-        Network, shape and classes come from the file's metadata, so only `path` is used.
-
-        Args:
-            path: the model_state or safetensors file.
-            settings: ignored.
-            data_path: ignored.
-            init_path: ignored.
-
-        Raises:
-            InputError: the file is damaged, or does not fit the network.
-        """
-        return models.load_model(path)
-
     def facts(self) -> dict[str, Any]:
         description = self.description
         return {
