@@ -111,17 +111,10 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 
 
 def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """Return how many rows each rank sends, and where each row of the global batch is among all sent rows.
+    """Return how many rows each rank sends, padding included; and (size,) int64, each row's place among all sent rows.
 
     All ranks send equally many rows, in the order of the ranks. A rank that has one row less adds padding, which no
     place points to.
-
-    Args:
-        size: the number of rows of the global batch.
-        device: the device for the result.
-
-    Returns:
-        The number of rows that each rank sends, padding included; and (size,) int64, the place of each row.
     """
     world_size = distributed.get_world_size()
     rows = torch.arange(size, device=device)

@@ -203,9 +203,6 @@ def describe_fields(kind: type[Settings]) -> dict[str, str]:
 def _check_declaration(kind: type[Settings]) -> None:
     """Raise InputError if a field of a settings class, or of its bases, is declared such that dataclasses ignores it.
 
-    Args:
-        kind: the class.
-
     Raises:
         InputError: A class declares fields without the decorator @dataclass(frozen=True), or gives a field a new
             default without repeating its type.
@@ -231,17 +228,9 @@ def _check_own(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any
 def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any]) -> Any:
     """Check a value by its field's type and rules, and return it in the field's type.
 
-    For a float 1 becomes 1.0, and for an int 2.0 becomes 2. Nothing else is converted.
-
-    Args:
-        owner: the name of the settings class, for messages.
-        field: the field that the value is for.
-        value: the value to check.
-        rules: the rules that setting() has declared for the field: choices, and the limits of numbers.
-
-    Raises:
-        InputError: The value has another type, is not finite, doesn't fit into 64 bits or JSON, or breaks a rule; or
-            the field's type is none that settings may have.
+    For a float 1 becomes 1.0, and for an int 2.0 becomes 2. Nothing else is converted. `owner` is the name of the
+    settings class, for messages. Raises InputError if the value has another type, is not finite, doesn't fit into 64
+    bits or JSON, or breaks a rule; or if the field's type is none that settings may have.
     """
     name = f"{owner}.{field.name}"
     # With `from __future__ import annotations`, a field's type is the name of the type
@@ -271,10 +260,6 @@ def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: 
 def _as_yaml(expected: Any, value: Any) -> str:
     """Return the end of a message about a number such as 1e-3, which YAML reads as text: how to write it for YAML.
 
-    Args:
-        expected: the type of the field.
-        value: the value that was given.
-
     Returns:
         A text such as ": write 1.0e-3, as YAML takes 1e-3 for a text". It is empty if the field's type is no number, or
         the value is not a string of such a number.
@@ -287,13 +272,9 @@ def _as_yaml(expected: Any, value: Any) -> str:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raise InputError for a value that would not be the same after it was stored as JSON.
+    """Raise InputError for a value that would not be the same after it was stored as JSON, as inputs and metadata are.
 
-    Inputs of tasks and metadata of weights are stored as JSON.
-
-    Args:
-        name: what the message calls the value, such as Sweep.values.
-        value: the value, with all that is in it.
+    The message calls the value by its name, such as Sweep.values.
     """
     if type(value) is dict:
         for key, inner in value.items():

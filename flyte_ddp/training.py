@@ -151,14 +151,7 @@ def train(
 def _check_arguments(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
     """Check the arguments of train(), and return the code behind the recipe.
 
-    Args:
-        recipe: the name "package.module:Name", or the class or function.
-        settings: must be TrainingSettings.
-        options: must be RunOptions.
-        data_files: files that the recipe reads, relative to its module's file; they count as its code.
-
-    Raises:
-        InputError: an argument is of another type, or the recipe's code cannot be found or imported by ranks.
+    Raises InputError if one is of another type, or the recipe's code cannot be found or imported by ranks.
     """
     if not isinstance(settings, TrainingSettings):
         raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")

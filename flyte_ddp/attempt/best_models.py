@@ -22,13 +22,7 @@ class StoredModels(StorageFolder):
     """
 
     def __init__(self, platform: Platform, path: Path, url: str):
-        """Begin without models in the storage.
-
-        Args:
-            platform: the platform.
-            path: the checkpoint on this machine.
-            url: the folder of the checkpoint's copy.
-        """
+        """Begin without models in the storage."""
         folder = models_beside(path)
         super().__init__(platform, f"{url}/{folder.name}", folder)
         self._stored: dict[str, str] = {}  # the storage's files that its list may name, by names beside the checkpoint
@@ -51,17 +45,11 @@ class StoredModels(StorageFolder):
                 self.fetch(file, self.folder / name)
 
     def put_all(self, models: Path, put_checkpoint: Callable[[], None]) -> None:
-        """Upload the models that the storage lacks, and then the checkpoint.
+        """Upload the models NAME.pt of a folder that the storage lacks, and then the checkpoint. Raises OSError.
 
-        The list of models names the old and the new ones while the checkpoint is uploaded, and only the new ones
-        afterwards. So the list has every model that the stored checkpoint needs, whenever the process is killed.
-
-        Args:
-            models: a folder with all models that the checkpoint needs, NAME.pt.
-            put_checkpoint: uploads the checkpoint.
-
-        Raises:
-            OSError: The storage fails.
+        The list of models names the old and the new ones while put_checkpoint() uploads the checkpoint, and only the
+        new ones afterwards. So the list has every model that the stored checkpoint needs, whenever the process is
+        killed.
         """
         names = sorted(model.name for model in models.glob("*.pt"))
         for name in names:
@@ -85,16 +73,9 @@ def unused(names: Iterable[str]) -> str:
 
 
 def _read_list(text: str) -> dict[str, str]:
-    """Read the storage's list of models, and drop entries that this library would not have written.
+    """Read the storage's list of models: by the name beside the checkpoint (NAME.pt) the storage's file ("0", "1", …).
 
-    The list may be damaged, or somebody else's. That raises no error.
-
-    Args:
-        text: the list as JSON; empty if there is none.
-
-    Returns:
-        A dict from the name that a model has beside the checkpoint (NAME.pt) to the name of its file in the storage
-        ("0", "1", …). It is empty if the text is no JSON object.
+    Entries that this library would not have written are dropped. A text that is no JSON object gives an empty dict.
     """
     try:
         content = json.loads(text)

@@ -59,16 +59,10 @@ class CheckpointStore(StorageFolder, Observer):
         self._lock = threading.Lock()  # held while a checkpoint, or a manifest of ranks, replaces the one before
 
     def fetch_given(self, url: str) -> None:
-        """Download the checkpoint that the user names to `path`, unless there is a file at `path` already.
+        """Download the checkpoint that the user names to `path`, and set `is_given`, unless there is a file already.
 
-        A download sets `is_given`.
-
-        Args:
-            url: the folder of the checkpoint, or one that names another folder (its file ELSEWHERE); empty is none.
-
-        Raises:
-            InputError: The folder has no checkpoint.
-            RecoverableError: The storage still fails after the last try.
+        The URL is the folder of the checkpoint, or one that names another folder (its file ELSEWHERE); empty is none.
+        Raises InputError if there is no checkpoint, and RecoverableError if the storage still fails after the last try.
         """
         if not url or self.path.exists():
             return
@@ -80,19 +74,11 @@ class CheckpointStore(StorageFolder, Observer):
         self.is_given = True
 
     def _find(self, url: str) -> str:
-        """Download the checkpoint of a folder in the storage to `path`.
+        """Download the checkpoint of a folder in the storage to `path`, and return that folder; empty if there is none.
 
         If the folder has no checkpoint, its text file ELSEWHERE may name another folder, which is searched instead, and
-        so on. The file in this attempt's own folder is not followed: it is for the next attempt.
-
-        Args:
-            url: the folder; empty is none.
-
-        Returns:
-            The folder that had the checkpoint; empty if there is none.
-
-        Raises:
-            Exception: The storage fails.
+        so on. The file in this attempt's own folder is not followed: it is for the next attempt. Errors of the storage
+        are raised.
         """
         if not url:
             return ""
@@ -107,14 +93,7 @@ class CheckpointStore(StorageFolder, Observer):
 
         A sharded checkpoint is a manifest and files of shards. The files are downloaded, too, without those that the
         storage lacks. If ranks download the shards themselves (is_by_ranks), the URL of the shards is written into the
-        local manifest instead. A checkpoint that is already at `path` is replaced.
-
-        Args:
-            url: the folder: a URL in the storage, or a path of this machine.
-
-        Raises:
-            FileNotFoundError: The folder has no checkpoint.
-            Exception: The storage fails. The caller tries again by patiently().
+        local manifest instead. Raises FileNotFoundError if the folder has no checkpoint, and errors of the storage.
         """
         there = StorageFolder(self._platform, url, self.folder)
         models = StoredModels(self._platform, self.path, url)
@@ -166,20 +145,12 @@ class PlatformStore(CheckpointStore):
 
         This attempt's own checkpoint comes first; it exists if only the processes were restarted. Without one, and with
         resume, the previous attempt's checkpoint is downloaded, and then uploaded as this attempt's own, in the
-        background.
-
-        If ranks download the shards of a sharded checkpoint themselves (is_by_ranks), `path` gets the manifest alone,
-        and nothing is uploaded again.
+        background. If ranks download the shards of a sharded checkpoint themselves (is_by_ranks), `path` gets the
+        manifest alone, and nothing is uploaded again.
 
         Unless the checkpoint is this attempt's own, a text file in this attempt's folder then names the folder of the
         earlier checkpoint, so that the next attempt finds it. The file is written before the upload, and also if the
-        download fails.
-
-        Args:
-            resume: whether the previous attempt's checkpoint may be used.
-
-        Raises:
-            RecoverableError: The storage does not deliver the checkpoint.
+        download fails. Raises RecoverableError if the storage does not deliver the checkpoint.
         """
         previous = self._platform.previous_checkpoint_url() if resume else ""
         problem = f"cannot tell whether {previous or self.url} has a checkpoint"
@@ -207,15 +178,11 @@ class PlatformStore(CheckpointStore):
         return status.st_dev, status.st_ino, status.st_mtime_ns
 
     def _put_newest(self) -> None:
-        """Upload the checkpoint at `path`, with its shards and best models.
+        """Upload the checkpoint at `path`, with its shards and best models. Raises OSError.
 
         Nothing is uploaded if the checkpoint is sharded and its ranks upload it themselves (is_by_ranks), or if the
         ranks have replaced it by a newer one meanwhile: another call follows then. The ranks remove old files once they
         have written newer ones, so the files are first linked or copied into a temporary folder.
-
-        Raises:
-            FileNotFoundError: A file of the newest checkpoint is missing.
-            OSError: The storage fails.
         """
         version = self._version()
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -239,18 +206,12 @@ class PlatformStore(CheckpointStore):
                     self._stored = version
 
     def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any]) -> None:
-        """Upload a checkpoint, in place of the one in the storage.
+        """Upload a checkpoint, in place of the one in the storage. Raises OSError.
 
-        The files of a sharded checkpoint go first, into a folder whose number the stored manifest does not name. The
-        local manifest is rewritten to name that folder, and is uploaded last. Nothing is removed from the storage, but
-        the few numbers are used again and again.
-
-        Args:
-            pinned: the checkpoint, or the manifest of a sharded one. The files of its shards lie beside it.
-            manifest: the content of the manifest; empty for a checkpoint that is not sharded.
-
-        Raises:
-            OSError: The storage fails.
+        The files of a sharded checkpoint, which lie beside `pinned`, go first, into a folder whose number the stored
+        manifest does not name. The local manifest is rewritten to name that folder, and is uploaded last. Nothing is
+        removed from the storage, but the few numbers are used again and again. The manifest is empty for a checkpoint
+        that is not sharded.
         """
         slot = unused(self._taken)
         if manifest:
@@ -332,16 +293,10 @@ def checkpoint_store(
 
 @contextmanager
 def _local_folder(key: str) -> Iterator[Path]:
-    """Create and hold the folder of this training's local checkpoint while the block runs.
+    """Create and hold the folder of a training's local checkpoint, named by the training's key, while the block runs.
 
     If another process holds that folder, the block gets a private folder, which is removed at the end. Abandoned
-    checkpoints of other trainings are removed first.
-
-    Args:
-        key: the digest of what determines the training's result.
-
-    Raises:
-        InputError: The folder for runs cannot be written to.
+    checkpoints of other trainings are removed first. Raises InputError if the folder for runs cannot be written to.
     """
     folder = runs_dir() / "checkpoints" / key
     with ExitStack() as stack:

@@ -39,19 +39,12 @@ def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
 
 
 def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on.
+    """Return the name of the dataset to train on: `asked`, or `auto` if that is "auto".
 
     On a cluster, only the name is chosen. A local run first deletes the prepared dataset of that name if it is damaged.
-    With "auto", a local run then downloads and prepares the dataset if it is not there.
-
-    Args:
-        platform: the platform.
-        asked: a dataset's name, or "auto".
-        auto: the dataset that "auto" stands for. If a local run cannot download it, that run prints so, and the result
-            is "digits", which needs no download.
-
-    Raises:
-        InputError: in a local run, there is no dataset of this name, or its folder cannot be written to.
+    With "auto", it then downloads and prepares the dataset if it is not there. If that fails, it prints so, and the
+    name is "digits", which needs no download. There, an unknown name or a folder that cannot be written to is an
+    InputError.
     """
     name = auto if asked == "auto" else asked
     if not platform.is_local():

@@ -29,10 +29,6 @@ def run_folder(platform: Platform, name: str) -> Iterator[Path]:
     local run gets a new folder below the folder for runs, named by time and `name`. The local folder stays after the
     block, unless the block raises.
 
-    Args:
-        platform: the platform.
-        name: a part of the local folder's name.
-
     Raises:
         InputError: The local folder for runs cannot be written to.
     """
@@ -58,12 +54,6 @@ def run_folder(platform: Platform, name: str) -> Iterator[Path]:
 
 def write_page(platform: Platform, folder: Path, title: str, fragment: str) -> Path:
     """Write a page to the file report.html in the folder, and show it on the platform, too.
-
-    Args:
-        platform: the platform.
-        folder: the folder of the new file.
-        title: the page's title.
-        fragment: the content of <body>, as HTML.
 
     Returns:
         The path of report.html.

@@ -134,12 +134,6 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
 
     All ranks must call it: each one returns all results.
 
-    Args:
-        environment: who this rank is.
-        link: where its events go.
-        job: what to train.
-        train: trains on this rank, and returns its result.
-
     Raises:
         PreemptedError: a rank was asked to stop by SIGTERM.
         RankError: the training has failed, in whatever way: the message names this rank. Or its subclass that is worth

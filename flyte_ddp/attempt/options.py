@@ -66,11 +66,6 @@ def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[
     """Return a hint for an unknown option that is a field of one of the command's settings; "" if it is of none.
 
     For --batch-size, the hint says that batch_size is a field of --hp, and gives an example: --hp '{"batch_size": 64}'.
-
-    Args:
-        option: the unknown option, such as --batch-size.
-        parameters: the command's options. Those that are converted to a Settings class are looked at.
-        kind_of: returns the Python type that an option is converted to, given the option's click type.
     """
     name = option.lstrip("-").replace("-", "_")
     for parameter in parameters:

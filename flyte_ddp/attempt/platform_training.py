@@ -197,11 +197,6 @@ class ClassifierTraining(Training[Given, Outputs]):
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:
     """Return an image classifier and the prepared dataset in the folder, after verifying every byte of the dataset.
 
-    Args:
-        hp: what determines the result.
-        folder: the prepared dataset.
-        init: the weights or checkpoint to start from.
-
     Raises:
         DataError: the dataset is damaged.
         ReportedError: this pod's code is not what was registered.
@@ -211,12 +206,7 @@ def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) 
 
 
 def check_classifier(known: ModelMetadata, path: str) -> None:
-    """Refuse weights that are not those of a built-in image classifier. Raises InputError.
-
-    Args:
-        known: the metadata of the weights.
-        path: the file of the weights, for the message.
-    """
+    """Refuse weights that are not those of a built-in image classifier. Raises InputError."""
     if known.recipe != IMAGE_CLASSIFIER.name:
         raise InputError(
             f"model_state must be of a built-in classifier, and {path} is of {known.recipe}: load it with "

@@ -30,9 +30,6 @@ def check_gpus(visible: int) -> None:
     Else a result computed with fewer GPUs would be cached all the same. In a local run, nothing was asked for, and
     nothing is checked.
 
-    Args:
-        visible: the number of GPUs that this pod sees.
-
     Raises:
         RecoverableError: the numbers differ.
     """

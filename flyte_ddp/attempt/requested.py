@@ -127,11 +127,7 @@ def avoidance_environment(retries: int) -> dict[str, str]:
 
 
 def check_template(name: str) -> None:
-    """Raise InputError for a pod template in the cluster, to which nothing can be added, beside registered avoid_hosts.
-
-    Args:
-        name: the name of the template; empty is none.
-    """
+    """Raise InputError for a named pod template, to which nothing can be added, beside registered avoid_hosts."""
     nodes = registration().avoid_hosts
     if name and nodes:
         raise InputError(

@@ -23,13 +23,7 @@ def restarting(platform: Platform, start: Start) -> Start:
 
     It emits a RanksRestarted event before each further call. It raises the error instead if the failed call has written
     no checkpoint, or if the kernel has killed a process for want of memory during that call. It also raises all other
-    errors.
-
-    In a local run, `start` itself is returned: whoever kills a rank there can start it again.
-
-    Args:
-        platform: the platform.
-        start: runs the ranks for (job, on_event), and returns their results by rank.
+    errors. In a local run, `start` itself is returned: whoever kills a rank there can start it again.
     """
 
     def start_again(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:

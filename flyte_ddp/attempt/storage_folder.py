@@ -94,15 +94,8 @@ def describe(error: BaseException) -> str:
 def patiently(problem: str, call: Callable[[], Value]) -> Value:
     """Return what `call` returns, and call it again after 2, 10 and 60 s if it raises an error.
 
-    Any Exception but FileNotFoundError counts as a failure of the storage. Each is printed.
-
-    Args:
-        problem: the beginning of the final error's message.
-        call: a function that downloads. It may be called four times.
-
-    Raises:
-        FileNotFoundError: The storage has no such file. It is raised at once.
-        RecoverableError: The last try has failed.
+    Any Exception but FileNotFoundError, which is raised at once, counts as a failure of the storage, and is printed.
+    The last one becomes a RecoverableError, whose message begins with `problem`.
     """
     for seconds in (*WAITS, None):
         try:

@@ -188,16 +188,11 @@ def describe_run(platform: Platform, subject: Subject, options: RunOptions, run:
 
 
 def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
-    """Return an id shared by all attempts at one training, and by no other training.
+    """Return an id shared by all attempts at the training of this key, and by no other training.
 
     On a cluster it follows from the execution and the key. Locally it is in a file beside the checkpoint, which is
     removed with the checkpoint when training has succeeded. If there is no checkpoint or no such file, this function
     writes it with a new random id.
-
-    Args:
-        platform: the platform.
-        key: the digest of everything that determines the training's result.
-        beside: the path of the local checkpoint.
     """
     if platform.is_local():
         file = beside.with_name("tracking-id")
@@ -217,11 +212,6 @@ def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt
     On a cluster, the file is that of an earlier process of this attempt or, if this has none, of the previous attempt.
     In a local run, the file lies beside the checkpoint. It counts only if this run may resume, and its checkpoint is
     there and is not one that options.resume_from names.
-
-    Args:
-        platform: the platform.
-        run: this attempt's files.
-        resume: whether this attempt may resume; on a cluster it is ignored.
     """
     if platform.is_local():
         goes_on = resume and run.store.path.exists() and not run.store.is_given

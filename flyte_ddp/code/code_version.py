@@ -130,16 +130,10 @@ def find_sources(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
 
 
 def find_parts(module: str, path: Sequence[str]) -> list[ModuleSpec]:
-    """Find the package, its subpackage and so on down to a module, without importing any of them.
+    """Find the package, its subpackage and so on down to a module a.b.c, without importing any of them.
 
-    importlib.util.find_spec would import the parents.
-
-    Args:
-        module: the full name, such as a.b.c.
-        path: the folders to search. This library's modules are searched for where the library itself is.
-
-    Returns:
-        The specs of a, a.b and a.b.c, up to the first one that is not found.
+    importlib.util.find_spec would import the parents. This library's modules are searched for where the library itself
+    is, others in the folders of `path`. Returns the specs of a, a.b and a.b.c, up to the first one that is not found.
     """
     specs: list[ModuleSpec] = []
     path = [HERE] if module.partition(".")[0] == LIBRARY else path
@@ -204,21 +198,10 @@ def read_script(file: str) -> Source:
 
 @cache
 def _read_source(file: str, package: str, content: bytes) -> Source:
-    """Hash a module's source, and list what it imports.
+    """Hash a module's source, and list the full names that it imports. The result is cached.
 
     A file of this library is hashed by its bytes, with Unix line ends, and any other file by its code, without comments
-    and docstrings. The result is cached.
-
-    Args:
-        file: the path of the module's file.
-        package: the full name of the package that relative imports start from.
-        content: the content of the file.
-
-    Returns:
-        The path, the hash (64 hex digits) and the full names that the file imports.
-
-    Raises:
-        InputError: The file, not one of this library, has a syntax error.
+    and docstrings; a syntax error in it is an InputError. Relative imports start from the package of this full name.
     """
     if package.partition(".")[0] == LIBRARY:
         text = content.replace(b"\r\n", b"\n")  # git may check files out with these ends of lines
@@ -279,11 +262,7 @@ def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:
     """Yield the full names of modules that code may import, by statements or by import_module() of a literal name.
 
     A name in a from-import may turn out to be an attribute. Code of a user that imports flyte_ddp itself, or * from it,
-    also yields all public names of flyte_ddp.
-
-    Args:
-        nodes: the nodes of the code's syntax tree.
-        package: the full name of the package that relative imports start from.
+    also yields all public names of flyte_ddp. Relative imports start from the package of this full name.
     """
     for node in nodes:
         if isinstance(node, ast.Import):

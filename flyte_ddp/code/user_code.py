@@ -103,18 +103,9 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
 def _add_data_files(
     name: str, folder: str, root: str, data_files: Sequence[str], files: set[str], versions: dict[str, str]
 ) -> None:
-    """Add the data files of a recipe or script to its files, and their hashes to its versions.
+    """Add the data files of a recipe or script to its files, and their hashes to its versions, which are changed.
 
-    Args:
-        name: what the message calls the recipe or script.
-        folder: the folder that the data files are relative to.
-        root: the folder below which they must lie.
-        data_files: the data files.
-        files: the absolute paths of the files so far.
-        versions: the hashes of the files so far.
-
-    Raises:
-        InputError: A data file is not found, or lies outside of root.
+    Data files are relative to `folder`. Raises InputError for one that is not found, or lies outside of root.
     """
     for one in _check_list("data_files", data_files):
         path = os.path.abspath(os.path.join(folder, one))
@@ -196,15 +187,9 @@ def join_codes(codes: Sequence[UserCode]) -> UserCode:
 def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
     """Check, at the end of the block, that it imported no first-party module below root that find_code did not find.
 
-    Such a module was imported by a computed name. Modules imported before the block are not checked: they belong to
-    others, such as torchrun's script or Flyte's entry point. If the block raises, nothing is checked.
-
-    Args:
-        root: the root of the code; with "", nothing is checked.
-        files: the files that find_code has found.
-
-    Raises:
-        InputError: There is such a module.
+    Raises InputError for such a module, which was imported by a computed name. Modules imported before the block are
+    not checked: they belong to others, such as torchrun's script or Flyte's entry point. If the block raises, or root
+    is "", nothing is checked. `files` are those that find_code has found.
     """
     before = {"__main__", *sys.modules}
     yield
@@ -237,12 +222,7 @@ def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
 
 
 def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
-    """Return the error for a module that is not found, which names the folders that were searched.
-
-    Args:
-        name: "package.module:Name".
-        specs: what find_parts has found of package.module.
-    """
+    """Return the error for a module that is not found, which names the folders that were searched."""
     parts = name.partition(":")[0].split(".")
     parent = ".".join(parts[: len(specs)])
     missing = parts[len(specs)]
@@ -263,10 +243,6 @@ def _check_defined(name: str, file: str) -> None:
 
     An assignment, a definition or an import of the name counts. A module with a star import or with __getattr__ passes,
     because either may provide the name. The module is not imported.
-
-    Args:
-        name: "package.module:Name".
-        file: the module's file.
     """
     attribute = name.partition(":")[2]
     content = Path(file).read_bytes()

@@ -91,16 +91,11 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tu
 
 
 def _in_8_bits(upright: Any, opened: Any) -> Any:
-    """Return the image with the upper 8 bits of grey values that have more; any other image as it is.
+    """Return the image, turned upright, with the upper 8 bits of grey values that have more; any other image as it is.
 
     Pillow would clip such values; it converts colours correctly. A TIFF of such values in which 0 is white is inverted.
-
-    Args:
-        upright: the image after it was turned upright.
-        opened: the image as it was opened, which knows the file's format and tags.
-
-    Raises:
-        ValueError: The values have 32 bits, or a sign.
+    The image as it was opened knows the file's format and tags. Raises ValueError for values of 32 bits, or with a
+    sign.
     """
     from PIL import Image
 

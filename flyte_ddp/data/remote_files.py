@@ -158,15 +158,10 @@ class Stored:
             yield piece
 
     def _retry(self, file: str, ask: Callable[[], T]) -> T:
-        """Call ask(), up to TRIES times with growing pauses, and return its result.
+        """Call ask(), up to TRIES times with growing pauses, and return its result. `file` is for messages.
 
-        Args:
-            file: the file that is read, for messages.
-            ask: reads from the storage. Its InputError is raised at once.
-
-        Raises:
-            DataError: the file is not there, or may not be read; raised at once.
-            DownloadError: TRIES tries have failed.
+        Raises DownloadError if all tries fail. An InputError, and a DataError for a file that is not there or may not
+        be read, are raised at once.
         """
         reason = ""
         for number in range(TRIES):

@@ -34,12 +34,6 @@ class Call(NamedTuple):
 def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
     """Run the recipe's forward on a batch, and return its first call of the network, whose tensors are contiguous.
 
-    Args:
-        recipe: the recipe.
-        model: the network.
-        tree: the batch, as forward takes it.
-        samples: the number of samples in the batch.
-
     Raises:
         InputError: The recipe's forward does not call the network.
     """
@@ -66,11 +60,6 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
 
     A dimension of an input that has the same size in both calls is fixed. One that has the number of samples in both
     calls is "batch", a single dynamic dimension for all inputs. Any other that differs is dynamic by itself.
-
-    Args:
-        model: the network.
-        few: a call with FEW samples.
-        more: a call with MORE samples.
     """
     batch = torch.export.Dim("batch")
 
@@ -92,13 +81,7 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
 
 
 def save_weights(path: Path, model: nn.Module, header: str) -> None:
-    """Save weights as safetensors, tied weights under their first name alone.
-
-    Args:
-        path: the new file.
-        model: the network.
-        header: the metadata as JSON.
-    """
+    """Save weights as safetensors, tied weights under their first name alone."""
     from safetensors.torch import save_file
 
     weights = model.state_dict()
@@ -110,10 +93,6 @@ def save_weights(path: Path, model: nn.Module, header: str) -> None:
 
 def save_pretrained(path: Path, model: Any) -> None:
     """Save the folder that a network of transformers or peft writes of itself (save_pretrained).
-
-    Args:
-        path: the new folder.
-        model: the network.
 
     Raises:
         InputError: The network has no method save_pretrained.
@@ -177,15 +156,9 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 
 
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
-    """Load a folder of the format pretrained by the library that wrote it: peft for adapters, otherwise transformers.
+    """Load a folder by the library that wrote it, in evaluation mode: peft if it has adapters, otherwise transformers.
 
-    Args:
-        path: the folder. It has adapters if it has a file adapter_config.json.
-        model: an untrained network of the recipe, whose class loads the folder. Adapters are put into its base network,
-            which is changed.
-
-    Returns:
-        The network, in evaluation mode.
+    The class of the untrained network loads the folder. Adapters are put into that network's base, which is changed.
     """
     if (path / "adapter_config.json").exists():
         from peft import PeftModel

@@ -32,19 +32,9 @@ from flyte_ddp.whole_files import writing_to
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
     """Measure the weights of the job on the test split, in float32 on the CPU, and write them in each format.
 
-    run_alone calls it in a process of its own.
-
-    Args:
-        environment: this process, without other ranks.
-        link: told that the process is alive.
-        asked: the model, the folder, which must exist, and the formats.
-
-    Returns:
-        The measures of the weights, and the facts of the model that the model card needs.
-
-    Raises:
-        InputError: The weights or the data cannot be used, the network cannot be exported to a format, or the folder
-            cannot be written to.
+    run_alone calls it in a process of its own. Returns the measures, and the facts that the model card needs. Raises
+    InputError if weights or data cannot be used, the network cannot be exported to a format, or the folder, which must
+    exist, cannot be written to.
     """
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
@@ -105,17 +95,9 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str]) -> Measured | str:
     """Measure an exported file on the test split, after trying a batch of one sample. It runs in a process of its own.
 
-    Args:
-        environment: this process, of which only the number of threads is used, and the cache's place.
-        link: told that the process is alive.
-        argument: the job, the file's format, and its path.
-
-    Returns:
-        The measures, or a text that says why the file cannot be used, if any other error than a ReportedError comes up.
-
-    Raises:
-        ReportedError: The data cannot be read.
-        InputError: The recipe or its data are invalid.
+    The argument has the job, the file's format, and its path. Returns the measures, or a text that says why the file
+    cannot be used. Raises ReportedError if the data cannot be read, and InputError if the recipe or its data are
+    invalid.
     """
     job, name, path = argument
     torch.set_num_threads(environment.threads)
@@ -157,9 +139,6 @@ def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
 
     If the samples have lengths, the few are the shortest and the more are the longest ones; otherwise they are among
     the first samples. Indices are repeated if the split has fewer samples.
-
-    Args:
-        test: the test split.
 
     Returns:
         (FEW,) and (MORE,) int64.

@@ -84,11 +84,6 @@ def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
 
     The file is opened and measured on the test split in a process of its own.
 
-    Args:
-        name: the format.
-        asked: the model, the folder and the tolerance.
-        written: the model, with the measures of the weights.
-
     Raises:
         ReportedError: The file cannot be used, or gives a measure that differs by more than options.tolerance.
     """

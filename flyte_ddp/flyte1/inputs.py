@@ -56,9 +56,6 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
 
     The file is downloaded if it is in a storage.
 
-    Args:
-        model_state: the weights; None if there are none.
-
     Raises:
         InputError: the file does not exist in a local run, or its metadata are not those of a built-in classifier.
     """
@@ -93,15 +90,8 @@ def choose_dataset(known: ModelMetadata | None, asked: str, remedy: str) -> str:
     """Return the name of a built-in dataset: `asked` or, for "auto", that which the weights were trained on.
 
     "auto" without metadata stands for mnist. A local run first deletes a damaged copy of the dataset and cache entries
-    whose files are gone. If a local run cannot download mnist for "auto", the name is "digits".
-
-    Args:
-        known: the metadata of the weights; None if there are no weights, or their file has no metadata.
-        asked: a dataset's name, or "auto".
-        remedy: the end of the error message: what users should do if the weights were trained on a folder of images.
-
-    Raises:
-        InputError: the weights were trained on a folder of images.
+    whose files are gone. If it cannot download mnist for "auto", the name is "digits". Raises InputError, which ends
+    with the remedy, if the weights were trained on a folder of images.
     """
     if known and known.settings.get("dataset") == "image_folder":
         raise InputError(

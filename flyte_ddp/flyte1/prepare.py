@@ -91,10 +91,6 @@ def resolve_name(asked: str, auto: str = "mnist") -> str:
     A cluster does nothing else. A local run deletes the prepared dataset if that is damaged, and drops cache entries
     whose files are gone. For "auto" it also prepares the dataset if it is not prepared yet; if the download fails, it
     says so and returns "digits".
-
-    Args:
-        asked: a dataset's name, or "auto".
-        auto: the dataset that "auto" stands for.
     """
     name = datasets.resolve_name(platform, asked, auto)
     if is_local():

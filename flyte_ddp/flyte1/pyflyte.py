@@ -60,9 +60,6 @@ def ship(files: Iterable[str]) -> None:
     pyflyte sends the __file__ of everything in sys.modules that is below the project's root, so each file that is not
     imported gets a placeholder entry there. The ranks' modules aren't imported here, because they import torch. If a
     user forgets `--copy all`, the pod would otherwise run the code of its image.
-
-    Args:
-        files: absolute paths.
     """
     imported = set(loaded_files().values())  # pyflyte sends imported files anyway, and would send them twice
     for file in files:
@@ -86,9 +83,6 @@ def say_cached(outputs: Mapping[str, Literal]) -> None:
     """Print that a training was taken from the local cache, with its measures, its files and how to train again.
 
     For outputs without model_state, summary and report, nothing is printed.
-
-    Args:
-        outputs: a task's outputs by name.
     """
     if not outputs.keys() >= {"model_state", "summary", "report"}:
         return

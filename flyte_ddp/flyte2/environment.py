@@ -57,13 +57,8 @@ def workflow_environment(
 def _secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Secret] | None:
     """Return a task's own secrets, and after them the registered secrets of these variables; None if there are none.
 
-    Args:
-        variables: environment variables that get their registered secret, such as WANDB_API_KEY, if there is one.
-        own: the task's own secrets: a key or a flyte.Secret, or several. Each replaces the registered secret of its
-            variable.
-
-    Raises:
-        InputError: a registered secret is not named GROUP/KEY.
+    A secret of the task's own, a key or a flyte.Secret, replaces the registered secret of its variable. Raises
+    InputError if a registered secret is not named GROUP/KEY.
     """
     named = [own] if isinstance(own, (str, flyte.Secret)) else own
     mine = [flyte.Secret(one) if isinstance(one, str) else one for one in named]
@@ -175,16 +170,8 @@ def _environment(
 ) -> flyte.TaskEnvironment:
     """Return a task environment that ships the library's files and has the registered labels and annotations.
 
-    Args:
-        name: the environment's name.
-        size: the registered size of its pods.
-        variables: the environment variables of its pods.
-        files: files to ship in addition to the library's.
-        kind: the class of the environment.
-        own: the user's resources. Each value that is not None replaces the size's.
-        image: the container image.
-        pod_template: a template to which the labels and annotations are added; a name is only possible without them.
-        more: further arguments of `kind`.
+    They are added to the pod template, which may only be a name without them. The user's own resources replace those of
+    the registered size where they are not None. `more` are further arguments of `kind`, the environment's class.
     """
     return kind(
         name=name, image=image, resources=resources(size, own), env_vars={**variables}, include=(*shipped(), *files),
@@ -217,12 +204,10 @@ def _labelled(template: PodTemplate) -> PodTemplate:
 def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
     """Return the pod template with a grace, and the variables that tell the pod how many seconds of grace it has.
 
-    The grace is the time from a SIGTERM until the pod is killed. The given template is not changed.
-
-    Args:
-        template: a template that sets a grace keeps it, and the variables have no more than the registered grace. One
-            without a grace gets the registered grace, or the default. None becomes a template. A template in the
-            cluster, given by its name, is returned as it is; the variables have the registered grace, or 30 s.
+    The grace is the time from a SIGTERM until the pod is killed. A template that sets one keeps it, and the variables
+    have no more than the registered grace. A copy of one without a grace, or a new template in place of None, gets the
+    registered or default grace. A template in the cluster, given by its name, is returned as it is; the variables have
+    the registered grace, or 30 s.
     """
     if template and isinstance(template, str):
         return template, requested.grace_environment(registration().grace_seconds or USUAL_SECONDS)
@@ -236,11 +221,8 @@ def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
 def _with_avoidance(template: PodTemplate) -> PodTemplate:
     """Return the pod template of a training with what keeps its pods away from nodes, if that is registered.
 
-    The template gets the affinity for avoid_hosts, and has Kubernetes tell the pod its node. The given template is not
-    changed. A template in the cluster, given by its name, is returned as it is.
-
-    Raises:
-        InputError: avoid_hosts is registered beside a template in the cluster.
+    A copy of the template gets the affinity for avoid_hosts, and has Kubernetes tell the pod its node. A template in
+    the cluster, given by its name, is returned as it is, or refused by InputError if avoid_hosts is registered.
     """
     asked = registration()
     if isinstance(template, str):

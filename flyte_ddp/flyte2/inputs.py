@@ -40,9 +40,6 @@ def is_news(record: logging.LogRecord) -> bool:
 
     `flyte run --local` shows that failure at its end, too. The record would also have the stacks of all tasks that
     waited for the failed one.
-
-    Args:
-        record: the log record.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, RuntimeUserError) and platform.is_local())

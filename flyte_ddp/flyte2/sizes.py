@@ -103,12 +103,8 @@ def _describe(avoided: Sequence[AvoidedNode]) -> str:
 def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str], avoided: Sequence[str]) -> Any:
     """Return a copy of the task for a number of nodes, without retries: a retry would ask for as many nodes again.
 
-    Args:
-        train: the task of a clustered environment.
-        nodes: the number of nodes.
-        minutes: how long the action may wait for the nodes before it fails; 0 means without limit.
-        variables: environment variables to add to the pods.
-        avoided: the names of nodes on which no pod may run. A template in the cluster knows nothing of them.
+    The action fails after so many minutes without the nodes; 0 is no limit. The variables are added to those of the
+    pods, which run on none of the avoided nodes, unless their template is one in the cluster.
     """
     template = train.pod_template
     return train.override(

@@ -103,22 +103,11 @@ def gather_shards(
 def load_images(
     totals: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
 ) -> list[np.ndarray]:
-    """Return the images whose predictions are least certain, as the network saw them.
+    """Return the images (C, H, W) uint8 whose predictions are least certain, in that order, as the network saw them.
 
-    Without a folder, the images come from the prepared dataset.
-
-    Args:
-        totals: the tally, which names the least certain images.
-        data: the prepared dataset. If there is a folder, only its image shape is used.
-        folder: the folder of image files; None if the images are those of a split.
-        listing: the listing of the folder's files.
-        options: the options; they name the split.
-
-    Returns:
-        Images (C, H, W) uint8, least certain first.
-
-    Raises:
-        ReportedError: An image file in the folder has changed since it was listed.
+    Without a folder, the images come from the split of the prepared dataset that the options name. Of a folder, they
+    are the files of the listing, in the dataset's image shape. Raises ReportedError if a file has changed since it was
+    listed.
     """
     numbers = [number for number, _ in totals.least_certain]
     if folder is None:

@@ -86,13 +86,7 @@ def render_results(
     """Return the HTML page with the results of a prediction, as the content of <body>.
 
     The page has the counts by class, the least certain images, the first files that could not be read, and the setup.
-
-    Args:
-        title: the page's title.
-        totals: the counts, and the rows to show.
-        images: the images of totals.least_certain, in the same order, each (C, H, W) uint8.
-        description: the dataset that the model was trained on, for its classes and name.
-        options: the options of the prediction.
+    The images are those of totals.least_certain, (C, H, W) uint8 each. The description is of the data of the training.
     """
     by_class = Section(
         "By class",

@@ -33,15 +33,8 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     """Predict each image of a shard in float32, and write one CSV file with a row for each image to job.output.
 
     An image that could not be read keeps its error and gets no prediction. run_alone calls this function in a process
-    of its own, on a CPU or a GPU.
-
-    Args:
-        environment: the device and the number of threads.
-        link: the connection to the parent, which gets a sign of life after each batch.
-        job: the shard, the weights, and the files.
-
-    Raises:
-        InputError: a score is not finite, the images or the weights cannot be used, or the file cannot be written.
+    of its own, on a CPU or a GPU. Raises InputError if a score is not finite, images or weights cannot be
+    used, or the file cannot be written.
     """
     torch.set_num_threads(environment.threads)
     settle_arithmetic()

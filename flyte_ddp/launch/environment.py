@@ -115,16 +115,8 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
     """Return this rank's environment from torchrun's variables, after a check that the world is as registered.
 
     torchrun or Flyte's Elastic plugin has created the world. A node that trains alone would otherwise return its result
-    as that of all nodes.
-
-    Args:
-        backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl".
-        nodes: the least and the most nodes that the world may have.
-        ranks_per_node: the number of ranks that each node must have.
-
-    Raises:
-        InputError: the world has another number of nodes or ranks, a variable is missing or impossible, or nccl has too
-            few GPUs.
+    as that of all nodes. Raises InputError for other than the least to the most `nodes`, or another number of ranks per
+    node, and what environment_from_variables raises.
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size

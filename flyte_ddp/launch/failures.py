@@ -191,11 +191,8 @@ def describe_error(error: BaseException) -> str:
 def _classify(error: BaseException) -> tuple[str, bool, str]:
     """Return the kind of an error's failure, whether another attempt may succeed, and a remedy that ends the message.
 
-    The three follow from the error's type, or from the error's message where torch has just one type for many faults.
-
-    Returns:
-        kind: "input" for an InputError, "peer" if another rank was lost, else "error". recoverable: whether another
-            attempt may succeed. remedy: empty if there is none.
+    The kind is "input" for an InputError, "peer" if another rank was lost, else "error". The remedy may be empty. They
+    follow from the error's type, or from its message where torch has just one type for many faults.
     """
     message = describe_error(error)
     types = {base.__name__ for base in type(error).__mro__}
@@ -263,9 +260,6 @@ def name_the_cause(failures: Sequence[Failure]) -> InputError | RankError:
 
     The cause is the earliest failure whose kind is neither "aborted" nor "peer", because another rank may have caused
     failures of these kinds. If all have these kinds, the cause is the earliest "aborted" one, else the earliest "peer".
-
-    Args:
-        failures: the failures of the ranks, at least one.
 
     Returns:
         An InputError for kind "input"; else a RecoverableRankError if another attempt may succeed, or a RankError.

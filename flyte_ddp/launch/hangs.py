@@ -81,10 +81,6 @@ def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
 
     Ranks of one host with the same collective and stacks share one entry. For a rank that has not answered, whose
     Answer has a `reached` below 0, a line says so in place of its stacks, unless the launcher has read these.
-
-    Args:
-        answers: the Answer of each rank, by rank.
-        hosts: the name of the host of each of these ranks, by rank.
     """
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, answer in answers.items():

@@ -70,11 +70,8 @@ def run_exit_handlers() -> None:
 def _last_collective(torch: Any) -> str:
     """Return the collective that this rank waits in, such as "gloo:all_reduce of Float [8]"; empty if none is recorded.
 
-    The function reads torch's flight recorder. NCCL's lists only collectives that have not ended, so the first one is
-    meant. gloo's lists ended ones, too, so the last is.
-
-    Args:
-        torch: the module torch, which this file does not import.
+    The function reads the flight recorder of the module torch, which this file does not import. NCCL's lists only
+    collectives that have not ended, so the first one is meant. gloo's lists ended ones, too, so the last is.
     """
     recorders = torch._C._distributed_c10d
     is_nccl = torch.distributed.get_backend() == "nccl"

@@ -54,9 +54,6 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
 
     A second call does nothing, even with other modules. Where ranks are not forked (outside Linux), it never does
     anything.
-
-    Args:
-        preload: the names of the modules.
     """
     if START_METHOD == "forkserver":
         # The forkserver must live as long as the ranks, which unblock these signals. They may be sent to the whole
@@ -229,14 +226,9 @@ def _supervise(
 ) -> list[Any]:
     """Listen to the ranks until all are done, and return their values by rank; raise the errors that launch lists.
 
-    After an error ranks may still run: the caller kills them.
-
-    Args:
-        ranks: the started ranks.
-        timeouts: limits after which a silent rank counts as hung.
-        on_event: called for each event.
-        signals: the stop signals that have arrived; signal handlers append to the list while this runs.
-        grace: learns where the checkpoints are, and says how long ranks may go on after the first signal.
+    After an error ranks may still run: the caller kills them. Signal handlers append the stop signals to `signals`
+    while this runs. The grace learns where the checkpoints are, and says how long ranks may go on after the first
+    signal.
     """
     noticed = math.inf
     give_up_at = 0.0
@@ -282,15 +274,9 @@ def _supervise(
 def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: float) -> BaseException:
     """Return, without raising it, the error of a run that was asked to stop.
 
-    Args:
-        ranks: the ranks. Those that still run have used up the grace.
-        signals: the stop signals that have arrived, in order; empty if only a rank got a SIGTERM.
-        grace: says what is lost.
-        until: until when to wait for the upload of a checkpoint, as of time.monotonic(). The PreemptedError has it.
-
-    Returns:
-        KeyboardInterrupt if the first signal was Ctrl-C. Else a PreemptedError that says what a running rank last did
-        or, if all have ended, why a rank stopped.
+    It is a KeyboardInterrupt if the first signal was Ctrl-C. Else it is a PreemptedError that says what a rank that
+    still runs, and has used up the grace, last did or, if all have ended, why a rank stopped. `signals` is empty if
+    only a rank got a SIGTERM. `until` is when to stop waiting for the upload of a checkpoint, as of time.monotonic().
     """
     number = signals[0] if signals else signal.SIGTERM  # sent to a rank alone, as by a guard of the host's memory
     if number == signal.SIGINT:
@@ -308,11 +294,6 @@ def _error_of_hang(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[E
     """Ask the running ranks where they are, and return the error (not raised) that names those the others wait for.
 
     The error has the Python stacks of every running rank. The ranks have ANSWER_SECONDS to answer.
-
-    Args:
-        ranks: all ranks; at least one is still running.
-        timeouts: the limits, for the message.
-        on_event: called for events that come meanwhile.
     """
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
@@ -365,14 +346,11 @@ def _room_for_sockets() -> Iterator[None]:
 
 @contextmanager
 def _importable(root: str = "") -> Iterator[None]:
-    """Put `root` and this package on sys.path within the block, and hide the parent's main module from children.
+    """Put `root` (unless empty) and this package on sys.path within the block, and hide the main module from children.
 
     A rank inherits sys.path as it is when it starts, even if it is forked from another process. `pyflyte run` has the
     project root on sys.path only while it loads the workflow. If the parent's main module was not hidden, a child would
     import it: flytekit takes 2 s.
-
-    Args:
-        root: a folder that comes first on sys.path; empty for none.
     """
     main = sys.modules["__main__"]
     library = str(Path(flyte_ddp.__path__[0]).parent)

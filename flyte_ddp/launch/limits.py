@@ -61,14 +61,10 @@ def peak_memory(of_children: bool = False) -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of the control groups that this process is in, each before its parents; some may not exist.
+    """Yield the folders of this process's control groups for "cpu" or "memory", each before its parents.
 
     A container often sees its own group as the root, but under the path that the group has on the host. So the paths
     between may be missing.
-
-    Args:
-        controller: "cpu" or "memory"; version 1 has groups for each.
-        root: the folder that has proc and sys.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -52,9 +52,6 @@ def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
     """Yield NVML's index and handle of each GPU that this process may open.
 
     A container may not open the GPUs of others.
-
-    Args:
-        nvml: the module that open_nvml yields.
     """
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -126,10 +123,6 @@ def _chosen(gpus: Sequence[Gpu], visible: str) -> list[str]:
 
     The variable lists indices, or prefixes of the UUIDs of GPUs or MIG devices. The first unknown or ambiguous entry,
     or one of another kind than the first, ends the list. If a device is listed twice, the result is empty.
-
-    Args:
-        gpus: the GPUs that the process may open, in NVML's order.
-        visible: the variable's text.
     """
     chosen: list[str] = []
     words = [word.strip() for word in visible.split(",")]

@@ -39,9 +39,6 @@ class _Lines(io.BufferedIOBase):
 
         A process forked from this one writes the bytes to the original file instead. Of a line that carriage returns
         overwrite, as those of a progress bar, only the last text is passed.
-
-        Args:
-            data: the bytes.
         """
         if os.getpid() != self._process:
             return os.write(self.fileno(), data)
@@ -74,10 +71,6 @@ def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Ite
 
     The lines come without their ends. An unfinished last line comes when the block ends. Output of native code goes
     straight to the original file.
-
-    Args:
-        out: gets the lines of standard output.
-        err: gets the lines of standard error.
     """
     sinks = [_Lines(out, sys.stdout), _Lines(err, sys.stderr)]
     streams = [io.TextIOWrapper(sink, "utf-8", "backslashreplace", write_through=True) for sink in sinks]

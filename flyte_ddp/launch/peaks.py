@@ -19,12 +19,7 @@ PEAKS: dict[str, dict[str, float]] = {
 
 
 def peak(device: str, precision: str) -> float | None:
-    """Return the peak floating-point operations per second of one accelerator; None if unknown, as for all CPUs.
-
-    Args:
-        device: the name that torch gives it.
-        precision: "bfloat16" or "float32".
-    """
+    """Return the peak floating-point operations per second of one accelerator; None if unknown, as for all CPUs."""
     for name, by_precision in PEAKS.items():
         if re.fullmatch(rf"{re.escape(name)}(-[A-Z0-9]+-\d+GB)?", device):
             return by_precision.get(precision)
@@ -34,14 +29,9 @@ def peak(device: str, precision: str) -> float | None:
 def model_flops_utilization(flops: float, device: str, precision: str, world: World) -> float | None:
     """Return the model FLOPs utilization (MFU), the fraction of the GPUs' peak that is used; None if unknown.
 
-    MFU is unknown under gloo, where ranks may share a GPU, for a GPU without a known peak, and for flops of 0. PaLM
-    defines MFU (Chowdhery et al., 2022, appendix B), but here FLOPs are counted rather than estimated.
-
-    Args:
-        flops: floating-point operations per second of all ranks together; 0 where they are not counted.
-        device: the GPU's name, as torch gives it.
-        precision: the type that the network computes in, "bfloat16" or "float32".
-        world: the ranks, each of which has one GPU under nccl.
+    `flops` are floating-point operations per second of all ranks together. MFU is unknown where they are 0, under gloo,
+    where ranks may share a GPU, and for a GPU without a known peak. PaLM defines MFU (Chowdhery et al., 2022, appendix
+    B), but here FLOPs are counted rather than estimated.
     """
     most = peak(device, precision) if world.backend == "nccl" else None
     return flops / (most * world.size) if most and flops else None

@@ -31,9 +31,6 @@ def _detach_child(connection: Connection) -> None:
     SIGTERM ends the child again, and its output goes straight to the original files. The child's copy of the pipe to
     the rank's parent is closed, so that the parent notices the end of the rank even if children live on. A fork hook
     calls it.
-
-    Args:
-        connection: the rank's pipe to its parent.
     """
     connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -48,19 +45,12 @@ def serve(
     private: str,
     variables: dict[str, str],
 ) -> None:
-    """Call the target, send its value or failure to the parent, and end the process: a rank's main function.
+    """Call the target, "module:function", send its value or failure to the parent, and end the process: a rank's main.
 
     The last message is ("done", value), ("stopped", why) after StopRequested, or ("failed", Failure). Before it come
-    heartbeats, events and what is printed. When the parent is gone, the process ends at once.
-
-    Args:
-        connection: the pipe to the parent.
-        environment: this rank.
-        target: "module:function", called as function(environment, link, argument).
-        argument: what the target gets.
-        private: the folder of this launch, where SIGUSR1 makes the rank write its stacks to the file stack-RANK.
-        variables: the parent's environment variables now. The process that this one was forked from has those of the
-            first launch.
+    heartbeats, events and what is printed. When the parent is gone, the process ends at once. SIGUSR1 makes the rank
+    write its stacks to the file stack-RANK in the folder `private` of this launch. `variables` are the parent's
+    environment now: the process that this one was forked from has those of the first launch.
     """
     for name in os.environ.keys() - variables.keys() - SET_FOR_RANKS:
         del os.environ[name]

@@ -48,10 +48,6 @@ def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], 
 
     A signal that is ignored, as SIGHUP is under nohup, stays ignored, except SIGINT. In another thread than the main
     one nothing changes.
-
-    Args:
-        numbers: the signals.
-        handler: a function as for signal.signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals only to the main thread

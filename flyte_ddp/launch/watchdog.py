@@ -251,11 +251,7 @@ class RollCall:
         return Finding(fields["reason"], Failure(**fields["failure"]), fields["silent"])
 
     def _gather(self, reason: str) -> Finding:
-        """Return the finding from the answers that are in the store now; ranks without an answer count as silent.
-
-        Args:
-            reason: why a rank has asked: "hang" or "loss".
-        """
+        """Return the finding from the answers that are in the store now; ranks without an answer count as silent."""
         answers = dict.fromkeys(range(self._size), Answer())
         hosts = dict.fromkeys(range(self._size), UNKNOWN)
         for rank, host, answer in map(json.loads, self._store.get("answers").decode().splitlines()):

@@ -70,10 +70,6 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
     GradientAccumulationScheduler and StochasticWeightAveraging are called. Each user's callback gets its state back
     afterwards. Weights are not put back: a hook may change those that the checkpoint has already restored.
 
-    Args:
-        trainer: the trainer, before the first step.
-        observer: a callback that isn't called.
-
     Returns:
         Whether weights, buffers, or the state or settings of optimizers have changed on this rank, so that the caller
         has to restore them from the checkpoint.

@@ -56,11 +56,6 @@ class CheckpointFiles(TorchCheckpointIO):
         an event says how long writing took, and an OSError is only reported as an event. At any other path, the file is
         as Lightning writes it, and an OSError is raised.
 
-        Args:
-            checkpoint: what Lightning has gathered.
-            path: the path of the file.
-            storage_options: for another path only, as for Lightning.
-
         Raises:
             InputError: a checkpoint of this state could not be read again. Only the first one is checked.
         """
@@ -121,19 +116,11 @@ class CheckpointFiles(TorchCheckpointIO):
         return self._path if self._state else None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """Return the state that find() has kept or, for another path, what Lightning reads from there.
+        """Return the state that find() has kept or, for another path, what Lightning reads from there, as torch.load.
 
         Lightning calls this on all ranks. For the path of find() it is a collective, and each call needs a call of
         find() before it: the state is handed out and no longer kept. Rank 0 also puts the files that ModelCheckpoints
-        had saved back into the logs, and warns of each file that is gone.
-
-        Args:
-            path: the path that find() has returned, or any other.
-            map_location: for another path only, as for torch.load.
-            weights_only: for another path only, as for torch.load.
-
-        Raises:
-            OSError: Rank 0 cannot write a file into the logs. Rank 0 alone raises it.
+        had saved back into the logs, warns of each file that is gone, and raises OSError if it cannot write one.
         """
         if path != self._path:
             return super().load_checkpoint(path, map_location, weights_only)

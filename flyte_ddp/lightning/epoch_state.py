@@ -42,9 +42,6 @@ class EpochState:
         Call it after the hooks that begin an epoch, which may set metrics and gradients to zero. On another number of
         ranks, only the gradients are restored while the epoch has steps left, and logs and metrics begin anew. If no
         steps are left, each rank takes what one of the earlier ranks had.
-
-        Args:
-            saved: what gather() returned.
         """
         self._optimizers.put_back(saved["gradients"])
         ranks = saved["ranks"]

@@ -58,14 +58,8 @@ class KeptFiles:
     def restore(self, callbacks: dict[str, Any], kept: Mapping[str, Any]) -> list[str]:
         """Put the kept files into this attempt's logs, and rename their paths in the callbacks' state; a collective.
 
-        Only rank 0 links or copies files. All ranks change the paths in the state.
-
-        Args:
-            callbacks: the state of the callbacks, which is changed in place.
-            kept: what keep() returned in the attempt before.
-
-        Returns:
-            The names of files that are gone; always empty on ranks other than rank 0.
+        Only rank 0 links or copies files. All ranks change the paths in the state. `kept` is what keep() returned in
+        the attempt before. Returns the names of files that are gone; on ranks other than rank 0 there are none.
         """
         gone = []
         before, now = kept["logs"], broadcast_value(self._logs)

@@ -195,10 +195,6 @@ def set_steps_done(trainer: Trainer, steps: int) -> None:
     """Set Lightning's counts of steps so that the current epoch goes on after this many of its steps.
 
     Call this function at a resume within the epoch, before the first step.
-
-    Args:
-        trainer: the trainer, whose counts are changed.
-        steps: how many steps of the epoch are done.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for tracker in (progress.total, progress.current):

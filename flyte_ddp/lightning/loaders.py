@@ -94,17 +94,11 @@ class Loaders:
             setattr(owner, name, settled(name, getattr(owner, name)))
 
     def _check(self, loader: object) -> None:
-        """Check a loader that the method self._method has just returned.
+        """Check a loader, or whatever the method self._method has just returned in its place.
 
         For a training loader it adds to `problems` a warning for what a resume would not bring back: the loader's
-        position, which also sets begins_epochs_anew, or a Dataset's own random number generator.
-
-        Args:
-            loader: the loader, or whatever the method has returned in its place.
-
-        Raises:
-            InputError: on several ranks, Lightning would ignore the loader's sampler. On any number, no resume could
-                restore the sampler.
+        position, which also sets begins_epochs_anew, or a Dataset's own random number generator. Raises InputError for
+        a sampler that no resume could restore or, on several ranks, that Lightning would ignore.
         """
         where = f"{self._owner}.{self._method}"
         if self._world_size > 1:
@@ -137,9 +131,6 @@ class Loaders:
         Each DataLoader that can skip batches gets an order of samples that follows from the seed and the epoch. The
         training loader skips the steps that are done, and Lightning's counts of steps are set. Samplers are told the
         epoch, because Lightning tells them once workers have begun to read, which is too late.
-
-        Args:
-            trainer: the trainer, whose strategy is changed.
         """
         process = trainer.strategy.process_dataloader
 
@@ -190,9 +181,6 @@ def problems_of_ranks(batch: Any) -> list[str]:
     """Return a list with one warning if some ranks have been given equal batches, else an empty list; a collective.
 
     All ranks return the same. Batches are equal if the checksums of their tensors are.
-
-    Args:
-        batch: this rank's batch, any tree of tensors.
     """
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     sums = gather_values([int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided])

@@ -66,15 +66,8 @@ def problems_of_names(
 
     There is a warning if the headline is logged neither in training nor in validation, and one for each of the headline
     and the loss that is logged, but not for the validation as a whole. A measure of a single validation loader
-    (NAME/dataloader_idx_N) counts as logged, but not for the validation as a whole.
-
-    Args:
-        headline: the name of the main measure, which the user has set.
-        trained: the names of the measures of training.
-        validated: the measures of the validation, by name.
-        has_validation: whether anything is validated.
-        has_batches: whether the validation's loaders have batches; True if there are no loaders. If it is False, the
-            only warning says that the validation has no batch.
+    (NAME/dataloader_idx_N) counts as logged, but not for the validation as a whole. If there are loaders for the
+    validation, but no batches, that is the only warning.
     """
     if not has_batches:
         return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]

@@ -43,9 +43,6 @@ def build(job: LightningJob) -> Parts:
 
     Data and callbacks are optional. Progress bars among the callbacks are left out.
 
-    Args:
-        job: has the names and the settings.
-
     Raises:
         InputError: one of them is of another type, or has a parameter without default that is no setting; a setting is
             used by none of them; or none has train_dataloader.
@@ -74,15 +71,7 @@ def _find_function(name: str) -> Callable[..., Any]:
 
 
 def _without_progress_bars(job: LightningJob, callbacks: Any) -> list[Callback]:
-    """Return the callbacks without progress bars.
-
-    Args:
-        job: has the name of the function that has returned the callbacks, for the message.
-        callbacks: what it has returned.
-
-    Raises:
-        InputError: The function has returned anything else than a list of Lightning's callbacks.
-    """
+    """Return the callbacks without progress bars. Raises InputError for all but a list of Lightning's callbacks."""
     if not (isinstance(callbacks, (list, tuple)) and all(isinstance(one, Callback) for one in callbacks)):
         raise InputError(
             f"{job.callbacks} must return a list of lightning.pytorch.Callback (that of the package pytorch_lightning "
@@ -92,17 +81,7 @@ def _without_progress_bars(job: LightningJob, callbacks: Any) -> list[Callback]:
 
 
 def _find_class(name: str, base: type) -> type:
-    """Import and return the class of this name, "package.module:Name".
-
-    What the import raises is raised.
-
-    Args:
-        name: the class's name.
-        base: the class of Lightning that the found class must derive from.
-
-    Raises:
-        InputError: the name's object is no subclass of `base`.
-    """
+    """Import and return the class "package.module:Name". Raises InputError unless it derives from `base`."""
     kind: Any = pkgutil.resolve_name(name)
     own_lock_of_tqdm()
     if not (isinstance(kind, type) and issubclass(kind, base)):
@@ -118,10 +97,6 @@ def _refuse_unused_settings(called: Sequence[Callable[..., Any]], job: Lightning
 
     Nothing would obey such a field, while the report says that it was used. Fields of LightningSettings itself are not
     meant: the library uses them. A parameter named `settings` takes all fields.
-
-    Args:
-        called: the classes and functions that were called with the settings.
-        job: has the settings.
     """
     taken = {*chain.from_iterable(inspect.signature(one).parameters for one in called)}
     of_trainer = {field.name for field in fields(LightningSettings)}
@@ -144,15 +119,7 @@ def _call_with_settings(name: str, kind: Callable[..., Any], job: LightningJob) 
     """Call a class or function with the values that its parameters' names ask for, and return the result.
 
     A parameter may have the name of a field of the settings, or be `settings`, `data_path`, `loader_workers` or
-    `pin_memory`.
-
-    Args:
-        name: the name of the class or function, for messages.
-        kind: the class or function.
-        job: has the values.
-
-    Raises:
-        InputError: a parameter has no default, and no value of that name exists.
+    `pin_memory`. Raises InputError for another one without a default.
     """
     arguments = {
         "settings": job.settings,

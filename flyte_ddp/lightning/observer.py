@@ -169,12 +169,8 @@ class RankObserver(Checkpoint):
     def _begin_evaluation(self, batches: Sequence[float], loaders: Any) -> None:
         """Prepare the ranks to agree during an evaluation on whether to stop; a collective.
 
-        The ranks exchange requests to stop only while every rank still has batches.
-
-        Args:
-            batches: how many batches this rank has of each loader. They may be infinite, and differ between ranks.
-            loaders: the loaders, nested as Lightning takes them. Ranks don't exchange requests if one of them reads an
-                IterableDataset.
+        The ranks exchange requests to stop only while every rank still has batches, of which a rank may have another
+        number of each loader, or infinitely many, and not at all if one of the loaders reads an IterableDataset.
         """
         datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
         is_known = not any(isinstance(one, IterableDataset) for one in datasets)  # those may end before their length
@@ -371,16 +367,10 @@ class RankObserver(Checkpoint):
             self._leave_validation(trainer)
 
     def _leave_validation(self, trainer: Trainer) -> None:
-        """Write the checkpoint that rank 0 has kept since before the validation, and end the training; a collective.
+        """Write the checkpoint that rank 0 has kept since before the validation, and raise StopRequested; a collective.
 
         Rank 0 can't write it if the content could not be copied, or if the user's code has changed rank 0's weights
         since. Then all ranks return, and the validation goes on to its end, whatever is asked for later.
-
-        Args:
-            trainer: the trainer.
-
-        Raises:
-            StopRequested: the checkpoint is written; on all ranks.
         """
         last, position = self._last_step, (self.progress.epoch, self.progress.step)
         self._can_leave = trainer.strategy.broadcast(last is not None and last.is_whole())
@@ -450,16 +440,10 @@ class Checkpoints:
         return is_asking and time.monotonic() - self._last >= self._seconds
 
     def save(self, training: Resumable, is_last: bool = False) -> None:
-        """Write a checkpoint of the training as it is now; a collective.
+        """Write a checkpoint of the training as it is now; a collective. Rank 0 writes the file.
 
-        Within an epoch it does nothing if a loader allows resumes at ends of epochs alone. Rank 0 writes the file.
-
-        Args:
-            training: has the progress, which the checkpoint's epoch and step come from.
-            is_last: not used.
-
-        Raises:
-            NonFiniteError: within an epoch, a loss or weight is not finite; on all ranks.
+        Within an epoch it does nothing if a loader allows resumes at ends of epochs alone, and raises NonFiniteError on
+        all ranks if a loss or weight is not finite. Whether it is the last checkpoint makes no difference.
         """
         progress = training.progress
         if progress.step and self._loaders.begins_epochs_anew:

@@ -142,16 +142,7 @@ def make_trainer(
     validation: LoggedByValidation,
     callbacks: list[Callback],
 ) -> Trainer:
-    """Create Lightning's Trainer for this rank from job.settings and job.options, and store it in validation.trainer.
-
-    Args:
-        environment: this rank.
-        device: the device of this rank.
-        job: the training.
-        files: the plugin that writes and reads checkpoints.
-        validation: becomes the Trainer's logger.
-        callbacks: the callbacks of the user and of this package.
-    """
+    """Create Lightning's Trainer for this rank, by the job's settings and options; validation.trainer is set to it."""
     settings, world = job.settings, environment.world
     limits: dict[str, Any] = {name: getattr(settings, name) for name in LIMITS}
     limits = {name: int(limit) if limit > 1 else limit for name, limit in limits.items()}  # a float is a share
@@ -182,17 +173,8 @@ def make_trainer(
 def test(trainer: Trainer, parts: Parts, link: Link, observer: RankObserver) -> dict[str, float]:
     """Evaluate the module, with the weights of the last epoch, on its test split, and emit the result; a collective.
 
-    Args:
-        trainer: the trainer, once it has trained.
-        parts: the module, and its data.
-        link: receives EpochChosen with the measures.
-        observer: knows the epochs, and emits warnings of measures that are not finite.
-
-    Returns:
-        The measures by name; empty if the module has no test_step, or neither it nor its data a test_dataloader.
-
-    Raises:
-        NonFiniteError: The loss is not finite.
+    Returns the measures by name; they are empty if the module has no test_step, or neither it nor its data a
+    test_dataloader. Measures that are not finite are warned of; a loss is a NonFiniteError.
     """
     has_split = any(is_overridden("test_dataloader", one) for one in parts.owners)
     if not (has_split and is_overridden("test_step", parts.module)):

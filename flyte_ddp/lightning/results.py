@@ -19,10 +19,6 @@ def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
 
     samples_per_epoch is the steps times the ranks times the loader's batch size, or the size of the datasets if the
     loader has no batch size. test_samples is missing, because the test split is opened after the training.
-
-    Args:
-        job: the training.
-        trainer: the trainer, with its loaders set up.
     """
     steps = int(trainer.num_training_batches)
     loader = trainer.train_dataloader

@@ -110,14 +110,10 @@ class LightningOptions(RunOptions):
 
 
 def _hint(name: str, other: type[Settings]) -> str:
-    """Return a hint, in brackets, about a name that the settings or the options don't have.
+    """Return a hint, in brackets, about a name that settings or options don't have; empty if it is unknown.
 
-    Args:
-        name: the name, which may be an argument of Lightning's Trainer.
-        other: the class of the options, or of the settings, which may have it.
-
-    Returns:
-        The hint; empty if nothing is known of the name.
+    The name may be an argument of Lightning's Trainer, or a field of the `other` class: that of options, or of
+    settings.
     """
     if name in CALLED:
         return f" (the Trainer's {name} is {CALLED[name]})"

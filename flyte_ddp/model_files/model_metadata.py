@@ -85,11 +85,6 @@ class ModelMetadata:
 def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
     """Return the class "package.module:Name", after importing its module.
 
-    Args:
-        name: the class's name.
-        base: the class that it must be derived from.
-        what: the beginning of the error's sentence.
-
     Raises:
         InputError: the class cannot be imported, or is not derived from base.
     """

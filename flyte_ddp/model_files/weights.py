@@ -25,12 +25,6 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 
     Tied weights may be in the file under one name. Frozen weights that the file leaves out are the network's own.
 
-    Args:
-        model: the network.
-        path: the file.
-        called: what messages call the file.
-        remedy: what messages tell the user to do.
-
     Raises:
         InputError: the file cannot be read, or its weights do not fit the network.
     """

@@ -68,24 +68,10 @@ def resolve_place(place: str) -> str:
 def promote_images(
     model_state: File, data: Dir, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promote the image classifier's weights if they beat those promoted at the place.
+    """Promote the image classifier's weights if they beat those promoted at the place, on the test split of the data.
 
-    Both are measured on the test split. The first model at a place is always promoted. Call it inside a task: it does
-    the work itself, and starts no other task.
-
-    Args:
-        model_state: the candidate's weights.
-        data: the prepared dataset, with the test split.
-        hp: the candidate's hyperparameters.
-        place: where the promoted weights are kept: a URL, or an absolute path.
-        options: the measure, margin and registered name.
-
-    Returns:
-        The outcome: whether the candidate was promoted, the weights that are promoted now, the figures and a report.
-
-    Raises:
-        Exception: promotion.promote failed. A cluster gets its error as the platform's own; a local run gets a
-            FinalError, which is not retried.
+    Call it inside a task: it does the work itself, and starts no other task. A cluster gets an error of
+    promotion.promote as the platform's own; a local run gets a FinalError, which is not retried.
     """
     with one_attempt():
         check_gpus(visible_gpus())

@@ -140,9 +140,6 @@ class Place:
     def facts(self, version: str) -> dict[str, Any]:
         """Return the content of a version's version.json. It always has "sha256", the digest of the weights.
 
-        Args:
-            version: the name of the version.
-
         Raises:
             ReportedError: the file is missing or unreadable, or of a newer format. RecoverableError, which derives from
                 this error, means that the storage fails.
@@ -161,14 +158,9 @@ class Place:
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copy a version's weights to a file, verify their SHA-256, and return the content of version.json.
 
-        Args:
-            version: the name of the version.
-            into: the file to write. It stays there, with the wrong content, if the SHA-256 differs.
-
-        Raises:
-            ReportedError: version.json is missing or unreadable, or model.pt is missing or has changed.
-            InputError: the place cannot be read, or the file cannot be written.
-            RecoverableError: the storage fails.
+        Raises ReportedError if version.json is missing or unreadable, or model.pt is missing or has changed; the file
+        then has the wrong content. Raises InputError if the place cannot be read, or the file cannot be written, and
+        RecoverableError if the storage fails.
         """
         facts = self.facts(version)
         path = f"{self.root}/versions/{version}/model.pt"
@@ -182,20 +174,11 @@ class Place:
         return facts
 
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
-        """Copy a model into the place as a new version, without promoting it.
+        """Copy a model into the place as a new version, without promoting it. A version of this name is overwritten.
 
-        version.json is written last, so versions() never lists an incomplete version. In a new place, an empty
-        current.json is written first. A version of this name is overwritten.
-
-        Args:
-            version: the name of the version.
-            model: the file with the weights.
-            facts: the content of version.json, to which "format" and "name" are added. It needs "sha256", the file's
-                digest.
-
-        Raises:
-            InputError: the place cannot be written to.
-            RecoverableError: the storage fails.
+        version.json is written last, so versions() never lists an incomplete version. It has the facts, among which
+        "sha256" must be, and "format" and "name". In a new place, an empty current.json is written first. Raises
+        InputError if the place cannot be written to, and RecoverableError if the storage fails.
         """
         self.begin()
         path = f"versions/{version}/model.pt"
@@ -208,18 +191,11 @@ class Place:
         self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> Pointer | None:
-        """Promote a version, unless the pointer (the content of current.json) has changed since the caller read it.
+        """Promote a complete version, unless the pointer has changed since the caller has `seen` it.
 
-        In a folder, a lock makes this exact. In object storage, two promotions can both find the pointer unchanged. The
-        last write then wins, and the history lacks the other promotion, but its version stays in the place.
-
-        Args:
-            seen: the pointer that the caller has read.
-            version: the version to promote, which must be complete.
-            how: PROMOTED or ROLLED_BACK, for the history.
-
-        Returns:
-            The new pointer; None, without a change, if the pointer has changed.
+        Returns the new pointer, or None without a change. In a folder, a lock makes this exact. In object storage, two
+        promotions can both find the pointer unchanged. The last write then wins, and the history lacks the other
+        promotion, but its version stays in the place. `how` is PROMOTED or ROLLED_BACK, for the history.
         """
         with self._locked():
             if self.read() != seen:
@@ -300,14 +276,10 @@ class Place:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Replace errors of storage and disk in the block by this library's errors.
+        """Replace errors of storage and disk in the block by this library's errors; those of click pass unchanged.
 
-        An error that already is one of this library's, or click's, passes unchanged.
-
-        Raises:
-            InputError: the place cannot be read or written to, which a retry would not mend, such as for want of
-                permission or space.
-            RecoverableError: any other exception.
+        They are an InputError for what a retry would not mend, such as want of permission or space, else a
+        RecoverableError.
         """
         try:
             yield

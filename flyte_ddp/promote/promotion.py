@@ -70,16 +70,7 @@ def writable_place(platform: Platform, place: str) -> Place:
     """Open the place that models are promoted to, and check that it can be read and written to.
 
     A training calls it before it starts, so that a bad place is not found only at its end. In a new place it writes an
-    empty current.json.
-
-    Args:
-        platform: the platform.
-        place: the URL or folder; empty is the default of a local run.
-
-    Raises:
-        InputError: No place is named, it cannot be read or written to, or a newer program has written current.json.
-        ReportedError: current.json is damaged, or missing although there are versions.
-        RecoverableError: The storage fails.
+    empty current.json. It raises what open_place() and Place.read() raise.
     """
     models = open_place(platform, place)
     models.read()
@@ -223,23 +214,11 @@ def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
 def measure_both(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> list[tuple[str, Measured]]:
-    """Measure the candidate, and the version `against` if there is one, in one new process.
+    """Measure the candidate, and the version `against` unless that is "", in one new process.
 
-    Args:
-        subject: the training of the candidate.
-        model: the candidate's weights.
-        place: the place with the promoted versions.
-        against: the name of the version to compare with; "" if there is none.
-        copy: the file that the version's weights are copied to. Without a version it is not written.
-        options: the timeout of the process.
-
-    Returns:
-        The name and the measures of each model: "Candidate", then the version if there is one.
-
-    Raises:
-        InputError: The version has another recipe or other data than the candidate.
-        ReportedError: The version is damaged, or this code does not know its settings.
-        RankError: The process has failed or has taken longer than the timeout.
+    The version's weights are copied to the file `copy`. Returns the name and the measures of each model: "Candidate",
+    then the version if there is one. Raises InputError if the version has another recipe or other data, ReportedError
+    if it is damaged, or this code does not know its settings, and RankError if the process fails or takes too long.
     """
     jobs = {"Candidate": make_job(subject, model_path=model)}
     if against:
@@ -254,15 +233,8 @@ def measure_both(
 def load_settings(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
     """Return the settings that a promoted version was trained with, in the class of the candidate's settings.
 
-    Args:
-        subject: the candidate's training.
-        place: where models are promoted to.
-        version: the version's name, for messages.
-        facts: the content of the version's version.json.
-
-    Raises:
-        InputError: The version has another recipe or other data than the candidate.
-        ReportedError: This code does not know the settings.
+    `facts` are the content of its version.json. Raises InputError if it has another recipe or other data than the
+    candidate, and ReportedError if this code does not know its settings.
     """
     own = describe_data(subject)
     saved = {name: facts.get(name) for name in own}

@@ -18,19 +18,11 @@ from flyte_ddp.recipe import Recipe
 
 
 def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
-    """Measure the jobs' models on the test split, in order.
+    """Measure the jobs' models on the test split, in order. Messages call all but the first, the candidate, `current`.
 
-    The first job is the candidate. Its recipe loads the samples and computes the measures of every model, so a change
-    of the recipe since the last promotion affects all models alike. Each other job's own recipe builds its network and
-    computes the network's outputs.
-
-    Args:
-        environment: the rank's environment. The rank is alone.
-        link: the link to the parent.
-        argument: the jobs, and what error messages call the promoted model.
-
-    Returns:
-        The measures of each job's model.
+    The candidate's recipe loads the samples and computes the measures of every model, so a change of the recipe since
+    the last promotion affects all models alike. Each other job's own recipe builds its network and computes its
+    outputs.
     """
     (candidate, *others), current = argument
     torch.set_num_threads(environment.threads)

@@ -68,16 +68,7 @@ def _register(place: Place, version: str, name: str) -> str:
 
     The entry is the one of this registered model whose tag names the version and whose source is the version's folder
     in the place. A registered model that does not exist is created first. The alias "champion" is set to the entry if
-    the version is still the promoted one.
-
-    Args:
-        place: the place of the promoted models.
-        version: the name of a version in the place.
-        name: the name of the registered model.
-
-    Raises:
-        RuntimeError: MLflow is not installed, or no address of a server is set.
-        Exception: any error of MLflow, the network or the place.
+    the version is still the promoted one. Raises RuntimeError without MLflow or its address, and any error of MLflow.
     """
     if find_spec("mlflow") is None:
         raise RuntimeError(f"it needs {not_installed('mlflow-skinny', 'mlflow')}")

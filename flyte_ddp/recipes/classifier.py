@@ -38,14 +38,10 @@ class Classifier(Recipe):
         return measures
 
     def _check(self, outputs: Any, labels: Any) -> None:
-        """Raise InputError for outputs or labels that do not fit, before torch raises a less helpful error.
+        """Raise InputError for outputs that are no tensor (n, classes), or labels that are not (n,) int64 or uint8.
 
-        Labels out of range are only looked for if share.alone is set, in a trial before the training: the check makes
-        the host wait for a GPU.
-
-        Args:
-            outputs: what forward returned; it must be a tensor (n, classes).
-            labels: the labels of the batch; they must be (n,) int64 or uint8.
+        torch's own errors help less. Labels out of range are only looked for if share.alone is set, in a trial before
+        the training: the check makes the host wait for a GPU.
         """
         owner = type(self).__name__
         count = len(labels)

@@ -90,10 +90,6 @@ class MlflowRun(Tracker):
         A request is due SEND_SECONDS after the previous one, or as soon as MOST_METRICS metrics wait. After a failed
         request, which raises nothing, the next one is due RETRY_SECONDS later. The queue holds MOST_WAITING metrics. If
         there are more, the oldest are dropped and counted as lost.
-
-        Args:
-            step: the step.
-            values: numbers and texts by name.
         """
         now = int(time.time() * 1000)
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}

@@ -102,9 +102,6 @@ class Observers:
 
         The report is closed before the trackers, which may send it. If the report could not be written, a placeholder
         is, because the task would fail without that output.
-
-        Args:
-            event: how the run ended.
         """
         self._last = event
         self._forward(event)

@@ -157,13 +157,7 @@ class Plot:
         return make_axis(values, left, self.right, **how)
 
     def axes(self, x: Axis, y: Axis, name: str) -> None:
-        """Draw the grid and the labels of both axes. Later calls of line, across and symbols use these axes.
-
-        Args:
-            x: the horizontal axis.
-            y: the vertical axis.
-            name: what the horizontal axis shows.
-        """
+        """Draw the grid and the labels of both axes. Later calls of line, across and symbols use these axes."""
         self._x = x
         self._y = y
         for value, label in y.labels.items():

@@ -72,9 +72,6 @@ def load_predictions(info: RunInfo, finished: RunFinished) -> Predictions | None
 def describe_predictions(record: Record) -> dict[str, Any]:
     """Return what the page shows of the predictions: accuracy by class, mistakes and the confusion matrix.
 
-    Args:
-        record: the record of the run.
-
     Returns:
         Values for the page's template. "classes" has at most MOST_BARS classes, the worst ones if there are more.
         "mistakes" has the MOST_MISTAKES most confident mistakes. "cells" has the confusion matrix, or nothing if there
@@ -117,17 +114,12 @@ def describe_predictions(record: Record) -> dict[str, Any]:
 
 
 def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
-    """Return the cells of the confusion matrix, as the page's template draws them.
+    """Return the cells of a confusion matrix of counts (classes, classes), row by row, as the page's template has them.
 
-    Mistakes are shaded much more strongly than correct predictions, because they would not be visible otherwise.
-
-    Args:
-        counts: (classes, classes), with true classes as rows and predicted ones as columns.
-
-    Returns:
-        Rows of (count, heat, kind, look). heat is the opacity of the cell's colour, from "0.00" to "1.00". It grows
-        with the cell's share of its row. kind is "right" on the diagonal and "wrong" elsewhere. look is the cell's
-        CSS class: "hot" for a dark cell, "none" for a count of 0, and "" otherwise.
+    A cell is (count, heat, kind, look). heat is the opacity of its colour, from "0.00" to "1.00", which grows with the
+    cell's share of its row. Mistakes are shaded much more strongly than correct predictions, or they would not be
+    visible. kind is "right" on the diagonal and "wrong" elsewhere. look is the cell's CSS class: "hot" for a dark cell,
+    "none" for a count of 0, and "" otherwise.
     """
     fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     right = np.eye(len(counts), dtype=bool)
@@ -169,9 +161,6 @@ def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
     """Read the pictures that a recipe has drawn, at most MOST_DRAWN, from pictures.npz.
 
     The file has an array "captions", and arrays "0", "1", … of images (C, H, W) uint8.
-
-    Args:
-        logs: the folder of the file.
 
     Returns:
         Pairs of a data URL and a caption; none if there is no file. If the file cannot be read, the only pair has

@@ -126,16 +126,10 @@ def select_fields(event: Any) -> dict[str, Any]:
 
 
 def parse_event(line: dict[str, Any]) -> Any:
-    """Rebuild an event from its line in progress.jsonl.
+    """Rebuild an event from its parsed line in progress.jsonl, which names it under "event".
 
     A measure that is null becomes NaN. A field that the line lacks takes its default or, if it is in LEFT_OUT, the
-    value there.
-
-    Args:
-        line: the parsed line, with the event's name under "event".
-
-    Returns:
-        The event; None for "attempt", "finished", "failed", and events of newer versions.
+    value there. Returns None for "attempt", "finished", "failed", and events of newer versions.
     """
     kind = EVENTS.get(line["event"])
     if kind is None:
@@ -163,9 +157,6 @@ class TimesRead:
 
         The first "attempt" line creates `goodput`. A later one corrects the seconds of the earlier attempts. Any other
         line counts the time until its event; before an "attempt" line it is ignored.
-
-        Args:
-            line: the parsed line.
         """
         if line["event"] == "attempt":
             begun = Goodput.begun(line)

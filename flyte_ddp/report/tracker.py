@@ -41,11 +41,7 @@ class Tracker:
         self.on_url = on_url
 
     def open(self, parameters: Mapping[str, Any]) -> None:
-        """Find the run that an earlier attempt has begun, or begin one.
-
-        Args:
-            parameters: what run_parameters returns.
-        """
+        """Find the run that an earlier attempt has begun, or begin one."""
 
     def has_logged(self, group: str, step: int) -> bool:
         """Return whether an earlier attempt has logged this step of a group; first_part returns a name's group."""
@@ -72,12 +68,7 @@ class Tracker:
         """Set values of the whole run, by name."""
 
     def finish(self, has_succeeded: bool, report: Path) -> None:
-        """Send what is still unsent. Raises IncompleteError if something cannot be sent.
-
-        Args:
-            has_succeeded: whether the training has.
-            report: the final page.
-        """
+        """Send what is still unsent. Raises IncompleteError if something cannot be sent."""
 
     def abandon(self) -> None:
         """Give up a finish() that takes too long."""

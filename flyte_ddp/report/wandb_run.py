@@ -97,10 +97,6 @@ class WandbRun(Tracker):
         A group is the part of a name before the first slash. The row also has a value steps/GROUP, the step, for each
         group: W&B draws the group over that value. W&B's own step is not used, because W&B would hold the row back
         until the next step.
-
-        Args:
-            step: the step.
-            values: the values by name.
         """
         groups = {first_part(name) for name in values}
         for group in groups - self._groups:

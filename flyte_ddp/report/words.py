@@ -45,14 +45,9 @@ def start_position(run: RunStarted) -> str:
 def format_measure(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
     """Format a measure's value.
 
-    A measure in `percent` is written as a percentage, as "50.00%". The measure named "loss" has fixed decimals, and any
-    other has four significant digits. A value that is not finite is written as "nan", "inf" or "-inf".
-
-    Args:
-        name: the measure.
-        value: its value; 0.5 is written as "50.00%" if the measure is in `percent`.
-        percent: the names of the measures that are written as percentages.
-        decimals: the decimals of a loss, at least 2. A percentage has two fewer.
+    One whose name is in `percent` is written as a percentage, 0.5 as "50.00%", with two decimals less than a loss has.
+    The measure named "loss" has fixed decimals, and any other four significant digits. A value that is not finite is
+    written as "nan", "inf" or "-inf".
     """
     if not math.isfinite(value):
         return str(value)
@@ -86,15 +81,8 @@ class Table(NamedTuple):
 def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Table]:
     """Return a table of each rank's seconds by use and, with several hosts, one of each host's means over its ranks.
 
-    A table has at most `most` ranks, or MOST_HOSTS hosts: those that the others waited for longest.
-
-    Args:
-        hosts: the host of each rank.
-        times: the seconds of each rank: for data, computing and waiting, and those that others waited for it.
-        most: how many ranks the first table has at most.
-
-    Raises:
-        ValueError: hosts and times differ in the number of ranks.
+    A table has at most `most` ranks, or MOST_HOSTS hosts: those that the others waited for longest. `hosts` has the
+    host of each rank.
     """
     of_rank = list(zip(times.data, times.computing, times.waiting, times.waited_for, strict=True))
     by_host: dict[str, list[int]] = {}

@@ -139,10 +139,6 @@ def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
     letters; if the field's default is text, the value is taken as it is. The type of the parsed value is not checked
     here: the settings check it, in the same words as everywhere.
 
-    Args:
-        field: the field; its default tells the type.
-        said: the option's help.
-
     Raises:
         InputError: From click, when it parses the command line: the given value is no JSON.
     """

@@ -120,10 +120,6 @@ def check_reduction_factor(sweep: Sweep, trials: AllTrials) -> None:
 
     A factor of 1 always fits. A larger one is refused in four cases: the trials are trained by Lightning, they differ
     in epochs, one of them sets stop_after, or the factor is larger than the number of epochs or of trials.
-
-    Args:
-        sweep: the sweep.
-        trials: the settings of each trial.
     """
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
@@ -150,17 +146,8 @@ def classifier_trials(
 ) -> list[Hyperparameters]:
     """Return the hyperparameters of each trial of an image classifier, after checking all of them.
 
-    Nothing has been downloaded or spawned at that point.
-
-    Args:
-        platform: the platform.
-        sweep: what to try.
-        hp: the hyperparameters that all trials have in common.
-        options: the options of each run.
-
-    Raises:
-        InputError: The sweep's measure is not the accuracy, a value cannot be tried, the reduction factor does not
-            fit, or this machine cannot do a local run.
+    Nothing has been downloaded or spawned at that point. Raises InputError if the sweep's measure is not the accuracy,
+    a value cannot be tried, the reduction factor does not fit, or this machine cannot do a local run.
     """
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
@@ -172,19 +159,10 @@ def classifier_trials(
 
 
 def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:
-    """Run the trials of each rung one after another, and print each trial's values before it runs.
+    """Run the trials of each rung one after another, and return the results of each rung's entrants, in their order.
 
-    Args:
-        sweep: the sweep.
-        trials: the settings of all trials.
-        run: trains an entrant. If it raises InputError or RankError, the trial has failed, and the sweep continues.
-            Other exceptions end the sweep.
-
-    Returns:
-        The results of each rung's entrants, in their order.
-
-    Raises:
-        ReportedError: all trials have failed before the last rung.
+    Each trial's values are printed before `run` trains it. If that raises InputError or RankError, the trial has
+    failed, and the sweep continues. Other exceptions end it, and so does a ReportedError if all trials have failed.
     """
     rungs: Rungs = []
     for rung in plan_rungs(sweep, trials):
@@ -234,19 +212,10 @@ def failed_result(failure: Failure, seconds: float = 0.0) -> TrialResult:
 def choose_entrants(
     sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]
 ) -> dict[int, Entrant]:
-    """Choose the trials of the next rung by the results so far.
+    """Choose the trials of the next rung by the results so far, of each rung in the order of its entrants.
 
-    Args:
-        sweep: the sweep.
-        trials: the settings of all trials.
-        rungs: the results of the rungs so far, in the order of each rung's entrants; None is a lost result. If it is
-            empty, all trials enter.
-
-    Returns:
-        The entrants by their numbers in the sweep, from 1, in ascending order.
-
-    Raises:
-        ReportedError: all trials have failed.
+    None is a lost result; without any rung, all trials enter. Returns the entrants by their numbers in the sweep, from
+    1, in ascending order. Raises ReportedError if all trials have failed.
     """
     latest = latest_results(sweep, trials, rungs)
     advancing = _best_entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)
@@ -258,14 +227,9 @@ def choose_entrants(
 def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
     """Return all trials by number, not ranked, each with the result of the last rung that it was in.
 
-    The result's seconds are the sum over the trial's rungs. A lost result is a failure, and so is a result in which the
-    sweep's measure is missing or not finite. A trial that was in no rung yet has an empty TrialResult, which is no
-    failure.
-
-    Args:
-        sweep: how results are compared.
-        trials: the settings of all trials.
-        rungs: the results of the rungs so far, in the order of each rung's entrants; None is a lost result.
+    The result's seconds are the sum over the trial's rungs. A lost result (None) is a failure, and so is a result in
+    which the sweep's measure is missing or not finite. A trial that was in no rung yet has an empty TrialResult, which
+    is no failure.
     """
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(plan_rungs(sweep, trials), rungs, strict=False):
@@ -298,12 +262,7 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
     """Return the best `rung.trials` trials of all, without failed ones, by number in ascending order.
 
     All trials are ranked by their latest results, so one that was cut in an earlier rung takes part again if too many
-    others have failed. There are fewer than `rung.trials` entrants if fewer trials are left.
-
-    Args:
-        sweep: how results are compared.
-        rung: the rung. Its stop_after, unless it is 0, goes into the entrants' settings.
-        latest: the latest result of each trial.
+    others have failed. The rung's stop_after, unless it is 0, goes into the entrants' settings.
     """
     best = rank_trials(sweep, latest)[: rung.trials]
     stop = {"stop_after": rung.stop_after} if rung.stop_after else {}
@@ -315,17 +274,11 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
 
 
 def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
-    """Sort the trials from best to worst; failed ones come last.
+    """Sort the trials, as latest_results returns them, from best to worst; failed ones come last.
 
     Trials that were not stopped early come first, then those that were stopped after more epochs, however many epochs
-    their settings have. Equal ones are sorted by the sweep's measure, and then keep their order.
-
-    Args:
-        sweep: the measure, and whether larger values are better.
-        latest: what latest_results returned.
-
-    Raises:
-        InputError: the trials have measures, but none has the sweep's.
+    their settings have. Equal ones are sorted by the sweep's measure, and then keep their order. Raises InputError if
+    the trials have measures, but none has the sweep's.
     """
 
     def order(trial: Ranked) -> tuple[bool, float, float]:

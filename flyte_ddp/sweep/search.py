@@ -96,18 +96,9 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
 
 
 def _ends(sweep: Sweep, name: str, space: Any) -> list[Any]:
-    """Return a setting's list of values as it is, or the ends of its range.
+    """Return a setting's list of values as it is, or the ends [minimum, maximum] of a range for a random search.
 
-    Args:
-        sweep: the sweep. Only its random search takes ranges.
-        name: the name of the setting, for the error's message.
-        space: the setting's entry in sweep.values: a list, or a range such as {"minimum": 0.01, "maximum": 1}.
-
-    Returns:
-        The list itself, or [minimum, maximum] of the range.
-
-    Raises:
-        InputError: space is an empty list, or neither a list nor, in a random search, a range.
+    Raises InputError for an empty list, and for what is neither.
     """
     ends = space
     if sweep.search == "random" and isinstance(space, dict):

@@ -117,20 +117,10 @@ def watch(place: str, timeout: float | None) -> None:
 def show(
     file: File, console: Any, timeout: float | None, read: Callable[[dict[str, Any]], None] = lambda line: None
 ) -> RunFailed | float:
-    """Pass each event to the console, and each line to `read`, until the training ends.
+    """Pass each event to the console, and each parsed line to `read`, until the training ends.
 
-    Args:
-        file: the progress file.
-        console: an observer that prints the events.
-        timeout: give up after this many seconds without a new line; None never gives up.
-        read: is called with each parsed line.
-
-    Returns:
-        How the training failed, or how many seconds it took.
-
-    Raises:
-        ReportedError: nothing new has come for too long, the file is no progress file or of a newer format, or the
-            terminal can no longer be written to.
+    Returns how the training failed, or how many seconds it took. Raises ReportedError if nothing new has come for
+    `timeout` seconds, the file is no progress file or of a newer format, or the terminal can no longer be written to.
     """
     for text in follow_lines(file, timeout):
         try:

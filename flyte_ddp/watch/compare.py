@@ -50,9 +50,6 @@ def collect_run_facts(event: RunStarted) -> dict[str, str]:
 
     These are the settings, all else that determines the result, such as data and code, and the machines that the
     training has run on, under "ran on: ...".
-
-    Args:
-        event: the start of the training.
     """
     named = {**event.identity, "dataset": event.dataset}
     for name, value in named.pop("settings", {}).items():

@@ -127,16 +127,10 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
 def _first_output(one: Step, other: Step) -> str:
     """Return a text that names the first output that differs between two traces of a step, and the parts of the batch.
 
-    The outputs of each part are compared in the order in which they were computed, from the batch to the loss. The
-    output with the lowest place in any part, in the first call of backward that has one, is named with all parts that
-    first differ there. If the traces have other parts, the text says so instead.
-
-    Args:
-        one: the step in one trace.
-        other: the same step in the other one.
-
-    Returns:
-        A text such as "the output of layer1, in part 0, 2 of the batch"; "" if all outputs are equal.
+    It is such as "the output of layer1, in part 0, 2 of the batch", or "" if all outputs are equal. The outputs of each
+    part are compared in the order in which they were computed, from the batch to the loss. The output with the lowest
+    place in any part, in the first call of backward that has one, is named with all parts that first differ there. If
+    the traces have other parts, the text says so instead.
     """
     if one.parts.keys() != other.parts.keys():
         counts = [f"{len({part for _, part in step.parts})} parts of a batch" for step in (one, other)]

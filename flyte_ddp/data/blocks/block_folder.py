@@ -43,9 +43,6 @@ class Indexed(Blocks):
     def pieces(self, number: int) -> Iterator[bytes]:
         """Yield the content of a block's file piece by piece, and check it at the end.
 
-        Args:
-            number: the number of the block, from 0.
-
         Raises:
             DataError: The file is missing or, after the last piece, its SHA-256 is not that in the index.
             DownloadError: The storage fails.
@@ -147,15 +144,9 @@ def _cut(tree: Any, rows: slice) -> Any:
 
 
 def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
-    """Regroup the samples of many trees into arrays of rows (`rows`, …), and yield these; the last one may be shorter.
+    """Regroup the samples of many trees of arrays (n, ...) into arrays (rows, ...); the last one may be shorter.
 
-    Args:
-        trees: trees of arrays (n, ...), with any number n of samples each.
-        rows: the number of samples of each array.
-
-    Raises:
-        InputError: The trees differ in types or shapes.
-        DataError: A tree is no tree of arrays of numbers.
+    Raises InputError if the trees differ in types or shapes, and DataError for a tree of anything but numbers.
     """
     waiting: list[np.ndarray] = []
     count = 0

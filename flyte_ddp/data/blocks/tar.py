@@ -110,10 +110,6 @@ def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict
     A file's name is split at its first dot: a/b.seg.PNG has key a/b and extension "seg.png", in lower case. Files that
     follow one another and have the same key are a sample. Hidden files are left out.
 
-    Args:
-        pieces: the content of the tar file, piece by piece.
-        name: the name of the tar file, for messages.
-
     Raises:
         DataError: the tar file is cut short or damaged, has a link, or a sample has two files of one extension.
     """
@@ -150,18 +146,10 @@ def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict
 
 
 def _check_end(opened: tarfile.TarFile, name: str) -> None:
-    """Check that a tar file ends with its end mark, a block of zeros, and that only zeros follow.
+    """Raise DataError unless a tar file ends with its end mark, a block of zeros, and only zeros follow.
 
-    Call this function when tarfile has read all members: it reads the rest of the file from there. It is needed because
-    tarfile stops without an error where a file is cut short between members, and at a damaged header other than the
-    first.
-
-    Args:
-        opened: the tar file, whose members have all been read.
-        name: what an error calls the file.
-
-    Raises:
-        DataError: The end mark is missing, the file is cut within a block, or anything but zeros follows the mark.
+    Call it when tarfile has read all members: it reads the rest of the file from there. It is needed because tarfile
+    stops without an error where a file is cut short between members, and at a damaged header other than the first.
     """
     file: Any = opened.fileobj
     more = False

@@ -97,10 +97,6 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
     What open_split opens, it opens in the same way. It also opens a dataset that was prepared from a folder of image
     files.
 
-    Args:
-        directory: the folder of the prepared dataset.
-        split: "train" or "test".
-
     Returns:
         The images and the labels. The images are indexed, each (C, H, W) uint8: a memory map or, for image files, an
         object that decodes a file when its index is asked for. The labels are (N,) int64.

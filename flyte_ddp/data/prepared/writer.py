@@ -72,11 +72,6 @@ def write_dataset(
     Whatever is at that path is replaced, with all that is in it, unless it is a dataset with the same content, intact.
     One-dimensional arrays of integers are written as int64.
 
-    Args:
-        directory: the folder. Parent folders are made.
-        arrays: the arrays by file name.
-        description: the description without the files' SHA-256.
-
     Returns:
         The description with the SHA-256 of each file.
 
@@ -154,14 +149,10 @@ def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 def _write_array(path: Path, array: np.ndarray) -> str:
-    """Write an array as a new .npy file, synced to disk, and return the file's SHA-256 in hex.
+    """Write an array as a new .npy file, synced to disk, and return the file's SHA-256 in hex. Raises OSError.
 
     One-dimensional arrays of integers (labels, that is) are written as int64. np.save is not used: it would report a
     full disk without saying why, and the bytes would have to be read again for the hash.
-
-    Raises:
-        FileExistsError: something is at the path already.
-        OSError: the file cannot be written. What was written stays there.
     """
     array = np.ascontiguousarray(array, dtype=np.int64 if array.dtype.kind in "iu" and array.ndim == 1 else None)
     header = io.BytesIO()

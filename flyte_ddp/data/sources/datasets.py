@@ -95,18 +95,10 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
 
 
 def _mnist(class_name: str, ask: Ask) -> Originals:
-    """Download MNIST, or another dataset in its format, and read it with torchvision's class.
+    """Download MNIST, or another dataset in its format, and read it with torchvision's class of this name.
 
     Torchvision's class gives the mirrors, the checksums and the file format. The folder of DDP_DATA_MIRROR is tried
-    before these mirrors.
-
-    Args:
-        class_name: the name of the class in torchvision.datasets.
-        ask: makes Mirrors of the URLs of the folders to try.
-
-    Raises:
-        DownloadError: No mirror delivered a file.
-        InputError: DDP_DATA_MIRROR is no URL of a folder, or the folder for data cannot be written to.
+    before these mirrors. Raises DownloadError if no mirror delivers a file.
     """
     mirror = mirror_from_environment()
     public, resources = _find_downloads(class_name)
@@ -125,15 +117,9 @@ def _mnist(class_name: str, ask: Ask) -> Originals:
 
 
 def _find_downloads(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return where a dataset of torchvision can be downloaded, and which files it has.
+    """Return the URLs of folders that have the files of a torchvision dataset, and the (name, MD5) of each file.
 
     The answer is cached in a file for each version of torchvision, because importing torchvision takes seconds.
-
-    Args:
-        class_name: a class in torchvision.datasets that has mirrors and resources, such as "MNIST".
-
-    Returns:
-        The URLs of folders, each with all of the files; and the (name, MD5) of each file.
     """
     path = data_dir() / class_name / f"torchvision-{version('torchvision')}.json"
     if not path.exists():
@@ -149,12 +135,8 @@ def _find_downloads(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
 def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any]:
     """Return torchvision's [training, test] data sets of a class, read from the archives into memory.
 
-    The archives are unpacked to a temporary folder, because torchvision trusts files that are already unpacked.
-
-    Args:
-        class_name: the class's name in torchvision.datasets.
-        below: the folder, below its root, where the class looks for the unpacked files.
-        archives: the files to unpack.
+    The archives are unpacked to a temporary folder, because torchvision trusts files that are already unpacked. The
+    class looks for the unpacked files in the folder `below` its root.
     """
     from torchvision import datasets
     from torchvision.datasets.utils import extract_archive

@@ -106,9 +106,8 @@ class Opener:
         waited_seconds.
 
         Raises:
-            UnreachableError: The request has failed, such as by a refused connection. Or no answer has come within
-                limits.answer_seconds, or within what waited_seconds leaves of limits.silence_seconds. If less than 0.1
-                s is left of these, no request is sent.
+            UnreachableError: The request has failed, or no answer has come within limits.answer_seconds, or within what
+                waited_seconds leaves of limits.silence_seconds. If that is less than 0.1 s, no request is sent.
             RefusedError: the redirects never end.
         """
         outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
@@ -141,12 +140,8 @@ class Opener:
     def _pieces(self, response: requests.Response) -> Pieces:
         """Yield the body as it is sent, without decoding, and close the response at the end.
 
-        A wait in vain is added to waited_seconds.
-
-        Raises:
-            UnreachableError: No byte has come for limits.window_seconds, or fewer than limits.window_bytes within that
-                time.
-            RefusedError: The connection was cut.
+        Raises UnreachableError if no byte has come for limits.window_seconds, or fewer than limits.window_bytes within
+        that time, and RefusedError if the connection was cut. A wait in vain is added to waited_seconds.
         """
         window_start = time.monotonic()
         window_bytes = 0
@@ -188,11 +183,7 @@ def _read(file: BinaryIO) -> Pieces:
 
 
 def _network_reason(error: BaseException | None) -> str:
-    """Return in a few words why a request failed: the operating system's own message, out of what requests wraps it in.
-
-    Args:
-        error: the exception of requests.
-    """
+    """Return in a few words why a request failed: the system's own message, out of what requests wraps it in."""
     if isinstance(error, (TimeoutError, requests.Timeout)):
         return "no answer in time"
     if isinstance(error, (requests.exceptions.InvalidSchema, requests.exceptions.InvalidURL)):
