@@ -115,12 +115,9 @@ class NonFiniteError(ArithmeticError):
 
     @classmethod
     def in_evaluation(cls, value: float, split: str, epochs: float) -> "NonFiniteError":
-        """Build the error for an evaluation whose loss is not finite.
+        """Build the error for an evaluation whose loss, of the whole split, is NaN or infinite.
 
-        Args:
-            value: the loss of the whole split: NaN or infinite.
-            split: "train", "validation" or "test".
-            epochs: how many epochs had been trained, which need not be a whole number.
+        `epochs` is how many epochs had been trained, which need not be a whole number.
         """
         return cls(
             f"the loss on the {split} split is {value:g} after epoch {counted(epochs)}, although training had finite "

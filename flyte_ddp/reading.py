@@ -11,18 +11,11 @@ from flyte_ddp.fields import read_json, refuse_repeated
 
 
 def read_settings(text: str) -> Any:
-    """Parse settings as a user gives them.
+    """Parse settings as a user gives them: JSON if the text begins with { or [, else the path of a file.
 
-    Args:
-        text: JSON, if it begins with { or [; else the path of a file, which is JSON if it is named *.json, and YAML if
-            not.
-
-    Returns:
-        What the text or the file says, of any type.
-
-    Raises:
-        InputError: the file cannot be read, or its content cannot be parsed or repeats a key. The message has the place
-            and the reason.
+    The file is JSON if it is named *.json, and YAML if not. Returns what the text or file says, of any type. Raises
+    InputError, with the place and the reason, if the file cannot be read, or its content cannot be parsed or repeats a
+    key.
     """
     try:
         is_file = text.lstrip()[:1] not in ("{", "[")

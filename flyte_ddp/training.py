@@ -190,15 +190,10 @@ def run_in(
 ) -> Result:
     """Run a job whose files are all in one folder, tell the user and the observers, and return the outputs.
 
-    If the folder has the checkpoint of an earlier attempt, the job continues that. The first rank's process removes the
-    checkpoint after a success, and the drafts that killed processes left there before the training.
-
-    Args:
-        folder: the folder, which the caller has locked by alone_in().
-        job: the job, as job_in() makes it for this folder.
-        watching: the user's observers.
-        on_event: gets every event.
-        report: whether to write report.html, and to use a tracker.
+    The caller has locked the folder by alone_in(), and made the job for it by job_in(). If the folder has the
+    checkpoint of an earlier attempt, the job continues that. The first rank's process removes the checkpoint after a
+    success, and the drafts that killed processes left there before the training. on_event gets every event. Without
+    `report`, no report.html is written, and no tracker used.
 
     Raises:
         InputError: the caller can fix it.

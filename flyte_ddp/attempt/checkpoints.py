@@ -246,17 +246,11 @@ def checkpoint_store(
     """Open the store of this training's checkpoint, with the checkpoint to resume from at the store's `path`.
 
     With resume, that is an earlier checkpoint of this training: the local one, or on a platform that of this attempt or
-    of the one before. If there is none, it is the checkpoint in the folder resume_from; without that, there is no file
-    at `path`. A local run without resume first removes its earlier checkpoint; after the block has succeeded, a local
-    run removes the checkpoint's folder. On a platform, the end of the block waits for the upload of the newest
-    checkpoint; after a preemption, at most for the grace.
-
-    Args:
-        platform: the platform.
-        key: the digest of everything that determines the training's result. It names the folder of a local run.
-        resume: whether to resume from an earlier attempt.
-        resume_from: the folder of a checkpoint that the user names; empty is none.
-        is_by_ranks: whether ranks on many nodes upload and download the files of a sharded checkpoint themselves.
+    of the one before. If there is none, it is the checkpoint in the folder resume_from (empty is none); without that,
+    there is no file at `path`. A local run, whose folder is named by `key`, without resume first removes its earlier
+    checkpoint; after the block has succeeded, it removes the checkpoint's folder. On a platform, the end of the block
+    waits for the upload of the newest checkpoint; after a preemption, at most for the grace. With is_by_ranks, ranks on
+    many nodes upload and download the files of a sharded checkpoint themselves.
 
     Raises:
         InputError: The folder resume_from has no checkpoint, or the local folder for runs cannot be written to.
@@ -313,13 +307,10 @@ def _local_folder(key: str) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove local checkpoints that nobody will continue from.
+    """Remove local checkpoints, below the folder of all of them, that nobody will continue from.
 
     A private folder (one with "-" in its name) is removed an hour after its last change, and any other after 30 days,
     with a line on the console. Folders that another process holds stay, and so do folders that cannot be removed.
-
-    Args:
-        folder: the folder that has the folders of all checkpoints.
     """
     for one in folder.iterdir():
         is_private = PRIVATE in one.name

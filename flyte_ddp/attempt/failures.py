@@ -62,13 +62,8 @@ def format_urls(platform: Platform) -> str:
 def attempt_error(platform: Platform, failure: Failure, urls: str = "") -> Exception:
     """Return the platform's error for a failure.
 
-    Its message is the failure's, with the URLs after the first line. The first line, and the others together, are
-    shortened to MOST_CHARACTERS each.
-
-    Args:
-        platform: the platform.
-        failure: the failure.
-        urls: lines that say where the attempt's files are, as of format_urls; empty for none.
+    Its message is the failure's, with `urls` after the first line: lines that say where the attempt's files are, as of
+    format_urls. The first line, and the others together, are shortened to MOST_CHARACTERS each.
     """
     headline, separator, details = encodable(str(failure)).partition("\n")
     where = f"\n{urls}" if urls else ""

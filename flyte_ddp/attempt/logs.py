@@ -47,17 +47,9 @@ def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str 
     """Provide the new folder `logs` in a run's folder; on a cluster, upload it and the run's report during the block.
 
     In a local run, nothing else happens. On a cluster, NAME.log gets everything that this process prints, and the error
-    that ends the block. An error of this library is raised as the platform's, with the URL of the logs in its message.
-    Files are uploaded within ten seconds; those above 40 MB take longer, because of BYTES_PER_SECOND.
-
-    Args:
-        platform: the platform.
-        run: the run's folder, which must have no folder `logs` yet.
-        name: NAME, the name of the log without .log.
-        prefix: the beginning of each line in the pod's own output.
-
-    Yields:
-        The folder and its URL, which is empty in a local run.
+    that ends the block; in the pod's own output, `prefix` begins each line. An error of this library is raised as the
+    platform's, with the URL of the logs in its message. Files are uploaded within ten seconds; those above 40 MB take
+    longer, because of BYTES_PER_SECOND. Yields the folder and its URL, which is empty in a local run.
     """
     folder = run / "logs"
     folder.mkdir(parents=True)
@@ -136,11 +128,9 @@ class Uploads(StorageFolder):
 
 @contextmanager
 def copied_output(path: Path, prefix: str) -> Iterator[None]:
-    """Copy each line that the block prints, to standard output or error, to a file, with the time before it.
+    """Append each line that the block prints, to standard output or error, to a file, with the time before it.
 
-    Args:
-        path: the file, to which lines are appended.
-        prefix: the beginning of each line on the original output. The file's lines do not have it.
+    On the original output, and only there, `prefix` begins each line.
     """
 
     def copying(stream: "Callable[[str], int]") -> Callable[[str], None]:

@@ -65,18 +65,8 @@ def train_as_rank(
 ) -> Trained | None:
     """Train as one rank of many nodes, in a process for which torchrun's environment variables are set.
 
-    Rank 0 alone has observers, a report and the store of checkpoints.
-
-    Args:
-        platform: the platform.
-        settings: what determines the result.
-        options: how to run the training.
-        fetch: downloads the data to this host, and returns what is trained.
-        own_observers: the code of the user's observers.
-        train: trains on this rank, and returns its result.
-
-    Returns:
-        What rank 0 has trained; None on the other ranks.
+    `fetch` downloads the data to this host, and returns what is trained; `train` trains it on this rank. Rank 0 alone
+    has observers, a report and the store of checkpoints. Returns what rank 0 has trained, and None on the other ranks.
 
     Raises:
         InputError: this is no rank of torchrun, or there are not as many ranks as registered.

@@ -58,13 +58,9 @@ def folder_digest(platform: Platform, folder: str) -> str:
 def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
     """Return the path of a copy of the file or folder that all processes of this host share.
 
-    The first process to ask downloads it, while the others wait. The copy lies in the folder for temporary files, named
-    by the URL's hash, and is not downloaded again, even if the original changes.
-
-    Args:
-        url: the URL of the file or folder.
-        name: the name of the file; empty for a folder.
-        download: downloads to a new file, or into an empty folder, whose path it gets. Its errors are raised.
+    The first process to ask downloads it, while the others wait: `download` gets the path of a new file or an empty
+    folder, and its errors are raised. The copy lies in the folder for temporary files, named by the URL's hash, and is
+    not downloaded again, even if the original changes. `name` is that of the file; empty for a folder.
     """
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     with FileLock(folder.with_suffix(".lock")):

@@ -348,11 +348,7 @@ def amount(quantity: str) -> float:
 def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "(?s:.*)") -> None:
     """Raise InputError unless a field's dict has strings alone, and names and values match their patterns in whole.
 
-    Args:
-        field: the field's name, for the message.
-        values: the field's value.
-        names: the regular expression for the names.
-        texts: the regular expression for the values; by default any string will do.
+    `names` and `texts` are the patterns of names and values; by default any string will do as a value.
     """
     for name, value in values.items():
         if not (re.fullmatch(names, name) and isinstance(value, str) and re.fullmatch(texts, value)):
@@ -444,12 +440,8 @@ SECRET_NAME = re.compile(r"(.*_)?(API_?KEY|ACCESS_?KEY|SECRET(_KEY)?|TOKEN|PASSW
 def check_names(names: Iterable[str], registered: Iterable[str]) -> None:
     """Raise InputError for a variable whose name begins with DDP_ but which nothing reads. The message proposes a name.
 
-    Other known variables are those for data and folders that users set, those that pods get, and those of tests and of
-    Kubernetes.
-
-    Args:
-        names: the names of the variables that are set.
-        registered: the names of the variables that a registration reads.
+    Other known variables than those that a registration reads are those for data and folders that users set, those that
+    pods get, and those of tests and of Kubernetes.
     """
     users = {*USERS, *registered}
     for name in sorted(names):

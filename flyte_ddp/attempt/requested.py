@@ -100,9 +100,7 @@ def registered_environment() -> dict[str, str]:
 def training_environment(gpus: int, code: str = "") -> dict[str, str]:
     """Return the variables of a training pod: pod_environment(), and what the pod is checked against.
 
-    Args:
-        gpus: the number of GPUs that the pod must see.
-        code: the version of the code that the pod must have; empty if any will do.
+    That is the number of GPUs that it must see, and the version of the code that it must have; empty if any will do.
     """
     return {**pod_environment(), **({CODE_VARIABLE: code} if code else {}), GPUS_VARIABLE: str(gpus)}
 

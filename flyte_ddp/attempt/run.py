@@ -32,15 +32,8 @@ def training_run(
     """Provide the run's folder, logs and checkpoint store for the block.
 
     On a cluster, logs and checkpoints are uploaded while the block runs. Locally, the folder is removed if the block
-    fails.
-
-    Args:
-        platform: the platform.
-        name: a part of the folder's name.
-        key: the digest of all that determines the result. An earlier run with this key may have left a checkpoint.
-        resume: as in RunOptions.
-        resume_from: as in RunOptions.
-        is_by_ranks: as in checkpoint_store.
+    fails. The folder's name has `name` in it. `key` is the digest of all that determines the result: an earlier run
+    with this key may have left a checkpoint. The other arguments are those of checkpoint_store.
     """
     with (
         run_folder(platform, name) as folder,

@@ -38,12 +38,8 @@ class StorageFolder:
     def put(self, file: Path, name: str = "") -> None:
         """Upload a file, and replace what the storage has under its name.
 
-        Args:
-            file: the file on this machine.
-            name: its name below the URL; empty is its name below the folder.
-
-        Raises:
-            OSError: The storage fails. The message has the storage's own error.
+        That is its name below the URL; empty is its name below the folder. Raises OSError, with the storage's own
+        error, if the storage fails.
         """
         try:
             self._platform.put(file, f"{self.url}/{name or file.relative_to(self.folder).as_posix()}")
@@ -58,15 +54,9 @@ class StorageFolder:
             self.put(Path(file.name), name)
 
     def fetch(self, name: str, file: Path | None = None) -> None:
-        """Download a file, whole or not at all.
+        """Download a file, named below the URL, to `file` or to the same name below the folder, whole or not at all.
 
-        Args:
-            name: the name below the URL.
-            file: the path to put it; None is the same name below the folder.
-
-        Raises:
-            FileNotFoundError: The storage has no such file.
-            Exception: The storage fails.
+        Raises FileNotFoundError if the storage has no such file, and another Exception if it fails.
         """
         file = file or self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -137,11 +127,8 @@ class UploadThread:
     def close(self, until: float = math.inf) -> bool:
         """Have the thread call `upload` once more, as the last call, and wait until the thread ends.
 
-        Args:
-            until: when to stop waiting, on the clock of time.monotonic().
-
-        Returns:
-            Whether the thread has ended. If it has not, it is still uploading.
+        It waits no longer than `until`, on the clock of time.monotonic(). Returns whether the thread has ended; if not,
+        it is still uploading.
         """
         self._is_closing = True
         self._is_woken.set()

@@ -102,22 +102,14 @@ def train_by(
 ) -> Trained:
     """Download the data, run the ranks, and look after the run: its folder, logs, checkpoints, observers and report.
 
-    Args:
-        platform: the platform.
-        start: runs the ranks for (job, on_event), and returns their results by rank.
-        world: the ranks, for the summary.
-        fetch: downloads the data, and returns what is trained.
-        options: how to run the training.
-        own_observers: the code of the user's observers.
-        is_by_ranks: whether this process is a rank itself: then the ranks upload the files of a sharded checkpoint.
-
-    Returns:
-        The ranks' results, the run's figures, and the paths of model, report and logs.
+    `fetch` downloads the data, and returns what is trained. `start` runs the ranks for (job, on_event), and returns
+    their results by rank. With is_by_ranks this process is a rank itself, and the ranks upload the files of a sharded
+    checkpoint. Returns the ranks' results, the run's figures, and the paths of model, report and logs.
 
     Raises:
         RecoverableError: this pod leaves its node, see keep_away.
-        Exception: what `fetch` raises; what `start` raises, on a cluster as the platform's error if this library raised
-            it.
+        Exception: what `fetch` raises; what `start` raises, on a cluster as the platform's error if it is this
+            library's.
     """
     started = time.time()
     avoided = keep_away(platform, options.resume_from)

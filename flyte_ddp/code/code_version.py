@@ -64,13 +64,10 @@ def code_version(*modules: str) -> str:
 
 
 def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
-    """Return a hash of a code version and the versions of installed distributions.
+    """Return a hash of a code version and the versions of installed distributions, named as for pip.
 
-    The two are apart because distributions may differ between hosts, and code must not.
-
-    Args:
-        code: the version of the code.
-        distributions: names of distributions, as for pip. One that is not installed is left out.
+    The two are apart because distributions may differ between hosts, and code must not. A distribution that is not
+    installed is left out.
     """
     versions = {"": code}
     for name in distributions:
@@ -89,14 +86,9 @@ def find_sources(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
     """Return by full name the sources of these modules, their packages and all first-party modules that they import.
 
     First party is this library except AROUND_RANKS (its modules that no rank runs), and everything below root that is
-    not installed. If root itself is installed, only the modules' own packages are first party. No module is imported.
-
-    Args:
-        modules: full names. One that is not found is left out.
-        root: the folder that comes first on the ranks' sys.path; by default the one that has this library.
-
-    Raises:
-        InputError: A file has a syntax error.
+    not installed. If root itself is installed, only the modules' own packages are first party. root is the folder that
+    comes first on the ranks' sys.path. No module is imported, and one that is not found is left out. Raises InputError
+    for a syntax error in a file.
     """
     own = {name.partition(".")[0] for name in modules}
     sources: dict[str, Source] = {}

@@ -57,18 +57,10 @@ class ImageFiles:
 
 
 def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tuple[str, ...] = FORMATS) -> np.ndarray:
-    """Decode an image, or the first one of an animation or of several pages.
+    """Decode an image, or the first one of an animation or of several pages, to (C, H, W) uint8.
 
-    The image is turned upright, loses its transparency, is scaled to cover the shape, and is cropped around its centre.
-    The upper 8 bits of 16 remain.
-
-    Args:
-        file: a path or a file.
-        shape: (C, H, W), C being 1 or 3.
-        formats: Pillow's names of the formats to try.
-
-    Returns:
-        (C, H, W) uint8.
+    The image is turned upright, loses its transparency, is scaled to cover the shape (C being 1 or 3), and is cropped
+    around its centre. The upper 8 bits of 16 remain. `formats` are Pillow's names of the formats to try.
 
     Raises:
         ValueError: the values are whole numbers of 32 bits, or floats, whose range no file tells; or there are too many

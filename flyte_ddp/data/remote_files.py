@@ -127,16 +127,10 @@ class Stored:
                 self.files.pipe_file(f"{self.root}/{file}", content)
 
     def read(self, file: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the bytes of a file from start to before stop, or all bytes if both are None.
+        """Return the bytes of a file below the URL from start to before stop, or all bytes if both are None.
 
-        Args:
-            file: the file's name below the URL; "" if the URL is the file.
-            start: the position of the first byte.
-            stop: the position after the last byte.
-
-        Raises:
-            DataError: the file is not there, or may not be read.
-            DownloadError: TRIES tries have failed.
+        The file is "" if the URL is the file. Raises DataError if the file is not there or may not be read, and
+        DownloadError if TRIES tries have failed.
         """
 
         def ask() -> bytes:
@@ -184,12 +178,8 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
     """Return a reference to data in a storage: the URL, the options, and a digest that changes when the files change.
 
     The digest is of the files' names, sizes and times; the files are not read. In a folder with an index of blocks,
-    only the index is read, and its content counts instead of the files. The options stay set in this process, as
-    use_storage_options sets them.
-
-    Args:
-        url: the URL of a folder or file.
-        options: options for fsspec, by protocol; without them fsspec takes its own from the environment.
+    only the index is read, and its content counts instead of the files. The options, for fsspec and by protocol, stay
+    set in this process, as use_storage_options sets them; without them fsspec takes its own from the environment.
 
     Raises:
         InputError: there are no data.

@@ -25,15 +25,10 @@ class Card:
 
 
 def make_card(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
-    """Build the model card, with the measures of each format's file beside those of the weights.
+    """Build the card in Markdown and as HTML, with the measures of each format's file beside those of the weights.
 
-    Args:
-        asked: the model that was exported.
-        written: the model's facts, and the measures of the weights.
-        formats: the measures of each file, by the name of its format.
-
-    Returns:
-        The card in Markdown, and as HTML.
+    It is the model's card: `written` has the model's facts and the measures of the weights; `formats` those of each
+    file, by its format's name.
     """
     subject = asked.job
     name = str(written.metadata.facts.get("network") or subject.recipe.rpartition(":")[2])

@@ -135,14 +135,11 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
     """Open a file in the given format, and return a network that can be called like the recipe's own, for evaluation.
 
     The network is in evaluation mode already; that of pt2 is in the mode in which it was traced, and refuses train()
-    and eval(). That of onnx runs on the CPU, and takes tensors that are there.
+    and eval(). That of onnx runs on the CPU, and takes tensors that are there. The path is a folder for "pretrained".
 
-    Args:
-        name: the format of the file: "safetensors", "pretrained", "pt2" or "onnx".
-        path: the file, or the folder for the format pretrained.
-        model: an untrained network of the recipe. It is no longer the caller's: it gets the weights of safetensors and
-            is returned, adapters of pretrained are put into it, and onnx calls it once, to learn how outputs are
-            nested. Only pt2, and pretrained without adapters, leave it alone.
+    The argument `model` is an untrained network of the recipe, and no longer the caller's: it gets the weights of
+    safetensors and is returned, adapters of pretrained are put into it, and onnx calls it once, to learn how outputs
+    are nested. Only pt2, and pretrained without adapters, leave it alone.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
@@ -201,16 +198,8 @@ def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[Ten
 
     An input has the name of the parameter of the network's forward, or "input_2" and so on for one of *args. A nested
     tensor's name also has its place, as in "output_0"; a single output is "output". A dimension that differs between
-    the two calls is "batch" if it is the number of samples, and "any" otherwise. Other values than tensors are left
-    out.
-
-    Args:
-        model: the network.
-        few: a call with FEW samples.
-        more: a call with MORE samples, or `few` again if only the names matter.
-
-    Returns:
-        The inputs, and the outputs.
+    the calls with FEW and MORE samples is "batch" if it is the number of samples, and "any" otherwise; if only the
+    names matter, both calls may be the same. Other values than tensors are left out.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]

@@ -38,12 +38,6 @@ def export(asked: ExportJob) -> Exported:
     allows for one borderline sample in 10,000. The default tolerance for the training's measures is 1e-3, because torch
     may compute convolutions on a GPU in TF32.
 
-    Args:
-        asked: the model, the folder, which must not exist, the formats and the tolerances.
-
-    Returns:
-        The written model, the measures of each format, and the model card.
-
     Raises:
         InputError: The loss is not finite, the training's measures do not agree, a format does not support the network,
             or the folder exists or cannot be written to.
@@ -114,13 +108,8 @@ def find_difference(
 ) -> tuple[str, float, float] | None:
     """Return the name of the first measure that differs, its expected and its measured value; None if none does.
 
-    Args:
-        expected: measures by name.
-        measured: measures by name; there may be more.
-        tolerance: the allowed difference: absolute up to 1, relative above. NaN equals NaN.
-
-    Raises:
-        InputError: `measured` lacks a measure.
+    The allowed difference is absolute up to 1, relative above. NaN equals NaN. Raises InputError if `measured` lacks a
+    measure; it may have more.
     """
     for name, value in expected.items():
         if name not in measured:

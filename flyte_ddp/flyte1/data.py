@@ -56,6 +56,11 @@ def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path |
     return platform_storage.download_once(url, "" if is_folder else Path(url).name, download)
 
 
+def find_data(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
+    """Return the path of a copy on this machine; None for None. Return StoredData, which ranks read in place, as is."""
+    return data if isinstance(data, StoredData) else downloaded(data)
+
+
 def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
     """Return a reference by which ranks read the input where it is stored. Pass the reference to RecipeTraining.run.
 
@@ -112,11 +117,8 @@ def list_files(folder: FlyteDirectory) -> dict[str, str]:
 def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
     """Return each name with the path of its file on this machine, after downloading the files that are elsewhere.
 
-    Args:
-        folder: the folder of the files.
-        names: their names, relative to the folder.
-        into: an existing folder for the copies, which are named 0, 1, … with the suffixes of the files. It stays empty
-            if the files are on this machine.
+    The names are relative to the folder. The existing folder `into` gets the copies, named 0, 1, … with the suffixes of
+    the files. It stays empty if the files are on this machine.
     """
     source = get_url(folder)
     if not FileAccessProvider.is_remote(source):

@@ -91,17 +91,9 @@ def find_images(
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Read every image once, and return a folder with an index of the images: names, labels, digest, no pixels.
 
-    The images are downloaded if they are in a storage.
-
-    Args:
-        folder: the folder of images.
-        stamp: the digest from find_images, which the folder must still have when all images are read; empty skips the
-            check.
-        images: which images to use.
-
-    Raises:
-        ReportedError: the folder has changed in the meantime.
-        InputError: too many files cannot be read, or too few images or classes are left.
+    The images are downloaded if they are in a storage. `stamp` is the digest from find_images; empty skips the check.
+    Raises ReportedError if the folder has changed since then, and InputError if too many files cannot be read, or too
+    few images or classes are left.
     """
     name = Path(get_url(folder)).name
     is_stored = FileAccessProvider.is_remote(get_url(folder))

@@ -73,11 +73,8 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
 def merge_settings(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperparameters:
     """Combine the settings that the weights were trained with and those that the user asks for.
 
-    A setting of `asked` counts if it differs from its default. All others are those of the weights' training.
-
-    Args:
-        known: the metadata of the weights; None returns `asked` as it is.
-        asked: the settings that the user gave.
+    A setting of `asked` counts if it differs from its default. All others are those of the weights' training; without
+    their metadata, `asked` is returned as it is.
     """
     if known is None:
         return asked

@@ -45,20 +45,13 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 )
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Check that the training is possible, and return the name of the dataset to train on.
+    """Check that the training is possible, and return the name of the dataset to train on: `auto` if hp has "auto".
 
     A cluster caches the result and downloads nothing here. A local run is never cached, because it checks this machine.
-    A local run deletes a damaged prepared dataset, and drops cache entries whose files are gone. For "auto", a local
-    run also prepares the dataset; if the download fails, the name is "digits".
-
-    Args:
-        hp: the settings that determine the result, with the dataset's name or "auto".
-        options: how to run the training; no part of the cache key.
-        auto: the dataset that "auto" stands for.
-
-    Raises:
-        InputError: keep_best or patience is set without a validation split. In a local run also: this machine cannot
-            run the ranks, or they are too many for a batch.
+    It deletes a damaged prepared dataset, and drops cache entries whose files are gone. For "auto", it also prepares
+    the dataset; if the download fails, the name is "digits". The options are no part of the cache key. Raises
+    InputError if keep_best or patience is set without a validation split; in a local run also if this machine cannot
+    run the ranks, or they are too many for a batch.
     """
     datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)
@@ -73,13 +66,8 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
     """Return the name of the dataset to train on, on many nodes: hp.dataset, or `auto` if that is "auto".
 
-    Args:
-        hp: the settings of the training, with the dataset's name or "auto".
-        auto: the dataset that "auto" stands for.
-
-    Raises:
-        InputError: this is a local run, or batch_size or virtual_ranks does not suit the largest registered number of
-            ranks.
+    Raises InputError if this is a local run, or batch_size or virtual_ranks does not suit the largest registered number
+    of ranks.
     """
     datasets.check_nodes(platform, hp)
     return resolve_name(hp.dataset, auto)

@@ -250,11 +250,8 @@ def _count_gpus(own: flyte.Resources) -> int:
 def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources:
     """Return Flyte's resources for a size, with the user's own values in place of the registered ones.
 
-    Flyte 2 has only one number for the disk, so the disk's limit is used. A size with GPUs gets shared memory.
-
-    Args:
-        size: the registered size.
-        own: the user's resources. Where a value is None, the registered one stays.
+    Where an own value is None, the registered one stays. Flyte 2 has only one number for the disk, so the disk's limit
+    is used. A size with GPUs gets shared memory.
     """
     kind = registration().accelerator
     gpu = cast(Any, size.gpus or None)

@@ -20,17 +20,12 @@ from flyte_ddp.settings import RunOptions
 
 
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Check that the training is possible, and return the name of the dataset to train on.
+    """Check that the training is possible, and return the name of the dataset to train on: `auto` if hp has "auto".
 
     A local run also checks this machine, and deletes the prepared dataset if that is damaged. For "auto" it prepares
     the dataset; if the download fails, it returns "digits". The errors are the platform's, made from an InputError:
     keep_best or patience is set without a validation split or, in a local run, this machine cannot run the ranks or
     they are too many for a batch.
-
-    Args:
-        hp: the settings that determine the result, with the dataset's name or "auto".
-        options: how to run the training.
-        auto: the dataset that "auto" stands for.
     """
     with one_attempt():
         datasets.check_ranks(platform, hp, options)

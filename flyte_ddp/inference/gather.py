@@ -72,17 +72,9 @@ def gather_shards(
 ) -> InferenceOutputs:
     """Join the rows of all shards in one CSV file, and return it with a summary and a page of the least certain images.
 
-    This is a Flyte task. A local run also prints the result.
-
-    Args:
-        parts: the CSV files of all shards, in the order of the images.
-        data: the prepared dataset that the model was trained on.
-        folder: the folder of the images; None if they are those of options.split.
-        listing: the listing of the folder's files, from plan_shards.
-        options: the options of the prediction.
-
-    Raises:
-        ReportedError: an image file that the page shows has changed since it was listed.
+    This is a Flyte task. A local run also prints the result. `data` is the prepared dataset that the model was trained
+    on; without a folder, the images are those of options.split. Raises ReportedError if an image file that the page
+    shows has changed since it was listed.
     """
     description = prepared.read_description(data.download())
     with run_folder(platform, "inference") as work:

@@ -100,20 +100,10 @@ def plan_shards(
     """Check the weights, and split the images into at most options.shards shards of nearly equal size; a Flyte task.
 
     The images are the folder's or, without a folder, those of options.split. A shard's key is a hash of its images, the
-    weights and the code. The plan is never cached, because contents may have changed.
-
-    Args:
-        model_state: the weights.
-        data: the prepared dataset that the model was trained on.
-        folder: the folder of images, or None.
-        options: the options of the prediction, in which model is not "auto".
-
-    Returns:
-        The shards, and a file with the listing of the folder's files; the listing is empty without a folder.
-
-    Raises:
-        InputError: the weights do not fit the network, or the folder has no files.
-        DataError: the prepared dataset is damaged.
+    weights and the code. The plan is never cached, because contents may have changed. options.model is not "auto" here.
+    Returns the shards, and a file with the listing of the folder's files; the listing is empty without a folder. Raises
+    InputError if the weights do not fit the network or the folder has no files, and DataError if the prepared dataset
+    is damaged.
     """
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
@@ -160,18 +150,8 @@ def predict_shard(
     """Predict the images of one shard, and return a CSV file with a row for each image.
 
     On a cluster, Flyte retries and caches each shard. A local run keeps the file on this machine and returns it at the
-    next call, unless the cache is turned off or overwritten.
-
-    Args:
-        shard: the range of images, and its cache key.
-        model_state: the weights.
-        data: the prepared dataset that the model was trained on.
-        folder: the folder of images; None to predict a split of the dataset.
-        listing: the files of the folder.
-        options: the options of the prediction.
-
-    Raises:
-        ReportedError: An image file has changed since it was listed.
+    next call, unless the cache is turned off or overwritten. Without a folder, the images are those of a split of the
+    dataset. Raises ReportedError if an image file has changed since it was listed.
     """
     part = part_path(shard)
     settings = LocalConfig.auto()

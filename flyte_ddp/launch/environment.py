@@ -71,16 +71,10 @@ def host_name() -> str:
 def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int = 0) -> World:
     """Return the ranks to run, all of them on this host.
 
-    Args:
-        backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl". Ranks under gloo may share a GPU.
-        nproc: the number of ranks. 0 means one per visible GPU, or two if there is no GPU, but no more than can share a
-            batch.
-        batch_size: the samples of a step: the most ranks that can share a batch, if virtual_ranks is 0.
-        virtual_ranks: the parts into which the training cuts a batch: the most ranks that can share it. 0 if it cuts
-            none.
-
-    Raises:
-        InputError: This machine cannot run the ranks, or they are too many for a batch.
+    The backend "auto" is nccl if there is a GPU, else gloo, under which ranks may share a GPU. nproc=0 means one rank
+    per visible GPU, or two if there is no GPU, but no more than can share a batch. At most virtual_ranks can: the parts
+    into which the training cuts a batch. If that is 0, because it cuts none, batch_size ranks can. Raises InputError if
+    this machine cannot run the ranks, or they are too many for a batch.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:

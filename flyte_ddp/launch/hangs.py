@@ -46,15 +46,8 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 
     All ranks call the same collectives in the same order. So the culprits are the ranks that do not answer. If all
     answer, they are the ranks that have reached the fewest collectives; among these, the ones whose GPU is still busy.
-    If all ranks are equally far, all are named.
-
-    Args:
-        answers: the answer of each rank that has not ended; at least one.
-        hosts: the name of each rank's host.
-        timeouts: the limits; the message names the one that was exceeded.
-
-    Returns:
-        The failure: `rank` is the lowest of these ranks, `others` are the rest.
+    If all ranks are equally far, all are named. The failure's `rank` is the lowest of these ranks, `others` are the
+    rest. `answers` has at least one; the message names the limit of the timeouts that was exceeded.
     """
     progress = {rank: (answer.reached, answer.is_idle) for rank, answer in answers.items()}
     by_progress = sorted(progress, key=lambda rank: (progress[rank], rank))

@@ -31,16 +31,9 @@ def process_group(
     """Create torch's default process group for a with statement, and yield this rank's device.
 
     The group is destroyed at the end. All ranks enter the block. On a GPU, the device becomes torch's current one. If
-    the block raises, the group stays as it is, because the process ends anyway.
-
-    Args:
-        environment: this rank.
-        timeouts: how long a rank may be silent before the launcher ends the ranks. Collectives wait BEYOND_SECONDS
-            longer than the longest of these limits.
-        store: the store that meet() has returned; None calls meet() here.
-
-    Raises:
-        InputError: under gloo, a network interface that the user names does not exist.
+    the block raises, the group stays as it is, because the process ends anyway. Collectives wait BEYOND_SECONDS longer
+    than the longest of the timeouts, after which the launcher ends the ranks. `store` is what meet() has returned; None
+    calls meet() here. Raises InputError under gloo if a network interface that the user names does not exist.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":

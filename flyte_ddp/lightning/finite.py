@@ -35,17 +35,9 @@ def check_finite(
     """Raise NonFiniteError on all ranks if a loss or a trained weight is not finite on any rank; a collective.
 
     Of the measures, only losses are looked at: "loss" and names such as "loss/dataloader_idx_0". Others may be NaN.
-
-    Args:
-        trainer: the trainer of the module.
-        module: the module; its weights with requires_grad are looked at.
-        trained: all measures that training steps have logged last, by name.
-        validation: all measures of the last validation, by name; empty if only training is looked at.
-        epoch: the number of the epoch, from 0, for the message.
-        steps: the number of the epoch's steps that are done, for the message.
-
-    Raises:
-        NonFiniteError: A weight or loss is not finite. The message names the ranks and the step, or the evaluation.
+    `trained` are those that training steps have logged last, `validation` those of the last validation; empty if only
+    training is looked at. The message names the ranks, and the evaluation or the step: the epoch from 0, and the number
+    of its steps that are done.
     """
     weights = [local(weight.detach()) for weight in module.parameters() if weight.requires_grad]
     is_bad = not all(bool(weight.isfinite().all()) for weight in weights)

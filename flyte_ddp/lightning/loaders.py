@@ -59,17 +59,12 @@ class Loaders:
     ) -> None:
         """Wrap the owner's methods that make DataLoaders, so that loaders are made alike on all ranks, and checked.
 
-        A wrapped method calls `seed`, makes the loaders, and puts the global random generators back. Then it checks
-        each loader: it raises InputError for a sampler that no resume could restore or, on several ranks, that
-        Lightning would replace. Two faults of training loaders only add a warning to `problems`: a loader that cannot
-        continue within an epoch, for which begins_epochs_anew is set, too, and a Dataset with a random generator of its
-        own.
-
-        Args:
-            owner: has train_dataloader, val_dataloader and test_dataloader; they are replaced on this object.
-            seed: seeds the generators; called before each of these methods.
-            begin_order: seeds the generators for the order of the samples; called after train_dataloader, once the
-                generators are put back. Its effect stays.
+        The methods train_dataloader, val_dataloader and test_dataloader are replaced on the object `owner`. A wrapped
+        one calls `seed`, makes the loaders, and puts the global random generators back. Then it checks each loader: it
+        raises InputError for a sampler that no resume could restore or, on several ranks, that Lightning would replace.
+        Two faults of training loaders only add a warning to `problems`: a loader that cannot continue within an epoch,
+        for which begins_epochs_anew is set, too, and a Dataset with a random generator of its own. In the end
+        train_dataloader calls begin_order, which seeds the generators for the order of the samples; its effect stays.
         """
 
         def settled(name: str, method: Callable[[], Any]) -> Callable[[], Any]:

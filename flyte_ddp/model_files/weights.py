@@ -40,14 +40,9 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 def read_weights(path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> dict[str, Tensor]:
     """Read the state dict of a model_state or safetensors file to the CPU. Nothing in the file is executed.
 
-    Args:
-        path: the file.
-        called: what messages call the file.
-        remedy: what messages tell the user to do if the file has no state dict that can be read.
-
-    Raises:
-        InputError: The file is missing or damaged, cannot be read safely or has anything but tensors, or the
-            safetensors library is missing.
+    Messages call the file `called`, and `remedy` is what they tell the user to do if it has no state dict that can be
+    read. Raises InputError if the file is missing or damaged, cannot be read safely or has anything but tensors, or if
+    the safetensors library is missing.
     """
     try:
         if is_safetensors(path):
@@ -93,14 +88,9 @@ def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
 def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None = None) -> dict[Name, Tensor]:
     """Copy weights to the host's memory, and wait until the copies are complete. Tied weights share one copy.
 
-    Args:
-        weights: tensors by name, on any device.
-        room: a dict to reuse between calls; empty at first. Its tensors are overwritten where shape and dtype fit, and
-            new ones are added to it. Those for weights on a GPU are page-locked, which makes the copy about ten times
-            as fast. With None, all copies are new and in ordinary memory.
-
-    Returns:
-        Copies by name. With `room` they are its tensors, so the next call with the same `room` overwrites them.
+    `room` is a dict to reuse between calls, empty at first. Its tensors are overwritten where shape and dtype fit, and
+    new ones are added to it; it has the returned copies. Those for weights on a GPU are page-locked, which makes the
+    copy about ten times as fast. With None, all copies are new and in ordinary memory.
     """
     firsts = first_names(weights)
     is_kept = room is not None
@@ -131,19 +121,8 @@ def with_base(
     """Return a file's weights, completed by the network's frozen weights if the training left those out of the file.
 
     The file's metadata then have a digest of what was left out. Without such a digest, `weights` are returned as they
-    are.
-
-    Args:
-        weights: the file's weights.
-        model: the network, whose frozen weights have their values.
-        path: the file, whose metadata are read.
-        called: what messages call the file.
-
-    Returns:
-        The weights by name: `weights` itself, or a new dict.
-
-    Raises:
-        InputError: the network's frozen weights differ from those of the training.
+    are. Raises InputError, which calls the file `called`, if the network's frozen weights differ from those of the
+    training.
     """
     base = {name: value for name, value in frozen_weights(model).items() if name not in weights}
     metadata = read_metadata(path) if base else None

@@ -83,17 +83,10 @@ def promote_images(
 def promote_model(subject: Subject, model_state: File, place: str, options: PromotionOptions) -> PromotionOutputs:
     """Promote a training's weights if they are better on its test split than the weights promoted at a place.
 
-    The first model at a place is always promoted. The function downloads the weights, measures both models, writes a
-    report and prints the outcome. A task calls it within one_attempt(), which turns errors into Flyte's.
-
-    Args:
-        subject: the training: its recipe, settings and data.
-        model_state: the candidate's weights.
-        place: a URL, or an absolute path.
-        options: the measure that decides, the margin, and a name in MLflow's registry.
-
-    Returns:
-        The outcome: whether the candidate was promoted, the weights that are promoted now, the figures and a report.
+    The place is a URL, or an absolute path. The first model there is always promoted. The function downloads the
+    weights, measures both models, writes a report and prints the outcome. A task calls it within one_attempt(), which
+    turns errors into Flyte's. Returns whether the candidate was promoted, the weights that are promoted now, the
+    figures and a report.
 
     Raises:
         InputError: the place or the measure cannot be used, the candidate's measure is not finite, or the promoted

@@ -66,18 +66,10 @@ class Verdict:
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
     """Compare the candidate with the promoted model by options.measure or, if that is empty, the recipe's main measure.
 
-    Args:
-        candidate: the candidate's measures on the test split.
-        current: the promoted model's measures, by the same recipe; None if there is no promoted model. The candidate
-            wins against None, and against a measure or loss that is not finite.
-        options: the measure, which direction is better, and the margin.
-
-    Returns:
-        The verdict, whose is_better says whether the candidate wins: it must be better by more than the margin.
-
-    Raises:
-        InputError: the measure is unknown, its better direction is not given, or the candidate's value or loss is not
-            finite. The loss is checked, too, because a model whose outputs are NaN still has an accuracy.
+    Both have been measured on the test split by the same recipe. The candidate wins if it is better by more than the
+    margin, against None, and against a measure or loss that is not finite. Raises InputError if the measure is unknown,
+    its better direction is not given, or the candidate's value or loss is not finite. The loss is checked, too, because
+    a model whose outputs are NaN still has an accuracy.
     """
     name = options.measure or candidate.headline
     if name not in candidate.measures:

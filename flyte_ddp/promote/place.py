@@ -207,15 +207,8 @@ class Place:
     def roll_back(self, version: str) -> Pointer:
         """Promote an earlier version again. A current.json that is damaged or missing begins anew, without its history.
 
-        Args:
-            version: the version to promote. Its weights are verified first.
-
-        Returns:
-            The new pointer.
-
-        Raises:
-            InputError: The place has no versions, or none of this name.
-            ReportedError: The version is damaged.
+        The version's weights are verified first. Returns the new pointer. Raises InputError if the place has no
+        versions, or none of this name, and ReportedError if the version is damaged.
         """
         versions = self.versions()
         if not versions:

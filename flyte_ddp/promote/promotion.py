@@ -101,14 +101,7 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
     If another process promotes a model in the meantime, the candidate is compared again, with that model. A retry of a
     task whose earlier attempt has promoted the candidate does not promote it twice: it repeats the comparison for the
     report. The function also writes a page, prints the outcome and, if options.registered_model is set, registers a
-    promoted candidate in MLflow.
-
-    Args:
-        platform: the platform.
-        subject: the candidate's training, from RecipeTraining.subject(settings, data).
-        model: the candidate's weights.
-        place: the place that models are promoted to.
-        options: when to promote.
+    promoted candidate in MLflow. `subject` is the candidate's training, and `model` its weights.
 
     Returns:
         The figures, the weights that are promoted now (the candidate's or the previous ones), and the page.
@@ -159,18 +152,11 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
 
 
 def roll_back(place: Place, version: str) -> Pointer:
-    """Promote an earlier version again, and return the new pointer.
+    """Promote an earlier version again, after verifying its weights, and return the new pointer.
 
     If this version, or the one that it replaces, was registered in MLflow, the alias there moves to this version, too.
-    If MLflow fails, a warning says so.
-
-    Args:
-        place: the place of the promoted models.
-        version: the version to promote. Its weights are verified first.
-
-    Raises:
-        InputError: The place has no versions, or none of this name.
-        ReportedError: The version is damaged.
+    If MLflow fails, a warning says so. Raises InputError if the place has no versions, or none of this name, and
+    ReportedError if the version is damaged.
     """
     try:
         before = [place.read().version]
@@ -189,17 +175,9 @@ def roll_back(place: Place, version: str) -> Pointer:
 def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
     """Roll back to a version, or only show the history if `version` is "". Print the versions, and write a page.
 
-    Args:
-        platform: the platform.
-        place: the URL or folder of the promoted models; "" is the default of a local run.
-        version: the version to promote again, or "".
-
-    Returns:
-        The version that is promoted now, "" if none is, and the path of the page.
-
-    Raises:
-        InputError: The place or version does not exist or cannot be used.
-        ReportedError: The version or current.json is damaged.
+    The place is a URL or a folder; "" is the default of a local run. Returns the version that is promoted now, "" if
+    none is, and the path of the page. Raises InputError if the place or version does not exist or cannot be used, and
+    ReportedError if the version or current.json is damaged.
     """
     with run_folder(platform, "roll-back") as folder:
         models = open_place(platform, place)

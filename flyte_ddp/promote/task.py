@@ -93,20 +93,11 @@ def check_promotion(
 ) -> PromotionTarget:
     """Check the inputs of a promotion, and fill in those that were left out from the metadata of the weights.
 
-    It is a task that runs before anything is downloaded or trained. A new place gets an empty current.json.
-
-    Args:
-        place: a URL, or a folder in a local run, where "" is the default place.
-        model_state: the candidate's weights; None if the candidate is yet to be trained.
-        hp: the candidate's hyperparameters.
-        options: how the candidate is to be trained; only checked without model_state.
-
-    Returns:
-        The name of the dataset, the root of the place, and the complete hyperparameters.
-
-    Raises:
-        InputError: an input is wrong, such as a place that cannot be written to. On a cluster it is the platform's
-            error for that.
+    It is a task that runs before anything is downloaded or trained. The place is a URL, or a folder in a local run,
+    where "" is the default place; a new one gets an empty current.json. If model_state is None, the candidate is yet to
+    be trained, and the options are only checked then. Returns the name of the dataset, the root of the place, and the
+    complete hyperparameters. Raises InputError if an input is wrong, such as a place that cannot be written to; on a
+    cluster it is the platform's error for that.
     """
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root
@@ -132,17 +123,9 @@ def promote_model(
 ) -> PromotionOutputs:
     """Promote a training's weights if they are better on its test split than those promoted at the place.
 
-    The first model at a place is always promoted. The function downloads the weights, and writes a report. A task calls
-    it.
-
-    Args:
-        subject: the training: its recipe, settings and data.
-        model_state: the candidate's weights.
-        place: a URL, or an absolute path.
-        options: when to promote.
-
-    Returns:
-        The outcome: whether the candidate was promoted, the weights that are promoted now, the figures and a report.
+    The place is a URL, or an absolute path. The first model there is always promoted. The function downloads the
+    weights, and writes a report. A task calls it. Returns whether the candidate was promoted, the weights that are
+    promoted now, the figures and a report.
     """
     promotion = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
     model = output_file(promotion.model, PythonPickledFile)

@@ -84,15 +84,8 @@ class Attempt:
         """Count this attempt's work after a position as lost, because the training continues from there.
 
         The seconds of work since the last mark at or before the position move to the cause "lost". Later marks are
-        deleted. Work after a checkpoint that left no mark counts as lost, too.
-
-        Args:
-            epoch: the position's epoch.
-            step: the position's step.
-
-        Returns:
-            True if this attempt began at or before the position. False if earlier attempts have lost work, too, or if
-            this attempt never started.
+        deleted. Work after a checkpoint that left no mark counts as lost, too. Returns whether this attempt began at or
+        before the position. If not, or if it never started, earlier attempts have lost work, too.
         """
         if not self.marks:
             return False

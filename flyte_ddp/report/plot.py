@@ -57,19 +57,12 @@ def make_axis(
     integer: bool = False,
     ticks: Sequence[float] = (),
 ) -> Axis:
-    """Build an axis that spans the values, with a margin and labels at round numbers.
+    """Build an axis from position `begin` to `end` that spans the values, with a margin and labels at round numbers.
 
-    Values that are not finite are ignored. A logarithmic axis also ignores values that are not positive.
-
-    Args:
-        values: the values to show.
-        begin: the position of the axis's first end.
-        end: the position of its other end.
-        write: formats a label.
-        logarithmic: makes the axis logarithmic, unless no value is positive.
-        from_zero: lets the axis begin at 0; a logarithmic axis then begins at 1.
-        integer: puts labels at whole numbers only; a logarithmic axis ignores it.
-        ticks: the values to label, in place of round numbers.
+    Values that are not finite are ignored. A logarithmic axis also ignores values that are not positive; without any
+    that is, it is linear. With from_zero the axis begins at 0, and a logarithmic one at 1. With integer, which a
+    logarithmic axis ignores, only whole numbers get labels. `ticks` are the values to label, in place of round numbers;
+    `write` formats a label.
     """
     shown = [value for value in values if math.isfinite(value)]
     logarithmic = logarithmic and any(value > 0 for value in shown)

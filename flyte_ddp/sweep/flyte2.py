@@ -56,16 +56,11 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[
 
 
 def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
-    """Train one trial of a rung, and return its result.
+    """Train one trial of a rung on the prepared dataset, and return its result.
 
     The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
     the same result. If the loss is not finite, the result is a failure. Any other failure is raised, because Flyte
     would cache the result, and failures such as a full disk do not follow from the settings.
-
-    Args:
-        entrant: the trial's settings, and its checkpoint, if any.
-        data: the prepared dataset.
-        options: the options of the run.
     """
     started = time.time()
     hp = Hyperparameters.from_json(entrant.settings)

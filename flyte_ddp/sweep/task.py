@@ -54,18 +54,9 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
     """Run the trials and compare them, in a @dynamic, and return the promise of a SweepComparison.
 
     On a cluster each rung is a map task, which fails only if all of its pods fail for good. A local run trains one
-    trial after another.
-
-    Args:
-        sweep: the sweep.
-        trials: the settings of each trial.
-        run: a task that trains a trial. It has an input `entrant`, besides those in `inputs`, and returns a
-            TrialResult.
-        subject: what is trained, for the report.
-        inputs: the task's other inputs.
-
-    Raises:
-        InputError: the sweep's reduction factor does not fit its trials.
+    trial after another. `run` is a task that trains a trial. It has an input `entrant`, besides those in `inputs`, and
+    returns a TrialResult. `trials` has the settings of each trial, and the report says that `subject` is trained.
+    Raises InputError if the sweep's reduction factor does not fit its trials.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_reduction_factor(sweep, settings)
@@ -94,13 +85,9 @@ def try_out(
 
     The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
     the same result. If the loss is not finite, the result is a failure. Any other failure is raised, because Flyte
-    would cache the result, and failures such as a full disk or GPU memory do not follow from the settings.
-
-    Args:
-        run: is called as run(settings, **inputs), with init=... if there is a checkpoint, and returns the outputs.
-        kind: the class of the settings.
-        entrant: the trial.
-        inputs: other arguments of run.
+    would cache the result, and failures such as a full disk or GPU memory do not follow from the settings. `run` is
+    called as run(settings, **inputs), with init=... if there is a checkpoint, and returns the outputs; settings are of
+    class `kind`.
     """
     started = time.time()
     storage = FlyteContextManager.current_context().file_access

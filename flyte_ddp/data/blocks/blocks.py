@@ -88,18 +88,11 @@ def check_count(name: str, value: Any) -> None:
 
 
 def to_rows(tree: Any, name: str) -> np.ndarray:
-    """Pack a tree of arrays into one array of rows, with one row a sample.
+    """Pack a tree of arrays (n, ...) in dicts, lists and tuples into one structured array (n,), with one row a sample.
 
-    Args:
-        tree: a single array (n, ...), or such arrays in dicts, lists and tuples.
-        name: the block's name for messages.
-
-    Returns:
-        A structured array (n,). A single array is returned as it is, but contiguous.
-
-    Raises:
-        DataError: The arrays differ in their number of rows, a leaf is no array of numbers, or a dict has keys that
-            are no strings or look like a tuple's.
+    A tree that is a single array is returned as it is, but contiguous. Raises DataError, with the block's name, if the
+    arrays differ in their number of rows, a leaf is no array of numbers, or a dict has keys that are no strings or look
+    like a tuple's.
     """
     length = count_rows(tree, name)
     kind = _row_kind(tree, name)
@@ -137,15 +130,9 @@ def to_tree(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
 
 
 def open_rows(path: Path, length: int, name: str) -> np.ndarray:
-    """Open a block's file as a memory map of its rows.
+    """Open a block's .npy file as a memory map of its rows.
 
-    Args:
-        path: the .npy file.
-        length: how many rows the file must have.
-        name: the block's name for messages.
-
-    Raises:
-        DataError: The file is damaged or cut short, or has another number of rows.
+    Raises DataError, with the block's name, if the file is damaged or cut short, or has not `length` rows.
     """
     try:
         rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False, max_header_size=MOST_HEADER_BYTES)

@@ -72,18 +72,11 @@ def verify(directory: PathLike) -> DatasetDescription:
 
 
 def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map images (N, C, H, W) uint8 and labels (N,) int64 of a split of a prepared dataset.
+    """Memory-map images (N, C, H, W) uint8 and labels (N,) int64 of the split "train" or "test" of a prepared dataset.
 
     The maps are copy-on-write: all processes of a host share one copy, no write reaches the files, and torch.from_numpy
-    takes the maps without its warning about read-only arrays.
-
-    Args:
-        directory: the folder of the prepared dataset.
-        split: "train" or "test".
-
-    Raises:
-        InputError: There is no such split.
-        DataError: A file is missing or damaged.
+    takes the maps without its warning about read-only arrays. Raises InputError if there is no such split, and
+    DataError if a file is missing or damaged.
     """
     if split not in SPLITS:
         raise InputError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")

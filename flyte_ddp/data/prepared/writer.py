@@ -35,18 +35,9 @@ def write_prepared(
     The folder is created if it is missing. If it exists, it is left alone if it has this very dataset, intact.
     Otherwise it is replaced, with all that is in it. Concurrent writers of the same dataset don't disturb each other.
 
-    Args:
-        directory: the folder.
-        name: the dataset's name.
-        classes: names, in the order of the labels.
-        train_images: (N, C, H, W) uint8.
-        train_labels: (N,) of any integer type, from 0 to len(classes) - 1.
-        test_images: like train_images, with the same C, H and W.
-        test_labels: like train_labels.
-        passes_per_epoch: how often an epoch goes over the training images.
-
-    Raises:
-        InputError: An array is not as described, or the disk is full or read-only.
+    Images are (N, C, H, W) uint8, with the same C, H and W in both splits. Labels are (N,) of any integer type: places
+    in `classes`, the names. An epoch goes over the training images passes_per_epoch times. Raises InputError if an
+    array is not as described, or the disk is full or read-only.
     """
     arrays = dict(zip(FILES, (train_images, train_labels, test_images, test_labels), strict=True))
     _check_arrays(name, len(classes), arrays)
@@ -125,16 +116,10 @@ def pixel_counts(images: np.ndarray) -> np.ndarray:
 
 
 def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel, for pixels scaled to 0 to 1, from histograms of the values.
+    """Return mean and standard deviation of each channel, for pixels scaled to 0 to 1, from histograms (C, 256).
 
     Both are rounded to 4 decimals, or to as many as give 4 digits of the standard deviation, so they are equal on every
     machine. A channel with one value only has a standard deviation of 1 instead of 0.
-
-    Args:
-        counts: (C, 256), how often each value is in each channel.
-
-    Returns:
-        C means, and C standard deviations.
     """
     means, stds = [], []
     for channel in counts:

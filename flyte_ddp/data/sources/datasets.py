@@ -66,16 +66,11 @@ def discard_damaged(name: str) -> None:
 
 
 def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored | None = None) -> Path:
-    """Prepare a dataset unless it is there and intact, and return its folder.
+    """Prepare a dataset unless it is there and intact, and return its folder. Many processes may do so at once.
 
-    Original files that are there with the right checksum are not downloaded again.
-
-    Any number of processes may do this at once.
-
-    Args:
-        name: the dataset's name.
-        progress: called with (file name, bytes so far, total bytes or None) while a file is downloaded.
-        open_stored: opens a file of a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
+    Original files that are there with the right checksum are not downloaded again. While a file is downloaded,
+    `progress` is called with (file name, bytes so far, total bytes or None). `open_stored` opens a file of a
+    DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
 
     Raises:
         DownloadError: the original files cannot be downloaded.

@@ -45,15 +45,10 @@ class Sound(NamedTuple):
 def list_images(folder: Path) -> Files:
     """Return the names of image files relative to folder, sorted, by split and class. No file is read.
 
-    Args:
-        folder: has a sub-folder for each class, or sub-folders train and test that have these.
-
-    Returns:
-        {"train": …, "test": …}, each with a list of names by class; {"": …} if the folder is not divided.
-
-    Raises:
-        InputError: the folder is not there or has no image files, there is only one class to train on, only test has
-            some class, or sub-folders are called as splits other than train and test.
+    The folder has a sub-folder for each class, or sub-folders train and test that have these. The result is {"train":
+    …, "test": …}, each with a list of names by class; {"": …} if the folder is not divided. Raises InputError if the
+    folder is not there or has no image files, there is only one class to train on, only test has some class, or
+    sub-folders are called as splits other than train and test.
     """
     with reading():
         paths = _all_images(folder)
@@ -153,16 +148,8 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
     """Read every image once, write a prepared dataset that names their files, and return its folder, the index.
 
     The index is in the folder for local data, under a hash of its content, so equal images have one index. It has no
-    link to the images yet: link_images makes it.
-
-    Args:
-        folder: the folder of the images, as list_images takes it.
-        name: the dataset's name.
-        images: which images to use.
-        say: prints a line.
-
-    Raises:
-        InputError: too many files cannot be read, or too few images or classes are left.
+    link to the images yet: link_images makes it. `say` prints a line. Raises InputError if too many files cannot be
+    read, or too few images or classes are left.
     """
     paths = list_images(folder)
     classes = _large_classes(paths, images.least_images)
@@ -254,18 +241,10 @@ def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], 
 
 
 def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:
-    """Write images as PNG files NUMBER.png, with a sub-folder per class. The folder appears whole or not at all.
+    """Write images (N, C, H, W) as PNG files NUMBER.png, with a sub-folder per class. C is 1 or 3; labels are (N,).
 
-    If the folder exists already, because another process has written it, that folder stays, and no error is raised.
-
-    Args:
-        folder: the new folder.
-        classes: the names of the classes, in the order of the labels.
-        images: (N, C, H, W) uint8, C being 1 or 3.
-        labels: (N,) integers, places in `classes`.
-
-    Raises:
-        OSError: The folder cannot be written.
+    The folder appears whole or not at all. If it exists already, because another process has written it, it stays, and
+    no error is raised. Raises OSError if the folder cannot be written.
     """
     from PIL import Image
 
