@@ -106,7 +106,7 @@ def container_of(task: TaskTemplate) -> Container:
     return Container(
         image=one["image"],
         args=one["args"],
-        env=[KeyValuePair(key=pair["name"], value=pair["value"]) for pair in one["env"]],
+        env=[KeyValuePair(key=pair["name"], value=pair["value"]) for pair in one["env"] if "value" in pair],
         resources=Resources(requests=requests, limits=limits),
     )
 

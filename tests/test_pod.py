@@ -1,15 +1,18 @@
 """The commands that a cluster's pods run, one after the other, against a local run of the same workflow."""
 
 import dataclasses
+import json
 import os
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.tasks_pb2 import Resources
+from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -131,9 +134,14 @@ def test_lost_mirror_is_worth_a_retry(place):
 
 @pytest.mark.slow
 def test_gpus_of_one_run_reach_its_training_pod(place):
-    inputs = {"gpus": literal(3), "hp": literal(HP), "options": literal(RunOptions())}
+    (place / "earlier").mkdir()
+    node = {"node": "node-a", "reason": "ECC", "time": time.time(), "execution": "the-one-before", "url": ""}
+    (place / "earlier" / "avoided-nodes.json").write_text(json.dumps({"format": 1, "nodes": [node]}))
+    options = RunOptions(resume_from=f"{place}/earlier")
+    inputs = {"gpus": literal(3), "hp": literal(HP), "options": literal(options)}
     registered = package()
-    pod = Pod(registered.tasks["workflows.gpus.train_on_gpus"], inputs, place / "gpus")
+    task, avoiding = registered.tasks["workflows.gpus.train_on_gpus"], {"DDP_AVOID_HOURS": "24"}
+    pod = Pod(task, inputs, place / "gpus", environment=avoiding)
     assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     (training,) = (node for node in job.nodes if "pytorch_mnist_task" in node.task_node.reference_id.name)
@@ -148,3 +156,6 @@ def test_gpus_of_one_run_reach_its_training_pod(place):
         assert getattr(task, field) == getattr(as_registered, field), field
     asked = {variable.key: variable.value for variable in container_of(task).env}["DDP_POD_GPUS"]
     assert asked == "3", "the pod counts them"
+    affinity = MessageToDict(task.k8s_pod.pod_spec)["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"] == [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-a"]}]

@@ -28,7 +28,7 @@ def train_on_gpus(
     gpus: int, hp: Hyperparameters, options: RunOptions, init: FlyteFile | None = None
 ) -> TrainingOutputs:
     """Train in a pod with this many GPUs; 0 is a small pod without any. A local run uses what the machine has."""
-    sizes = resize(pytorch_mnist_task, gpus)
+    sizes = resize(pytorch_mnist_task, gpus, options.resume_from)
     data = prepare_dataset(name=resolve_dataset(hp=hp, options=options))
     training = pytorch_mnist_task(hp=hp, data=data, options=options, init=init_by_content(init=init))
     return training.with_overrides(**sizes)

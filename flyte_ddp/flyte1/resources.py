@@ -9,17 +9,18 @@ from types import MappingProxyType
 from typing import Any
 
 from flytekit import Annotations, Email, Labels, PodTemplate, Resources, Secret, Slack
-from flytekit.core.base_task import PythonTask
 from flytekit.core.pod_template import PRIMARY_CONTAINER_DEFAULT_NAME
+from flytekit.core.python_auto_container import PythonAutoContainerTask
 from flytekit.extras import accelerators
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.attempt import requested
-from flyte_ddp.attempt.avoided import exclude_nodes, tell_node
+from flyte_ddp.attempt.avoided import exclude_nodes, find_nodes, is_avoiding, tell_node
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.attempt.registration import MOST_GPUS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment, training_environment
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
 from flyte_ddp.launch.grace import USUAL_SECONDS
 
@@ -49,15 +50,17 @@ def training_sizes(gpus: int) -> dict[str, Any]:
     return {**needed, "shared_memory": True} if gpus else needed
 
 
-def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
+def resize(task: PythonAutoContainerTask, gpus: int, resume_from: str = "") -> dict[str, Any]:
     """Change a training task to a number of GPUs, and return the arguments of with_overrides for its pod.
 
     Call this function in a @dynamic. The number is written to the task's own environment, by which the pod knows how
-    many GPUs to expect: with_overrides cannot set variables.
+    many GPUs to expect: with_overrides cannot set variables. With DDP_AVOID_HOURS, the task's own pod template keeps
+    the pod away from the nodes that failed.
 
     Args:
         task: the training task, which is changed.
         gpus: the number of GPUs; 0 for a small pod without any.
+        resume_from: the folder of an earlier execution's checkpoint, where such nodes are listed; empty is none.
 
     Raises:
         InputError: gpus is negative, or more than a pod can have.
@@ -65,6 +68,8 @@ def resize(task: PythonTask, gpus: int) -> dict[str, Any]:
     if not 0 <= gpus <= MOST_GPUS:
         raise InputError(f"gpus must be at least 0 and at most {MOST_GPUS}, got {gpus}")
     task.environment[GPUS_VARIABLE] = str(gpus)  # with_overrides has no environment
+    if task.pod_template and is_avoiding(platform):
+        exclude_nodes(task.pod_template.pod_spec, [one.node for one in find_nodes(platform, resume_from.rstrip("/"))])
     return training_sizes(gpus)
 
 
