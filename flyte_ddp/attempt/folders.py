@@ -4,9 +4,10 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.platform import Platform
@@ -47,6 +48,38 @@ def run_folder(platform: Platform, name: str) -> Iterator[Path]:
             os.rename(folder, gone)  # an observer that is still at work can no longer write to the folder
         shutil.rmtree(gone, ignore_errors=True)
         raise
+
+
+def local_paths(literals: Iterable[Any]) -> Iterator[str]:
+    """Yield the local paths, those that begin with "/", of all files and folders in the outputs of a task.
+
+    They are also found in optional outputs, in lists and dicts, and in dataclasses, however deep.
+
+    Args:
+        literals: the outputs, each a protobuf message Literal, of Flyte 1 or 2.
+    """
+    for literal in literals:
+        scalar = literal.scalar
+        if scalar.binary.tag == "msgpack":  # pickled outputs have another tag
+            import msgpack
+
+            yield from _paths_in(msgpack.loads(scalar.binary.value, strict_map_key=False))
+        elif scalar.blob.uri.startswith("/"):
+            yield scalar.blob.uri
+        yield from local_paths(literal.collection.literals)
+        yield from local_paths(literal.map.literals.values())
+        if scalar.HasField("union"):
+            yield from local_paths([scalar.union.value])
+
+
+def _paths_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if str(value.get("path")).startswith("/"):
+            yield str(value["path"])
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _paths_in(one)
 
 
 # --- page ---

@@ -5,7 +5,6 @@ No torch: it would not fit into a small pod.
 
 import json
 import os
-from collections.abc import Iterator
 from typing import Annotated
 
 from flyteidl.core.literals_pb2 import LiteralMap
@@ -15,6 +14,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.attempt import datasets
 from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import local_paths
 from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.prepared import prepared
@@ -97,15 +97,8 @@ def forget_lost_results() -> None:
     ours = tuple(f"{entity.name}-" for entity in FlyteEntities.entities)
     for key in filter(lambda key: key.startswith(ours), list(cache)):
         outputs = LiteralMap.FromString(cache.get(key) or b"")
-        if not all(os.path.exists(path) for path in _local_paths(outputs)):
+        if not all(map(os.path.exists, local_paths(outputs.literals.values()))):
             cache.pop(key, None)
-
-
-def _local_paths(outputs: LiteralMap) -> Iterator[str]:
-    for literal in outputs.literals.values():
-        for one in literal.collection.literals or [literal]:
-            if one.scalar.blob.uri.startswith("/"):
-                yield one.scalar.blob.uri
 
 
 @task(

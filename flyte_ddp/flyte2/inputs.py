@@ -2,14 +2,12 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
 
-import msgpack
 from flyte.errors import RuntimeUserError
 from flyteidl2.task.common_pb2 import Outputs
 
 from flyte_ddp.attempt.failures import attempt_error, to_failure
+from flyte_ddp.attempt.folders import local_paths
 from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import Settings
@@ -52,28 +50,6 @@ def forget_lost_results() -> None:
     """
     with local_cache() as cache:
         for key, value in cache.execute("SELECT key, value FROM task_cache").fetchall():
-            if not all(os.path.exists(path) for path in _local_paths(Outputs.FromString(value))):
+            literals = [output.value for output in Outputs.FromString(value).literals]
+            if not all(map(os.path.exists, local_paths(literals))):
                 cache.execute("DELETE FROM task_cache WHERE key = ?", (key,))
-
-
-def _local_paths(outputs: Outputs) -> Iterator[str]:
-    """Yield the local paths, those that begin with "/", of the outputs' files and folders.
-
-    Files and folders are found as outputs, as items of a list, and as fields of a dataclass, also of one in another.
-    They are not found if the output's or item's type is optional, such as File | None, nor in dicts, in lists of lists,
-    and in lists within a dataclass.
-    """
-    for named in outputs.literals:
-        for one in named.value.collection.literals or [named.value]:
-            if one.scalar.binary.tag == "msgpack":  # pickled outputs have another tag
-                yield from _paths_in(msgpack.loads(one.scalar.binary.value, strict_map_key=False))
-            elif one.scalar.blob.uri.startswith("/"):
-                yield one.scalar.blob.uri
-
-
-def _paths_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if "path" in value and str(value["path"]).startswith("/"):
-            yield str(value["path"])
-        for one in value.values():
-            yield from _paths_in(one)

@@ -1,6 +1,7 @@
 """What a local run finds out anew each time, though a cluster remembers it."""
 
 import os
+from dataclasses import dataclass
 
 import pytest
 from flytekit import Cache, task
@@ -56,6 +57,33 @@ def test_entries_whose_files_are_gone_are_dropped_and_those_of_other_projects_st
     forget_lost_results()
     assert len(ours(cache)) == 1
     assert "another.project.train-1-0" in cache
+
+
+@dataclass
+class Nested:
+    folders: list[FlyteDirectory]
+
+
+@task(cache=Cache(version="1"))
+def folders_at(
+    parent: str,
+) -> tuple[FlyteDirectory | None, dict[str, FlyteDirectory], list[list[FlyteDirectory]], Nested, Nested | None]:
+    one, two, three, four, five = (FlyteDirectory(f"{parent}/{name}", remote_directory=False) for name in range(5))
+    return one, {"a": two}, [[three]], Nested([four]), Nested([five])
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_a_folder_is_missed_however_deep_in_an_output_it_is(tmp_path, lost):
+    for name in range(5):
+        (tmp_path / str(name)).mkdir()
+    folders_at(parent=str(tmp_path))
+    cache = local_cache()
+    (key,) = [key for key in cache if "folders_at" in key]
+    forget_lost_results()
+    assert key in cache
+    (tmp_path / str(lost)).rmdir()
+    forget_lost_results()
+    assert key not in cache
 
 
 def test_another_run_may_drop_entries_at_the_same_time(entries, monkeypatch):

@@ -1,5 +1,6 @@
 """What decides whether a result of Flyte 2 is reused, and what a pod asks for."""
 
+import asyncio
 import pickle
 import shutil
 import subprocess
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from flyte.extend import get_proto_extended_resources, get_proto_resources
+from flyte.io import Dir
+from flyte.types import TypeEngine
 from flyteidl2.core.literals_pb2 import Binary, Literal, Scalar
 from flyteidl2.core.tasks_pb2 import Resources as Proto
 from flyteidl2.task.common_pb2 import NamedLiteral, Outputs
@@ -102,3 +105,19 @@ def test_what_other_projects_have_cached_is_theirs_whatever_it_is(monkeypatch, t
     forget_lost_results()
     with local_cache() as cache:
         assert cache.execute("SELECT * FROM task_cache").fetchall() == [entry]
+
+
+def test_a_lost_folder_is_found_in_an_optional_output_and_in_a_dict(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".flyte" / "local-cache").mkdir(parents=True)
+    (tmp_path / ".flyte" / "local-cache" / "cache.db").touch()
+    lost = Dir(path=f"{tmp_path}/lost")
+    outputs: list[tuple[Any, Any]] = [(lost, Dir | None), ({"a": lost}, dict[str, Dir])]
+    for number, (value, kind) in enumerate(outputs):
+        literal = asyncio.run(TypeEngine.to_literal(value, kind, TypeEngine.to_literal_type(kind)))
+        entry = Outputs(literals=[NamedLiteral(name="o0", value=literal)]).SerializeToString()
+        with local_cache() as cache:
+            cache.execute("INSERT INTO task_cache VALUES (?, ?)", (str(number), entry))
+    forget_lost_results()
+    with local_cache() as cache:
+        assert not cache.execute("SELECT key FROM task_cache").fetchall()
