@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from flyte_ddp.launch.environment import Environment
@@ -102,7 +102,7 @@ def under_watchdog(
         lost = replace(failure, message=failure.message + (finding.silent and f"; {finding.silent}"))
         raise name_the_cause([finding.failure if finding.reason == "hang" else lost]) from error
     finally:
-        roll_call.close()
+        roll_call.close(has_succeeded=value.done() and not value.exception())
 
 
 def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts) -> None:
@@ -166,7 +166,8 @@ class RollCall:
 
     A rank looks once a second whether another one has asked. The first rank that asks reads all answers and tells the
     others. So no rank's effort grows with the number of ranks, except that one's, and once. Keys of the store: "host
-    RANK", "asked" (reason and rank of the first that asks), "answers" (a line of JSON from each rank), "found".
+    RANK", "asked" (reason and rank of the first that asks), "answers" (a line of JSON from each rank; that of a rank
+    whose work has succeeded says so), "found".
 
     Attributes:
         finding: is set once, when a rank has asked. It never comes if the process that keeps the store, which is rank
@@ -193,6 +194,7 @@ class RollCall:
         self._reason = ""
         self._woken = threading.Event()
         self._closed = False
+        self._has_succeeded = False
         self._thread = threading.Thread(target=self._run, name="roll call", daemon=True)
         self._thread.start()
 
@@ -201,8 +203,13 @@ class RollCall:
         self._reason = self._reason or reason
         self._woken.set()
 
-    def close(self) -> None:
-        """End the thread, unless the store blocks it."""
+    def close(self, has_succeeded: bool = False) -> None:
+        """End the thread, unless the store blocks it.
+
+        Args:
+            has_succeeded: whether this rank's work is done: the others must not take it for a rank that is silent.
+        """
+        self._has_succeeded = has_succeeded
         self._closed = True
         self._woken.set()
         self._thread.join(ALIVE_SECONDS)
@@ -220,13 +227,15 @@ class RollCall:
 
         A thread of each rank runs this method. If the store is gone, the thread ends without a finding, too.
         """
-        with suppress(RuntimeError):  # torch raises it if the store is gone, or a key is not there in time
+        with suppress(DistError):  # torch raises it if the store is gone, or a key is not there in time
             self._store.set(f"host {self._rank}", self._host)
             self._keeper = self._store.get("host 0").decode()
             while not self._woken.wait(ALIVE_SECONDS) and not self._store.check(["asked"]):
                 pass
             if not self._closed:
                 self.finding.set_result(self._exchange_answers())
+            elif self._has_succeeded:
+                self._leave(None)
 
     def _exchange_answers(self) -> Finding:
         """Add this rank's answer to those in the store, and return the finding that all ranks agree on.
@@ -237,8 +246,7 @@ class RollCall:
         """
         own = f"{self._reason} {self._rank}"
         first = self._store.compare_set("asked", "", own).decode()
-        answer = json.dumps([self._rank, self._host, asdict(self._answer())])
-        self._store.append("answers", f"{answer}\n")
+        self._leave(asdict(self._answer()))
         if first == own:
             time.sleep(ANSWER_SECONDS)
         else:
@@ -250,13 +258,26 @@ class RollCall:
         fields = json.loads(self._store.get("found"))
         return Finding(fields["reason"], Failure(**fields["failure"]), fields["silent"])
 
+    def _leave(self, answer: dict[str, Any] | None) -> None:
+        """Add this rank's answer to those in the store; None says that its work has succeeded."""
+        self._store.append("answers", f"{json.dumps([self._rank, self._host, answer])}\n")
+
     def _gather(self, reason: str) -> Finding:
-        """Return the finding from the answers that are in the store now; ranks without an answer count as silent."""
+        """Return the finding from the answers that are in the store now; ranks without an answer count as silent.
+
+        Ranks whose work has succeeded are left out.
+
+        Args:
+            reason: why a rank has asked: "hang" or "loss".
+        """
         answers = dict.fromkeys(range(self._size), Answer())
         hosts = dict.fromkeys(range(self._size), UNKNOWN)
         for rank, host, answer in map(json.loads, self._store.get("answers").decode().splitlines()):
-            answers[rank] = Answer(**answer)
             hosts[rank] = host
+            if answer:
+                answers[rank] = Answer(**answer)
+            else:
+                del answers[rank]
         for rank in answers:
             if hosts[rank] == UNKNOWN and self._store.check([f"host {rank}"]):
                 hosts[rank] = self._store.get(f"host {rank}").decode()

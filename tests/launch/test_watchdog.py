@@ -107,6 +107,23 @@ def test_ranks_of_several_lost_hosts_are_all_named():
     assert found_by(calls).silent == "rank 1 on node-a, rank 2 on node-b, rank 3 on node-b do not answer"
 
 
+def test_a_rank_whose_work_has_succeeded_is_not_taken_for_a_silent_one():
+    calls = roll_calls(HashStore(), [IN_REDUCE, BEHIND, IN_REDUCE, IN_REDUCE])
+    calls[0].close(has_succeeded=True)
+    calls[3].ask("hang")
+    found = found_by(calls[1:])
+    assert (found.failure.rank, found.failure.others, found.silent) == (1, (), "")
+
+
+def test_a_fault_in_an_answer_is_shown(monkeypatch):
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", lambda caught: shown.append(caught.exc_value))
+    call = RollCall(HashStore(), environment(0), Timeouts(60), raising(fault := RuntimeError("no stack")))
+    call.ask("hang")
+    call._thread.join()
+    assert shown == [fault]
+
+
 class StandsStill(HashStore):
     """As the client of a store whose process is stopped: not even a time-out ends a question to it."""
 
@@ -144,7 +161,7 @@ def test_the_value_or_the_error_of_the_work_comes_back(tmp_path):
 
 
 def raising(error):
-    def work(store):
+    def work(*store):
         raise error
 
     return work
