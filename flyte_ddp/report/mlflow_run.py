@@ -132,7 +132,9 @@ class MlflowRun(Tracker):
 
     def _send_batch(self) -> None:
         batch = list(islice(self._waiting, MOST_METRICS))
-        sent = {**self._sent, **{first_part(metric.key): metric.step for metric in batch}}
+        groups = [(first_part(metric.key), metric.step) for metric in islice(self._waiting, MOST_METRICS + 1)]
+        cut = groups[MOST_METRICS:]  # a step of a group whose rest the next request sends
+        sent = {**self._sent, **dict(group for group in groups if group not in cut)}
         tags = {**self._tags, STEPS: json.dumps(sent)}
         run_tags = [self._entities.RunTag(name, to_text(value)) for name, value in tags.items()]
         self._log(self._run_id, metrics=batch, tags=run_tags)

@@ -90,6 +90,28 @@ def test_an_attempt_goes_on_with_the_run_of_one_that_was_killed(recorded, server
     assert (run.data.tags["world_size"], run.info.run_name) == ("3", recorded.info.name)
 
 
+def test_a_step_of_which_a_killed_attempt_sent_a_part_is_sent_whole(recorded, server, attempt, request, monkeypatch):
+    monkeypatch.setattr(mlflow_run, "MOST_METRICS", 2)
+    (started,), (step, *_) = recorded.of(RunStarted), recorded.of(StepLogged)
+    step = dataclasses.replace(step, measures={"loss": 1.0, "error": 2.0, "more": 3.0})
+    killed = attempt()
+    killed(started)
+    client = killed._tracker._client
+    send, left = client.log_batch, iter(range(1))
+
+    def log_batch(*given, **named):
+        next(left)  # fails from the second time on
+        return send(*given, **named)
+
+    client.log_batch = log_batch
+    killed(step)
+    again = attempt()
+    for event in (started, step):
+        again(event)
+    again.close()
+    assert server.points(server.run(request.node.name), "train/more") == [(5, 3.0)]
+
+
 def test_measures_that_mlflow_would_refuse(recorded, server, attempt, request):
     """Of any number, name and value; and a setting that is longer than it takes."""
     settings = dataclasses.replace(recorded.info.settings, freeze=7000 * "x")
