@@ -39,11 +39,13 @@ def register(place: Place, version: str, name: str) -> str:
         answer.
     """
     entry = [""]
+    promoted = [""]
     problem = [f"no answer within {SECONDS:g} s"]
 
     def work() -> None:
         try:
-            entry[0] = f"models:/{name}/{_register(place, version, name)}"
+            number, promoted[0] = _register(place, version, name)
+            entry[0] = f"models:/{name}/{number}"
             problem[0] = ""
         except Exception as error:  # MLflow, the network and the place have errors of their own
             problem[0] = one_line(error) or type(error).__name__
@@ -59,16 +61,29 @@ def register(place: Place, version: str, name: str) -> str:
             f"back to {version} in {place.root}, which registers it"
         )
         return ""
-    say(f"MLflow: {entry[0]} is {name}@{ALIAS}")
+    if promoted[0] == version:
+        say(f"MLflow: {entry[0]} is {name}@{ALIAS}")
+    else:
+        say(f"MLflow: {entry[0]} is registered, but not as {name}@{ALIAS}: {promoted[0]} has been promoted since")
     return entry[0]
 
 
-def _register(place: Place, version: str, name: str) -> str:
-    """Find or create the entry of a version in MLflow's registry, and return the entry's number.
+def _register(place: Place, version: str, name: str) -> tuple[str, str]:
+    """Find or create the entry of a version in MLflow's registry, and set the registered model's alias.
 
-    The entry is the one of this registered model whose tag names the version and whose source is the version's folder
-    in the place. A registered model that does not exist is created first. The alias "champion" is set to the entry if
-    the version is still the promoted one. Raises RuntimeError without MLflow or its address, and any error of MLflow.
+    A registered model that does not exist is created first.
+
+    Args:
+        place: the place of the promoted models.
+        version: the name of a version in the place.
+        name: the name of the registered model.
+
+    Returns:
+        The entry's number, and the version that is promoted now.
+
+    Raises:
+        RuntimeError: MLflow is not installed, or no address of a server is set.
+        Exception: any error of MLflow, the network or the place.
     """
     if find_spec("mlflow") is None:
         raise RuntimeError(f"it needs {not_installed('mlflow-skinny', 'mlflow')}")
@@ -78,12 +93,32 @@ def _register(place: Place, version: str, name: str) -> str:
     facts = place.facts(version)
     if not client.search_registered_models(f"name = '{name}'", max_results=1):
         _create(client, name)
-    source = f"{place.root}/versions/{version}"
+    entry = _find(client, place, name, version) or _entry(client, name, _source(place, version), version, facts)
+    return str(entry.version), _set_alias(client, place, name)
+
+
+def _source(place: Place, version: str) -> str:
+    return f"{place.root}/versions/{version}"
+
+
+def _find(client: Any, place: Place, name: str, version: str) -> Any:
+    """Return the entry whose tag names the version, and whose source is the version's folder in the place, or None."""
     known = client.search_model_versions(f"name = '{name}' and tags.`{VERSION}` = '{version}'")
-    entry = next((one for one in known if one.source == source), None) or _entry(client, name, source, version, facts)
-    if place.read().version == version:  # a later promotion sets the alias itself
-        client.set_registered_model_alias(name, ALIAS, entry.version)
-    return str(entry.version)
+    return next((one for one in known if one.source == _source(place, version)), None)
+
+
+def _set_alias(client: Any, place: Place, name: str) -> str:
+    """Set the alias "champion" to the entry of the promoted version, and return that version.
+
+    A version that is promoted meanwhile may have set the alias just before, so the place is read again afterwards. If
+    the promoted version has no entry yet, its own promotion sets the alias.
+    """
+    while True:
+        version = place.read().version
+        if entry := _find(client, place, name, version):
+            client.set_registered_model_alias(name, ALIAS, entry.version)
+        if place.read().version == version:
+            return version
 
 
 def _create(client: Any, name: str) -> None:

@@ -14,7 +14,7 @@ from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.place import PROMOTED, Place
 from flyte_ddp.promote.promotion import roll_back
 from flyte_ddp.promote.registry import ALIAS, register
-from flyte_ddp.report.mlflow_run import ADDRESS, MODEL
+from flyte_ddp.report.mlflow_run import ADDRESS, MODEL, new_client
 from tests.commands import ROOT, free_port, output, pyflyte_process
 from tests.flyte2.test_local import flyte_run
 from tests.object_storage import object_storage
@@ -70,6 +70,30 @@ def test_the_alias_goes_with_the_promoted_version(server, place, tmp_path, monke
     assert len(server.client.search_model_versions(f"name = '{name}'")) == 2
     register(place, "second", name)
     assert champion(server, name).version == "1", "of what is no longer promoted the alias is not set"
+
+
+@pytest.mark.slow
+def test_the_alias_ends_at_what_is_promoted_while_it_is_set(server, place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(ADDRESS, server.url)
+    others = [lambda: promote(place, "second", tmp_path, "contested")]
+
+    def interrupted(address):
+        client = new_client(address)
+        set_alias = client.set_registered_model_alias
+
+        def late(*given):
+            if others:
+                others.pop()()
+            set_alias(*given)
+
+        client.set_registered_model_alias = late
+        return client
+
+    monkeypatch.setattr(registry, "new_client", interrupted)
+    promote(place, "first", tmp_path, "contested")
+    assert champion(server, "contested").source == f"{place.root}/versions/second"
+    said = capsys.readouterr().err
+    assert "models:/contested/1 is registered, but not as contested@champion: second has been promoted since" in said
 
 
 @pytest.mark.slow
