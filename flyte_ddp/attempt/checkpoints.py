@@ -160,6 +160,8 @@ class PlatformStore(CheckpointStore):
         finally:
             if found != self.url:
                 point_to(self._platform, found or previous)
+        if found == self.url:
+            self._stored = self._version()
         self.uploads.wake()
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:

@@ -251,6 +251,19 @@ def test_who_does_not_want_to_resume_starts_anew_also_where_the_pod_starts_again
     assert restored(Folders(stored, 1), resume=False) == ""
 
 
+def test_what_the_storage_has_is_not_uploaded_again(stored):
+    class Counting(Folders):
+        uploaded: tuple[str, ...] = ()
+
+        def put(self, path, url):
+            self.uploaded = (*self.uploaded, path.name)
+            super().put(path, url)
+
+    own = Counting(stored)
+    assert restored(own) == "half a training"
+    assert own.uploaded == ()
+
+
 class ReadsTwice(Folders):
     """Opens what it uploads a second time, as clients do that send a file in parts; rank 0 has written the next one."""
 
