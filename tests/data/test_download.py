@@ -9,10 +9,12 @@ import textwrap
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from flyte_ddp.data.sources import open_url
 from flyte_ddp.data.sources.download import Mirrors, mirror_from_environment
 from flyte_ddp.data.sources.open_url import Limits, Opener
 from flyte_ddp.errors import DownloadError, InputError
@@ -87,6 +89,18 @@ def test_slow_but_alive_connection_outlasts_every_limit(folder):
     with served(slow) as (url, _):
         limits = Limits(answer_seconds=1.5, window_seconds=1.5, window_bytes=2000, silence_seconds=2)  # of 2.6 in all
         assert Mirrors([url], opener=Opener(limits)).fetch(NAME, MD5, folder).read_bytes() == CONTENT
+
+
+def test_time_that_the_caller_takes_is_not_the_servers(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(open_url, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with served(good) as (url, _):
+        pieces, _ = Opener(replace(LIMITS, window_bytes=2**20)).open(url)
+        read = b""
+        for piece in pieces:
+            read += piece
+            now[0] += 60
+        assert read == CONTENT
 
 
 def test_gz_arrives_as_stored_whatever_the_server_calls_it(folder):
