@@ -246,6 +246,11 @@ def test_a_name_that_is_not_there_is_refused_with_the_place(repository, monkeypa
     assert sysconfig.get_path("scripts") not in str(refused.value)
 
 
+def test_a_name_that_a_function_defines_is_for_the_rank_to_find(repository):
+    write(repository, {"named.py": "def choose():\n  global X\n  class X: pass\nchoose()"})
+    assert find_code("named:X").name == "named:X"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [("x = 1\nclass Y(:", 2), ("x = 1\n\ny = 'a", 3), ("x = 1\0", 1), ("def f(a):\n  global a", 2)],

@@ -241,8 +241,12 @@ def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
 def _check_defined(name: str, file: str) -> None:
     """Raise InputError if a module's source does not define a name at its top level, or has a syntax error.
 
-    An assignment, a definition or an import of the name counts. A module with a star import or with __getattr__ passes,
-    because either may provide the name. The module is not imported.
+    An assignment, a definition or an import of the name counts. A module with a star import, with __getattr__, or with
+    a function that declares the name as global passes, because each may provide the name. The module is not imported.
+
+    Args:
+        name: "package.module:Name".
+        file: the module's file.
     """
     attribute = name.partition(":")[2]
     content = Path(file).read_bytes()
@@ -251,6 +255,7 @@ def _check_defined(name: str, file: str) -> None:
         table = symtable.symtable(content, file, "exec")  # type: ignore[arg-type] # bytes: its coding
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     stars = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
-    # The rank finds out about names that come from a star import or from __getattr__
-    if attribute not in names and "__getattr__" not in names and not any(stars):
+    global_names = chain.from_iterable(node.names for node in ast.walk(tree) if isinstance(node, ast.Global))
+    # The rank finds out about names that come from a star import, from __getattr__ or from a function
+    if not {attribute, "__getattr__"} & {*names, *global_names} and not any(stars):
         raise InputError(f"{name}: {file} defines no {attribute} at its top level")
