@@ -60,14 +60,15 @@ def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU)
     content = {"format": FORMAT, **content}
     written = None
     try:
-        with open(draft, "xb") as file:
-            _save(with_room(content), file)
-        written = draft
+        try:
+            with open(draft, "xb") as file:
+                _save(with_room(content), file)
+            written = draft
+        finally:
+            fill(written, content, device)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    finally:
-        fill(written, content, device)
     return draft
 
 

@@ -14,6 +14,7 @@ from torch import distributed
 
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, compare_identities, read_checkpoint, write_checkpoint
 from flyte_ddp.engine.job import Subject
+from flyte_ddp.engine.sharding.sharded_state import Shard
 from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished
 from flyte_ddp.flyte1.recipe import RecipeTraining
@@ -146,6 +147,13 @@ def test_of_other_code_the_files_that_changed_are_named(tmp_path, files, words):
     write_checkpoint(tmp_path / "checkpoint", content)
     with pytest.raises(CheckpointError, match=words):
         read_checkpoint(tmp_path / "checkpoint", {"code": "new"}, files)
+
+
+def test_rows_that_do_not_come_leave_no_draft(tmp_path):
+    content = {"weight": Shard(torch.ones(2), torch.Size([4]))}
+    with pytest.raises(ValueError, match="process group"):  # nobody is there to send them
+        write_checkpoint(tmp_path / "checkpoint", content)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_it_is_written_and_read_without_a_copy_in_memory(tmp_path):
