@@ -55,7 +55,7 @@ def find_held_generators(dataset: Any) -> dict[str, bytes]:
 def _call_and_state(name: str, generator: Any) -> tuple[str, bytes]:
     """Return the code that seeds a generator, for a message, and the generator's state.
 
-    A SystemRandom has no state and cannot be seeded: its state is b"", and its seed() does nothing.
+    A SystemRandom has no state and cannot be seeded: its state is b"", and a plain Random replaces it.
 
     Args:
         name: the generator as code, such as self.rng.
@@ -68,7 +68,7 @@ def _call_and_state(name: str, generator: Any) -> tuple[str, bytes]:
     if isinstance(generator, np.random.RandomState):
         return f"{name}.seed({SEED})", pickle.dumps(generator.get_state())
     if isinstance(generator, random.SystemRandom):
-        return f"{name}.seed({SEED})", b""
+        return f"{name} = random.Random({SEED})", b""
     return f"{name}.seed({SEED})", pickle.dumps(generator.getstate())
 
 

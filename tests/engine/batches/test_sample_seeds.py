@@ -1,6 +1,7 @@
 """What a Dataset draws is the same on any number of ranks and loader workers, after a resume, and new in each pass."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -212,6 +213,18 @@ def test_albumentations_transforms_are_seeded_as_the_message_says():
     assert calls == ["self.transform.set_random_seed(torch.randint(2**31, ()).item())"]
     assert not equal(steps(split_of(Flipped())), steps(split_of(Flipped())))
     assert equal(steps(split_of(Seeded())), steps(split_of(Seeded(), 2), 3))
+
+
+def test_the_remedy_for_each_kind_of_generator_works():
+    for rng in (np.random.default_rng(), np.random.RandomState(), random.Random(), random.SystemRandom()):
+        holder = SimpleNamespace(rng=rng)
+        (call,) = find_held_generators(holder)
+        drawn = []
+        for _ in range(2):
+            torch.manual_seed(7)
+            exec(call, {"self": holder, "numpy": np, "random": random, "torch": torch})
+            drawn.append(holder.rng.random())
+        assert drawn[0] == drawn[1], call
 
 
 class Several:
