@@ -205,7 +205,7 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
         return "error", isinstance(error, RecoverableError), ""
     if is_plain and message.startswith("DataLoader worker"):
         return "error", True, LESS_LOADING
-    if "OutOfMemoryError" in types or MEMORY_MESSAGE.search(message):
+    if is_out_of_memory(error):
         return "error", False, MORE_MEMORY
     if SETUP_MESSAGE.search(message):
         return "error", False, OTHER_RANKS if "Duplicate GPU" in message else ""
@@ -214,6 +214,14 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
     if types & PEER_ERRORS or (is_plain and PEER_MESSAGE.search(message)):
         return "peer", True, ""
     return "error", False, ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory was too short, for torch itself or for a library below it, such as cuBLAS."""
+    types = [base.__name__ for base in type(error).__mro__]
+    return "OutOfMemoryError" in types or (
+        "RuntimeError" in types and bool(MEMORY_MESSAGE.search(describe_error(error)))
+    )
 
 
 def _is_semaphore(error: BaseException) -> bool:

@@ -88,5 +88,5 @@ class Fixed(Tight):
 class Hopeless(Tight):
     def forward(self, model, batch):
         if model.training and not self.share.alone:
-            raise torch.OutOfMemoryError
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         return super().forward(model, batch)

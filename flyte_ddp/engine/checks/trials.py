@@ -32,6 +32,7 @@ from flyte_ddp.engine.torch_compat import (
     pytree,
 )
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch.failures import is_out_of_memory
 from flyte_ddp.recipe import Recipe, Tree
 from flyte_ddp.text import explain_error
 
@@ -241,13 +242,13 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
 def as_input_error(what: str, remedy: str) -> Iterator[None]:
     """Raise an InputError in place of any error within the block: "{what} ({the error}): {remedy}".
 
-    Only torch.OutOfMemoryError is passed on unchanged.
+    Only an error by which memory was too short is passed on unchanged.
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(f"{what} ({cause}): {remedy}") from error
 

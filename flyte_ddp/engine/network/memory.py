@@ -14,6 +14,7 @@ from flyte_ddp.engine.collectives import all_reduce_flags
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import any_batch_size
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch.failures import is_out_of_memory
 from flyte_ddp.recipe import Recipe
 
 
@@ -72,9 +73,9 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 def _fits(state: TrainingState, part: Batch) -> bool:
     """Return whether this rank has memory to compute the gradients of these samples, and for the optimizer's state.
 
-    It runs a forward and backward pass. False means that torch raised OutOfMemoryError. Buffers are put back
-    afterwards, and no weight or gradient changes. With sharding all ranks must call it. Even then each returns its own
-    answer.
+    It runs a forward and backward pass. False means that torch, or a library below it, lacked memory. Buffers are put
+    back afterwards, and no weight or gradient changes. With sharding all ranks must call it. Even then each returns its
+    own answer.
 
     Args:
         state: the training.
@@ -90,7 +91,9 @@ def _fits(state: TrainingState, part: Batch) -> bool:
             torch.autograd.grad(loss, weights, allow_unused=True)
         del reserved
         return True
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return False
     finally:
         before.put_back()
