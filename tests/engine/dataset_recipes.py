@@ -119,6 +119,17 @@ class KeptSamples(NoisyRows):
         return self.kept[index]
 
 
+class Ascending(Rows):
+    """Goes on from the sample before, as long as indices rise, and begins anew where they don't."""
+
+    last, shift = len(table()), 0.0
+
+    def __getitem__(self, index):
+        self.shift = self.shift + 1 if index > self.last else 0.0
+        self.last = index
+        return table()[index] + np.float32(self.shift)
+
+
 class OpenFile(Rows):
     """Reads from what it has opened at the start."""
 
@@ -225,6 +236,10 @@ class KeptNoiseDataset(OfDataset):
 
 class KeptSamplesDataset(OfDataset):
     dataset = KeptSamples
+
+
+class AscendingDataset(OfDataset):
+    dataset = Ascending
 
 
 class WritableFileDataset(OfDataset):

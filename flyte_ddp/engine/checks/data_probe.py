@@ -121,9 +121,9 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
 
 
 def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
-    """Read samples twice, then by two loader workers at once, and return why they are not the same.
+    """Read samples twice, then in another order, and return why they are not the same.
 
-    A split without loader workers is only read twice. A split in memory is not read.
+    Two loader workers read them at once, if the split has any. A split in memory is not read.
 
     Args:
         split: the split.
@@ -141,20 +141,21 @@ def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
     differs, call, expected = next(iter(twice.fetch([chosen])))
     if differs:
         return Fault.CHANGING, _remedy(dataset, bytes(call.numpy()).decode())
-    if not split.workers:
-        return None, ""
-    ends = socket.socketpair()
-    try:
-        at_once = Streamed(_ReadBy(partial(_read_in_turns, ends), dataset), CPU, workers=2)
-        read = [*at_once.fetch([chosen.roll(1), chosen.roll(2)])]
-    finally:
-        for end in ends:
-            end.close()
-    if all(torch.equal(digests, expected) for digests in read):
-        return None, ""
-    alone = Streamed(_ReadBy(_sample_digests, dataset), CPU, workers=1)
+    if split.workers:
+        ends = socket.socketpair()
+        try:
+            at_once = Streamed(_ReadBy(partial(_read_in_turns, ends), dataset), CPU, workers=2)
+            read = [*at_once.fetch([chosen.roll(1), chosen.roll(2)])]
+        finally:
+            for end in ends:
+                end.close()
+        if all(torch.equal(digests, expected) for digests in read):
+            return None, ""
+    alone = Streamed(_ReadBy(_sample_digests, dataset), CPU, min(1, split.workers))
     (digests,) = alone.fetch([chosen.roll(1)])
-    return Fault.SHARED if torch.equal(digests, expected) else Fault.KEPT, ""
+    if not torch.equal(digests, expected):
+        return Fault.KEPT, ""
+    return Fault.SHARED if split.workers else None, ""
 
 
 def _remedy(dataset: Any, call: str) -> str:

@@ -125,8 +125,8 @@ BY_RANK = [
 NEVER_THE_SAME = ["ScaledRate", "ScaledSchedule", "MixedByReader", "Padded"]
 
 
-def run(name, output, nproc=0, on_event=lambda event: None, **settings):
-    options = RunOptions(nproc=nproc, loader_workers=1, tracking="off")
+def run(name, output, nproc=0, on_event=lambda event: None, workers=1, **settings):
+    options = RunOptions(nproc=nproc, loader_workers=workers, tracking="off")
     return train(CLASSES[name], Settings(**settings), options, output=output, on_event=on_event)
 
 
@@ -142,6 +142,11 @@ def assert_refused(name, words, output, **settings):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_trained_resumed_or_evaluated_is_refused(alone, tmp_path, name):
     assert_refused(name, REFUSED[name], tmp_path)
+
+
+def test_what_was_read_before_must_not_matter_without_loader_workers_either(alone, tmp_path):
+    words = ["its Ascending gives other samples after others were read: keep nothing"]
+    assert_refused("AscendingDataset", words, tmp_path, workers=0)
 
 
 @pytest.mark.parametrize("name", BY_VIRTUAL_RANKS)
