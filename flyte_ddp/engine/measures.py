@@ -69,14 +69,15 @@ def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int 
         epoch: the number of the epoch, from 0, which augment() finds in its argument `random`.
 
     Raises:
-        InputError: a leaf of what augment() returns is no tensor, or has another number of samples.
+        InputError: augment() returns no tensors, or a leaf is no tensor, or has another number of samples.
     """
     if getattr(recipe.augment, "__func__", None) is Recipe.augment:  # as it is: nothing is drawn
         return tree
     recipe.share = share
     seed_part(seed, share.part)  # of code that does not draw from the argument random
     changed = recipe.augment(tree, Random(seed, recipe.share, recipe.device, epoch))
-    if any(not isinstance(leaf, Tensor) or len(leaf) != share.count for leaf in pytree.tree_leaves(changed)):
+    leaves = pytree.tree_leaves(changed)
+    if not leaves or any(not isinstance(leaf, Tensor) or leaf.shape[:1] != (share.count,) for leaf in leaves):
         raise InputError(f"{code_location(recipe, 'augment')} must return tensors of the same {share.count} samples")
     return changed
 

@@ -81,6 +81,8 @@ REFUSED = {
     "NoLoss": ["NoLoss.measure", 'must return a dict with "loss"', "['error']"],
     "Headline": ["Headline.headline must be one of loss, got 'acuracy': name one of them, or let measure()"],
     "AugmentDrops": ["AugmentDrops.augment", "must return tensors of the same 8 samples"],
+    "AugmentNothing": ["AugmentNothing.augment", "must return tensors of the same 8 samples"],
+    "AugmentSums": ["AugmentSums.augment", "must return tensors of the same 8 samples"],
     "EveryoneInParts": ["micro_batch must be 0 for EveryoneInParts, which calls all_gather(), got 2: set it to 0"],
     "NotARecipe": ["must be a subclass of flyte_ddp.Recipe, or to train a function"],
 }
