@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torchvision.models import VisionTransformer
 
 from flyte_ddp.recipe import Recipe
+from tests.engine.base_recipes import Follower
 from tests.engine.memory_recipes import Kept
 from tests.engine.probe_recipes import WIDTH, Sound
 
@@ -252,6 +253,12 @@ class Slopes(Sharded):
     def forward(self, model, batch):
         positions = batch.requires_grad_()
         return torch.autograd.grad(model(positions).tanh().sum(), positions, create_graph=True)[0]
+
+
+class Followed(Sound):
+    """A teacher follows its student within a unit, whose weights are whole only while it computes."""
+
+    fsdp_units, body = ("1",), Follower
 
 
 class InPlace(Sharded):

@@ -110,7 +110,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         sample_flops = counter.get_total_flops() / training.size
         _refuse_gathering(training)
         _refuse_lost_buffers(recipe, network)
-        _refuse_changed_weights(recipe, network)
+        _refuse_changed_weights(recipe, network, whole)
         _refuse_missing_gradients(recipe, network, whole)
         _refuse_reentrant(recipe, network, whole)
         _refuse_unreached(training, splits["train"])
@@ -184,10 +184,10 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
     """Raise InputError if a resume would lose a buffer of the network, or if the state_dict has anything but tensors.
 
     Two kinds of buffers are refused: one with persistent=False whose values a step has changed, and one of the
-    state_dict that a step has created or reshaped. A buffer with persistent=False that a step creates or reshapes is
+    state_dict that a step has created, reshaped or turned into another dtype. Such a buffer with persistent=False is
     accepted, as a cache that is made again.
 
-    Not found are buffers that a step has removed or turned into another dtype, and tensors that are plain attributes.
+    Not found are buffers that a step has removed, and tensors that are plain attributes.
 
     Args:
         recipe: the recipe, for the message.
@@ -213,12 +213,17 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
         )
 
 
-def _refuse_changed_weights(recipe: Recipe, network: Network) -> None:
+def _refuse_changed_weights(recipe: Recipe, network: Network, whole: Trial) -> None:
     """Raise InputError if the last trial has changed a trained weight, as nn.Embedding does with max_norm.
 
-    Each rank would change the weight by its own samples, so the ranks' networks would differ. The weights of a sharded
-    network are not compared.
+    Each rank would change the weight by its own samples, so the ranks' networks would differ. Of a sharded network the
+    frozen weights are looked at instead, because a change of a weight that is whole only for a call would be lost.
     """
+    if whole.moved:
+        raise InputError(
+            f"{code_location(recipe, 'forward')}: with sharding it must leave frozen weights as they are, because they "
+            f"are whole only during the call, and it changes {listed(sorted(whole.moved))}: leave them, {OFF}"
+        )
     for name in network.changed_weights():
         if network.model.get_parameter(name).requires_grad:
             raise InputError(

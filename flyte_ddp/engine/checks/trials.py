@@ -114,6 +114,7 @@ class Trial:
         has_drawn: whether torch, Python's random or NumPy drew random numbers.
         transforms: how often each transform of torchvision drew, by the place that calls it and its class's name.
         units: the names of the sharded layers, in the order of their calls.
+        moved: the names of the frozen weights that calls of sharded layers have changed.
     """
 
     stages: dict[str, Any] = field(default_factory=dict)
@@ -121,6 +122,7 @@ class Trial:
     has_drawn: bool = False
     transforms: "Counter[tuple[str, str]]" = field(default_factory=Counter)
     units: list[str] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
 
     @property
     def trained(self) -> tuple[str, Tensor, Tensor]:
@@ -189,7 +191,7 @@ class Trials:
             _types_named(recipe, tree),
             _Draws(trial),
             torch.set_grad_enabled(self.is_training),
-            _noting_units(model, trial.units),
+            _noting_units(model, trial),
         ):
             self.network.start_afresh(self.is_training, is_moved)
             if self.is_training:
@@ -209,12 +211,29 @@ class Trials:
 
 
 @contextmanager
-def _noting_units(model: nn.Module, called: list[str]) -> Iterator[None]:
-    """Append to `called` the name of each sharded layer that is called while the block runs."""
+def _noting_units(model: nn.Module, trial: Trial) -> Iterator[None]:
+    """Note the sharded layers that are called while the block runs, and the frozen weights that these calls change."""
+    before: dict[str, dict[str, tuple[Tensor, int]]] = {}
+
+    def frozen(name: str) -> dict[str, tuple[Tensor, int]]:
+        weights = model.get_submodule(name).named_parameters(name)
+        return {key: (weight, weight._version) for key, weight in weights if not weight.requires_grad}
+
+    def called(name: str) -> None:
+        trial.units.append(name)
+        before[name] = frozen(name)
+
+    def returned(name: str) -> None:  # before torch cuts the weights again
+        for key, (weight, version) in frozen(name).items():
+            earlier, earlier_version = before[name][key]
+            if weight is earlier and version != earlier_version:
+                trial.moved.add(key)
+
     with ExitStack() as hooks:
         for name, unit in model.named_modules():
             if is_sharded(unit):
-                hooks.callback(unit.register_forward_pre_hook(lambda *_, name=name: called.append(name)).remove)
+                hooks.callback(unit.register_forward_pre_hook(lambda *_, name=name: called(name)).remove)
+                hooks.callback(unit.register_forward_hook(lambda *_, name=name: returned(name), prepend=True).remove)
         yield
 
 

@@ -17,6 +17,7 @@ REFUSED = {
     "Inside": "Inside.forward .*: with sharding, weights are whole only while the network, .* are called",
     "Slopes": "Slopes.forward .*: with sharding, gradients of gradients .*: do without create_graph=True",
     "ExpertsAlone": r"ExpertsAlone.forward .*: with sharding it must call .* not so call 1.experts.\d: name a layer",
+    "Followed": r"Followed.forward .*: with sharding it must leave frozen weights .*changes 1.teacher.bias, 1.tea",
     "InPlace": "InPlace.forward .*: with sharding, .* InPlace.fsdp_units names, must not change their inputs in place:",
 }
 
