@@ -77,6 +77,24 @@ class Mask(nn.Module):
         return features * self.mask
 
 
+class Widening(nn.Module):
+    """Turns its buffer, whose value stays the same, into one of another type."""
+
+    total: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, features):
+        self.total = self.total.double()
+        return features + self.total.float()
+
+
+class WidenedBuffer(Sound):
+    body = Widening
+
+
 class LateBuffer(Sound):
     body = Mask
 

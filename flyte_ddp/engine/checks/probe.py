@@ -202,10 +202,10 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
             )
     for name, now in network.model.named_buffers():
         before = network.buffers.get(name)
-        is_fitting = before is not None and now.shape == before.shape
+        is_fitting = before is not None and (now.shape, now.dtype) == (before.shape, before.dtype)
         if is_fitting == (name in kept) or (before is not None and is_same(now, before)):
             continue  # a cache that grows is fine, too, because it is made again
-        does, remedy = "creates", "of which model() has none of this shape: create it in its __init__"
+        does, remedy = "creates", "of which model() has none of this shape and dtype: create it in its __init__"
         if is_fitting:
             does, remedy = "changes", "which no checkpoint has: register it with persistent=True"
         raise InputError(

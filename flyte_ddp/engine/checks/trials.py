@@ -334,8 +334,9 @@ def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits; a NaN is the same as any other NaN."""
-    return torch.equal(one, other) or (one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True))
+    """Return whether two tensors have the same dtype and bits; a NaN is the same as any other NaN."""
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True))
 
 
 def choose_tolerance(model: nn.Module) -> float:
