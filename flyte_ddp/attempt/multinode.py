@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.trained import Trained, train_by
 from flyte_ddp.code.user_code import UserCode
-from flyte_ddp.engine import worker
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_job
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
@@ -53,6 +53,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 BESIDE = ".failure"
 Train = Callable[[Environment, torch.device, Link, Job], TrainingResult]
+StartRank = Callable[[Environment, Job, Callable[[Event], None] | None], list[TrainingResult]]
 
 
 def train_as_rank(
@@ -60,13 +61,16 @@ def train_as_rank(
     settings: TrainingSettings,
     options: RunOptions,
     fetch: Callable[[], Subject],
-    own_observers: Sequence[UserCode] = (),
-    train: Train = worker.train,
+    own_observers: Sequence[UserCode],
+    start: StartRank,
+    is_node: bool = False,
 ) -> Trained | None:
     """Train as one rank of many nodes, in a process for which torchrun's environment variables are set.
 
-    `fetch` downloads the data to this host, and returns what is trained; `train` trains it on this rank. Rank 0 alone
-    has observers, a report and the store of checkpoints. Returns what rank 0 has trained, and None on the other ranks.
+    `fetch` downloads the data to this host, and returns what is trained. `start` trains as this rank for (environment,
+    job, on_event), and returns the results by rank; on_event is None on other ranks than 0. With is_node, `start` runs
+    all ranks of this node, and is called in the process of the node's first rank alone. Rank 0 alone has observers, a
+    report and the store of checkpoints. Returns what rank 0 has trained, and None on the other ranks.
 
     Raises:
         InputError: this is no rank of torchrun, or there are not as many ranks as registered.
@@ -79,24 +83,26 @@ def train_as_rank(
         check_gpus(visible_gpus())
         asked = registration()
         environment = environment_from_torchrun(settings.backend, asked.node_range, asked.ranks_per_node)
-        name = f"rank-{environment.rank}"
+        if is_node and environment.local_rank:
+            return None
+        one, number = "rank", environment.rank
+        if is_node:
+            one, number = "node", environment.rank // environment.world.local_size
+        name = f"{one}-{number}"
         if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
             name += f"-restart-{restarts}"
         own = platform.working_folder() / name
-        with kept_logs(platform, own, name, prefix=f"[rank {environment.rank}] "):
+        with kept_logs(platform, own, name, prefix=f"[{one} {number}] "):
             if environment.rank == 0:
-
-                def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-                    return run_rank(environment, DirectLink(on_event), job, train)
-
-                return train_by(platform, start, environment.world, fetch, options, own_observers, is_by_ranks=True)
+                first = partial(start, environment)
+                return train_by(platform, first, environment.world, fetch, options, own_observers, is_by_ranks=True)
             avoided = keep_away(platform, options.resume_from)
             job = dataclasses.replace(make_job(fetch(), options), avoided=avoided)
             if not platform.is_local():
                 storage = CheckpointStore(platform, own / "checkpoint", platform.checkpoint_url())
                 job = dataclasses.replace(job, storage=storage)
             with noting_failure(platform):
-                run_rank(environment, DirectLink(None), job, train)
+                start(environment, job, None)
         return None
 
 

@@ -20,8 +20,8 @@ from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import Environment, choose_world, visible_gpus
-from flyte_ddp.launch.link import Link
+from flyte_ddp.launch.environment import Environment, World, choose_world, visible_gpus
+from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.model_files.model_metadata import ModelMetadata
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
@@ -38,11 +38,14 @@ class Training(ABC, Generic[Given, Outputs]):
         worker: the name of the function that ranks run, because importing it would import torch. Ranks of many nodes
             call the function train of its module.
         preload: the modules that are imported by the process that ranks are forked from.
+        is_script: whether ranks run a script. Then the training itself uploads what they save, and on many nodes one
+            process of each node starts that node's ranks.
     """
 
     platform: Platform
     worker = "flyte_ddp.engine.worker:run"
     preload: Sequence[str] = launcher.PRELOAD
+    is_script = False
 
     def __init__(self, code: UserCode, observers: Sequence[UserCode] = ()):
         """Set the code of the recipe, and that of the user's observers, which ranks and parent import by its name."""
@@ -76,7 +79,7 @@ class Training(ABC, Generic[Given, Outputs]):
             return self.subject(settings, source, self.downloaded(init))
 
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-            return launcher.launch(self.worker, world, self.job_of_ranks(job), options, on_event, root=self.code.root)
+            return self.launch_ranks(world, job, on_event)
 
         with notifying_webhook(self.platform), platform_errors(self.platform):
             if options.resume:
@@ -86,7 +89,8 @@ class Training(ABC, Generic[Given, Outputs]):
             world = choose_world(settings.backend, options.nproc, *self.most_ranks(settings))
             launcher.warm_up(self.preload)
             again = restarting(self.platform, start)
-            return self.make_outputs(train_by(self.platform, again, world, fetch, options, self.observers))
+            trained = train_by(self.platform, again, world, fetch, options, self.observers, self.is_script)
+            return self.make_outputs(trained)
 
     def run_as_rank(
         self,
@@ -113,13 +117,33 @@ class Training(ABC, Generic[Given, Outputs]):
             source = data if isinstance(data, StoredData) else self.downloaded_once(data)
             return self.subject(settings, source, self.downloaded_once(init))
 
+        start = self.train_rank
+        trained = train_as_rank(self.platform, settings, options, fetch, self.observers, start, self.is_script)
+        return self.make_outputs(trained) if trained else None
+
+    def launch_ranks(self, world: World, job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+        """Run all ranks, on this host, and return their results by rank. Raises what launcher.launch raises."""
+        job = self.job_of_ranks(job)
+        return launcher.launch(self.worker, world, job, job.options, on_event, root=self.code.root)
+
+    def train_rank(
+        self, environment: Environment, job: Job, on_event: Callable[[Event], None] | None
+    ) -> list[TrainingResult]:
+        """Train as one rank of many nodes, and return the results of all ranks. Raises what run_rank raises.
+
+        Args:
+            environment: this rank.
+            job: the training.
+            on_event: takes the events of rank 0; None on other ranks.
+        """
+        from flyte_ddp.attempt.multinode import run_rank  # imports torch
+
         def train(environment: Environment, device: Any, link: Link, job: Job) -> TrainingResult:
             worker = pkgutil.resolve_name(self.worker.partition(":")[0])
             result: TrainingResult = worker.train(environment, device, link, self.job_of_ranks(job))
             return result
 
-        trained = train_as_rank(self.platform, settings, options, fetch, self.observers, train)
-        return self.make_outputs(trained) if trained else None
+        return run_rank(environment, DirectLink(on_event), job, train)
 
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
         """Raise InputError for what cannot be trained here. A subclass may override this; by default all can be."""

@@ -101,8 +101,10 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def picklable(outputs: Any) -> Any:
-    """Return a training's outputs as Flyte's plugin can pickle them: model_state becomes a FlyteFile. None stays None.
+    """Return a training's outputs as Flyte's plugin can pickle them: a model_state becomes a FlyteFile.
 
     PythonPickledFile cannot be pickled: flytekit creates the class on use.
     """
-    return outputs and outputs._replace(model_state=FlyteFile(outputs.model_state.path))
+    if not hasattr(outputs, "model_state"):  # a script's, or None
+        return outputs
+    return outputs._replace(model_state=FlyteFile(outputs.model_state.path))

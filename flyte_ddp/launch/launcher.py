@@ -76,8 +76,9 @@ def launch(
     on_event: Callable[[Event], None],
     preload: Sequence[str] = PRELOAD,
     root: str = "",
+    first: int = 0,
 ) -> list[Any]:
-    """Run target(environment, link, argument) as every rank of a world on this host, and wait for the ranks.
+    """Run target(environment, link, argument) as every rank of a world that is on this host, and wait for the ranks.
 
     When it returns or raises, all processes have ended, also those that ranks started, unless these are in a session of
     their own. Meanwhile it handles the signals that ask to stop, if the calling thread is the main one.
@@ -92,9 +93,10 @@ def launch(
             it raises ends the ranks, and is raised here.
         preload: modules that are imported once for all ranks, if this is the first launch.
         root: a folder that comes first on the ranks' sys.path, such as UserCode.root.
+        first: the lowest rank on this host; all others are on other hosts.
 
     Returns:
-        The value that each rank returned, by rank.
+        The value that each rank of this host returned, by rank.
 
     Raises:
         RankError: A rank has failed or hangs. The error names the first rank that failed, or else the hung ranks that
@@ -113,8 +115,9 @@ def launch(
         try:
             suspending = on_signals([signal.SIGTSTP], lambda *_: _suspend(ranks))
             with stop_requests(lambda: any(rank.is_writing for rank in ranks)) as signals, suspending:
-                for rank in range(world.size):
-                    environment = Environment(world, rank, rank, f"file://{private}/rendezvous", threads)
+                for local_rank in range(world.local_size):
+                    rank = first + local_rank
+                    environment = Environment(world, rank, local_rank, f"file://{private}/rendezvous", threads)
                     ranks.append(_Rank(environment, target, argument, private, root))
                 return _supervise(ranks, Timeouts.of(timeouts), on_event, signals, grace)
         finally:

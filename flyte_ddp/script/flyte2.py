@@ -15,11 +15,9 @@ from typing import Any
 from flyte.io import Dir, File
 
 from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import output_file, output_folder
 from flyte_ddp.flyte2.train import Data, Flyte2Training
-from flyte_ddp.script.training import CHECKPOINT, CommonScriptTraining, last_figures
-from flyte_ddp.settings import RunOptions
+from flyte_ddp.script.training import CommonScriptTraining, make_script_outputs
 
 
 @dataclass(frozen=True)
@@ -32,21 +30,12 @@ class ScriptOutputs:
     logs: Dir
 
 
-class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], Flyte2Training[ScriptOutputs]):
-    """A script that torchrun could run, as a task of Flyte 2 on one node."""
+class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], Flyte2Training[ScriptOutputs]):  # type: ignore[misc]
+    """A script that torchrun could run, as a task of Flyte 2."""
 
     def arguments(self, ignored: Sequence[str] = (), cache: Any = "disable", **own: Any) -> dict[str, Any]:
         """Return arguments of the task as a recipe's; cache as flyte_ddp.script.task.ScriptTraining.arguments."""
         return super().arguments(ignored, **own, **({} if cache is True else {"cache": cache}))
 
-    def run(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> ScriptOutputs:  # type: ignore[override] # noqa: B008 frozen
-        with one_attempt():
-            return super().run(options, arguments)
-
     def make_outputs(self, trained: Trained) -> ScriptOutputs:
-        return ScriptOutputs(
-            output_folder(trained.model.with_name(CHECKPOINT)),
-            last_figures(trained),
-            output_file(trained.report),
-            output_folder(trained.logs, trained.logs_url),
-        )
+        return make_script_outputs(ScriptOutputs, trained, output_folder, output_file)

@@ -32,7 +32,7 @@ class ScriptJob(Job):
         checkpoint_folder: the folder that the script gets as $DDP_CHECKPOINT_DIR.
         events: the file that rank 0 gets as $DDP_EVENTS.
         ended: a folder in which each rank leaves a file named by its number if its script has come to its own end.
-        port: the port at which rank 0 meets the others.
+        port: the port at which rank 0 meets the others. It has no effect on many nodes.
         restarts: how often the ranks were started before in this attempt.
         first_step: the newest step that was told of before the checkpoint from which the script goes on.
     """

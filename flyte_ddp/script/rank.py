@@ -1,7 +1,6 @@
 """A rank that runs a script in its own process as __main__, with what torchrun would have set."""
 
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -53,6 +52,7 @@ def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptRes
     os.chdir(job.working_folder)
     variables = torchrun_variables(environment, job)
     os.environ.update(variables)
+    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)  # it is for this package's own process on many nodes
     own = {name: variables[name] for name in SCRIPT_VARIABLES}
     sys.argv = [job.script, *(fill_in(argument, own) for argument in job.arguments)]
     sys.path.insert(0, str(Path(job.script).parent))
@@ -63,12 +63,14 @@ def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptRes
     multiprocessing.set_start_method(None, force=True)  # the script may choose one
     multiprocessing.current_process().name = "MainProcess"
     world = environment.world
+    hosts = [f"node {rank // world.local_size}" for rank in range(world.size)]
+    hosts[: world.local_size] = [environment.host] * world.local_size  # this node alone has a name here
     link.emit(
         RunStarted(
             dataset=job.dataset, samples="", headline="loss", percent=(), train_samples=0, test_samples=0,
             samples_per_epoch=0, world_size=world.size, backend=world.backend, device=world.device,
             precision="the script's own precision", epochs=None, steps_per_epoch=None, first_epoch=0,
-            first_step=job.first_step, startup_seconds=0.0, layers=[], hosts=[environment.host] * world.size,
+            first_step=job.first_step, startup_seconds=0.0, layers=[], hosts=hosts,
             identity=job.identity,
         )
     )  # fmt: skip
@@ -143,27 +145,32 @@ def fill_in(argument: str, values: dict[str, str]) -> str:
 
 
 def torchrun_variables(environment: Environment, job: ScriptJob) -> dict[str, str]:
-    """Return the environment variables that torchrun sets for this rank of one node, and this package's own two."""
-    size = environment.world.size
-    position = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), environment.rank)
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size)
-    others: dict[str, Any] = {
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": job.port,
-        "TORCHELASTIC_RUN_ID": job.key,
-        "TORCHELASTIC_RESTART_COUNT": job.restarts,
-        "TORCHELASTIC_MAX_RESTARTS": job.restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 keeps the store
+    """Return the variables that torchrun sets for this rank, as far as it has not set them, and this package's two."""
+    world = environment.world
+    values: dict[str, Any] = {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), environment.rank),
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), world.size),
+        "LOCAL_RANK": environment.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
         CHECKPOINT_VARIABLE: job.checkpoint_folder,
         EVENTS_VARIABLE: os.devnull if environment.rank else job.events,
     }
-    if size > 1:  # torchrun does the same: ranks would otherwise fight for the cores
-        others["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", 1)
-    return {name: str(value) for name, value in {**position, **sizes, **others}.items()}
+    if world.size == world.local_size:  # on many nodes torchrun has set these
+        values |= {
+            "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1,
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": job.port,
+            "TORCHELASTIC_RUN_ID": job.key,
+            "TORCHELASTIC_RESTART_COUNT": job.restarts,
+            "TORCHELASTIC_MAX_RESTARTS": job.restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 keeps the store
+        }
+    if world.local_size > 1:  # torchrun does the same: ranks would otherwise fight for the cores
+        values["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", 1)
+    return {name: str(value) for name, value in values.items()}
 
 
 def run_as_main(path: str) -> None:
@@ -286,17 +293,10 @@ def read_event(line: bytes) -> StepLogged | str:
             f'a line of ${EVENTS_VARIABLE} must be JSON with a step, such as {{"step": 10, "loss": 1.2}}, got '
             f"{shown!r}: such lines are left out"
         )
-    figures = {
-        name: float(value)
-        for name, value in content.items()
-        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and fits_float(value)
-    }
+    figures = {}
+    for name, value in content.items():
+        if name != "step" and type(value) in (int, float):
+            with suppress(OverflowError):  # a whole number of JSON has any length
+                figures[name] = float(value)
     unknown: Any = None
     return StepLogged(0, step, 0, figures, unknown, unknown, {}, unknown)
-
-
-def fits_float(value: float) -> bool:
-    """Return whether a number of JSON, which may be a whole number of any length, fits into a float."""
-    with suppress(OverflowError):
-        return not math.isinf(float(value)) or isinstance(value, float)
-    return False

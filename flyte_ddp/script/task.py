@@ -17,7 +17,7 @@ from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.flyte1.outputs import output_file, output_folder
 from flyte_ddp.flyte1.recipe import NamedTraining
 from flyte_ddp.flyte1.train import Data
-from flyte_ddp.script.training import CHECKPOINT, CommonScriptTraining, last_figures
+from flyte_ddp.script.training import CommonScriptTraining, make_script_outputs
 
 
 class ScriptOutputs(NamedTuple):
@@ -36,8 +36,8 @@ class ScriptOutputs(NamedTuple):
     logs: FlyteDirectory
 
 
-class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[ScriptOutputs]):
-    """A script that torchrun could run, as a task of Flyte 1 on one node."""
+class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[ScriptOutputs]):  # type: ignore[misc]
+    """A script that torchrun could run, as a task of Flyte 1."""
 
     def arguments(self, ignored_inputs: Sequence[str] = (), cache: Any = False, **own: Any) -> dict[str, Any]:
         """Return arguments of @task as a recipe's.
@@ -51,9 +51,4 @@ class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[Sc
         return super().arguments(ignored_inputs, **own, **({} if cache is True else {"cache": cache}))
 
     def make_outputs(self, trained: Trained) -> ScriptOutputs:
-        return ScriptOutputs(
-            output_folder(trained.model.with_name(CHECKPOINT)),
-            last_figures(trained),
-            output_file(trained.report),
-            output_folder(trained.logs, trained.logs_url),
-        )
+        return make_script_outputs(ScriptOutputs, trained, output_folder, output_file)

@@ -1,5 +1,6 @@
 """A script's ranks on this machine, around which all is as around any training."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -13,27 +14,25 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-from flyte_ddp.attempt.checkpoints import CheckpointStore, point_to_previous
-from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.checkpoints import CheckpointStore, checkpoint_store
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.platform_training import Given, Outputs, Training
-from flyte_ddp.attempt.pod import check_code, check_gpus
-from flyte_ddp.attempt.restarts import restarting
-from flyte_ddp.attempt.trained import Trained, train_by
-from flyte_ddp.attempt.webhook import notifying_webhook
+from flyte_ddp.attempt.pod import check_code
+from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.code_version import hash_parts, with_installed
 from flyte_ddp.code.user_code import UserCode, find_observers, find_script
 from flyte_ddp.engine.job import Job, Subject, TrainingResult
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import World, choose_world, visible_gpus
+from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.phases import Timeouts
+from flyte_ddp.report.console import Remarks
 from flyte_ddp.script.job import RANKS, ScriptJob, ScriptResult, ScriptSettings
 from flyte_ddp.script.mirror import CheckpointMirror
-from flyte_ddp.settings import RunOptions
+from flyte_ddp.settings import RunOptions, TrainingSettings
 
 CHECKPOINT = "checkpoints"  # the folder beside the report that has what the script left in $DDP_CHECKPOINT_DIR
 # Options that mean nothing to a script
@@ -60,11 +59,16 @@ class ScriptTimeouts(Timeouts):
 
 
 class CommonScriptTraining(Training[Given, Outputs]):
-    """A script that torchrun could run, as a task. Only ranks run it, each in its own process.
+    """A script that torchrun could run, as a task. Only ranks run it, each in a process of its own.
 
     Attributes:
         script_arguments: the script's arguments.
+        ranks: the ranks of one attempt, in the copy of the training that run() makes.
     """
+
+    preload = ()
+    is_script = True
+    ranks: "Ranks"
 
     def __init__(
         self,
@@ -102,43 +106,97 @@ class CommonScriptTraining(Training[Given, Outputs]):
             InputError: the script cannot be run as asked.
             Exception: a rank has failed, or the script was stopped. On a cluster it is the platform's error for that.
         """
-        given = (*self.script_arguments, *check_arguments(arguments))
-        with notifying_webhook(self.platform), platform_errors(self.platform):
-            if options.resume:
-                point_to_previous(self.platform)
-            check_options(options)
-            check_gpus(visible_gpus())
-            check_code(self.code.version)
-            world = choose_world("auto", options.nproc, sys.maxsize)
-            start = restarting(self.platform, Ranks(self.platform, self.code, given, world).start)
-            fetch = lambda: describe_script(self.code, given)  # noqa: E731
-            return self.make_outputs(
-                train_by(self.platform, start, world, fetch, options, self.observers, is_by_ranks=True)
-            )
+        this = self._begin(arguments)
+        return super(CommonScriptTraining, this).run(this.describe().settings, options)
 
-    def run_as_rank(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to run a script on many nodes. Raises InputError."""
-        raise InputError(
-            f"{self.code.name} must run on one node, got a task for many: call run() in a task without multinode or "
-            "clustered, or make the script a loop of your own"
-        )
+    def run_as_rank(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> Outputs | None:  # type: ignore[override] # noqa: B008 frozen
+        """Run the script on many nodes, in processes that the platform has started; all ranks call it.
+
+        The process of each node's first rank runs the script once for each rank of its node. The checkpoints of the
+        first node alone are mirrored, and each node begins with a copy of them.
+
+        Args:
+            options: how to run it. nproc has no effect.
+            arguments: more arguments of the script, after those that the training has.
+
+        Returns:
+            The task's outputs on rank 0; None on the other ranks.
+
+        Raises:
+            InputError: the script cannot be run as asked, or there are not as many ranks as registered.
+            Exception: on a cluster, the platform's error for whatever ends the script.
+        """
+        this = self._begin(arguments)
+        return super(CommonScriptTraining, this).run_as_rank(this.describe().settings, options)
+
+    def _begin(self, arguments: Sequence[str]) -> "CommonScriptTraining[Given, Outputs]":
+        """Return a copy of this training for one attempt, with more arguments."""
+        this = copy.copy(self)
+        this.script_arguments = (*self.script_arguments, *check_arguments(arguments))
+        this.ranks = Ranks(self.platform, self.code, this.script_arguments)
+        return this
+
+    def describe(self) -> Subject:
+        """Return the description of the script's run."""
+        return describe_script(self.code, self.script_arguments)
+
+    def check(self, settings: TrainingSettings, options: RunOptions) -> None:
+        check_options(options)
+
+    def most_ranks(self, settings: TrainingSettings) -> tuple[int, int]:
+        return sys.maxsize, 0
+
+    def subject(self, *_: Any, **__: Any) -> Subject:
+        check_code(self.code.version)
+        return self.describe()
+
+    def launch_ranks(self, world: World, job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+        return self.ranks.start(world, job, on_event)
+
+    def train_rank(
+        self, environment: Environment, job: Job, on_event: Callable[[Event], None] | None
+    ) -> list[TrainingResult]:
+        """Run the ranks of this node, and return their results.
+
+        Args:
+            environment: the node's first rank.
+            job: the run.
+            on_event: takes the events of rank 0; None on other nodes.
+        """
+        if on_event:
+            return self.ranks.start(environment.world, job, on_event)
+        given = job.options.resume, job.options.resume_from
+        with tempfile.TemporaryDirectory() as folder:
+            manifest = Path(folder, "checkpoint")
+            if not self.platform.is_local():
+                with checkpoint_store(self.platform, job.key, *given, is_by_ranks=True) as store:
+                    if store.path.exists():
+                        shutil.copyfile(store.path, manifest)
+            job = dataclasses.replace(job, model_path=f"{folder}/model.pt", checkpoint_path=str(manifest), logs=folder)
+            job = dataclasses.replace(job, storage=None)
+            return self.ranks.start(environment.world, job, Remarks(), environment.rank)
 
 
 class Ranks:
-    """The ranks of one attempt, which may be started several times, and the folder of their checkpoints."""
+    """The ranks of one attempt on this host, and the folder of their checkpoints. They may be started several times."""
 
-    def __init__(self, platform: Platform, code: UserCode, arguments: Sequence[str], world: World):
+    def __init__(self, platform: Platform, code: UserCode, arguments: Sequence[str]):
         self._platform = platform
         self._code = code
         self._arguments = tuple(arguments)
-        self._world = world
         self._mirror: CheckpointMirror | None = None
         self._starts = 0
 
-    def start(self, job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
+    def start(self, world: World, job: Job, on_event: Callable[[Event], None], first: int = 0) -> list[TrainingResult]:
         """Restore the checkpoints, run the ranks, mirror what they leave, and return their results by rank.
 
         In the end the checkpoints are in the folder CHECKPOINT beside the job's model_path.
+
+        Args:
+            world: all ranks.
+            job: the run. Without its storage, nothing is mirrored.
+            on_event: takes the events.
+            first: the lowest rank on this host.
 
         Raises:
             Exception: what launch and the mirror raise.
@@ -164,8 +222,8 @@ class Ranks:
             asked = make_script_job(job, self._code, self._arguments, folder, ended)
             asked = dataclasses.replace(asked, restarts=self._starts, first_step=mirror.step)
             self._starts += 1
-            with mirror.following(emit, lambda is_stop: whole_until(Path(ended), self._world.size, is_stop)):
-                results = launch(asked, self._world, emit)
+            with mirror.following(emit, lambda is_stop: whole_until(Path(ended), world.local_size, is_stop)):
+                results = launch(asked, world, emit, first)
         shutil.move(folder, Path(job.model_path).with_name(CHECKPOINT))
         return [dataclasses.replace(cast(ScriptResult, result), figures=mirror.figures) for result in results]
 
@@ -175,7 +233,7 @@ def whole_until(ended: Path, size: int, is_stop: bool) -> float:
 
     Args:
         ended: the folder ScriptJob.ended.
-        size: the number of ranks.
+        size: the number of ranks on this host.
         is_stop: whether they were asked to stop. Rank 0 may have saved and left then, while others were killed.
     """
     if len(os.listdir(ended)) == size:
@@ -208,11 +266,11 @@ def make_script_job(job: Job, code: UserCode, arguments: Sequence[str], folder: 
     )
 
 
-def launch(job: ScriptJob, world: World, on_event: Callable[[Event], None]) -> list[TrainingResult]:
-    """Run a script's ranks, and return their results by rank. Raises what launcher.launch raises."""
+def launch(job: ScriptJob, world: World, on_event: Callable[[Event], None], first: int = 0) -> list[TrainingResult]:
+    """Run a script's ranks on this host, and return their results by rank. Raises what launcher.launch raises."""
     options = job.options
     timeouts = ScriptTimeouts(options.write_timeout_seconds, options.start_timeout_seconds)
-    return launcher.launch(f"{RANKS}:run", world, job, timeouts, on_event, preload=())
+    return launcher.launch(f"{RANKS}:run", world, job, timeouts, on_event, preload=(), first=first)
 
 
 def describe_script(code: UserCode, arguments: Sequence[str]) -> Subject:
@@ -239,6 +297,22 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 def last_figures(trained: Trained) -> dict[str, float]:
     """Return the newest value of each figure that the script has told."""
     return cast(ScriptResult, trained.results[0]).figures
+
+
+def make_script_outputs(
+    kind: Callable[..., Outputs], trained: Trained, put_folder: Callable[..., Any], put_file: Callable[..., Any]
+) -> Outputs:
+    """Return the outputs of a script.
+
+    Args:
+        kind: makes the outputs of the checkpoint's folder, the figures, the report and the logs.
+        trained: the run.
+        put_folder: returns a folder as an output, by its path and, if the storage has the folder, its URL.
+        put_file: returns a file as an output.
+    """
+    checkpoint = put_folder(trained.model.with_name(CHECKPOINT))
+    report, logs = put_file(trained.report), put_folder(trained.logs, trained.logs_url)
+    return kind(checkpoint, last_figures(trained), report, logs)
 
 
 def check_arguments(arguments: Sequence[str]) -> tuple[str, ...]:

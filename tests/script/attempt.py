@@ -1,6 +1,7 @@
 """One attempt at a script on a platform that is no more than folders: python -m tests.script.attempt ROOT N SCRIPT …"""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,15 @@ from flyte_ddp.script import mirror
 from flyte_ddp.script.training import CommonScriptTraining, last_figures
 from flyte_ddp.settings import RunOptions
 from tests.attempt.test_platform_training import Folders
+
+
+class Node(Folders):
+    """A platform whose nodes have folders of their own."""
+
+    def working_folder(self):
+        folder = super().working_folder() / os.environ.get("GROUP_RANK", "")
+        folder.mkdir(exist_ok=True)
+        return folder
 
 
 class FolderScript(CommonScriptTraining):
@@ -21,9 +31,10 @@ class FolderScript(CommonScriptTraining):
 def main(root: str, number: str, script: str, *arguments: str) -> None:
     mirror.QUIET_SECONDS = 0.3
     training = FolderScript(script, arguments)
-    training.platform = Folders(Path(root), int(number))
+    training.platform = Node(Path(root), int(number))
     show_output()
-    print(json.dumps(training.run(RunOptions(nproc=2, tracking="off"), [])))
+    run = training.run_as_rank if "WORLD_SIZE" in os.environ else training.run
+    print(json.dumps(run(RunOptions(nproc=2, tracking="off"), [])))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ NANO = Path(__file__).with_name("nano.py")
 def project(tmp_path):
     """A user's project as the guide has it, and the guide's commands."""
     text = (ROOT / "docs" / "scripts.md").read_text()
-    (tmp_path / "gpt").mkdir()
-    (tmp_path / "gpt" / "__init__.py").touch()
+    for package in ("gpt", "gpt_nodes"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
     (tmp_path / "jobs").mkdir()
     shutil.copyfile(NANO, tmp_path / "jobs" / "train.py")
     for name, block in re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
