@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, distributed
 
+from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.engine.job import Job, KeptModel
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.progress import Progress
@@ -74,9 +75,8 @@ class BestModels(Observer):
         if self._is_first:
             with suppress(OSError):  # whoever writes into it meets that, too
                 self._folder.mkdir(exist_ok=True)
-        numbers = [self._on_disk() if self._is_first else []]
-        distributed.broadcast_object_list(numbers)
-        self._kept = self._best(number for number in numbers[0] if number < len(training.progress.history))
+        numbers = broadcast_value(self._on_disk() if self._is_first else [])
+        self._kept = self._best(number for number in numbers if number < len(training.progress.history))
         if self._tracker.weights is not None and self._tracker.best not in self._kept:
             self._keep(self._tracker.best, training.best_weights())
 

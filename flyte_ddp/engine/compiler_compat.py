@@ -1,4 +1,4 @@
-"""A stand-in for torch's compiler, which parts of torch import although nothing is compiled; as of version 2.15.0."""
+"""Private parts of torch's compiler, and a stand-in for it where nothing is compiled; as of version 2.15.0."""
 
 import importlib.util
 import sys
@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def leave_dynamo_out() -> None:
@@ -71,3 +72,30 @@ class _Dynamo(ModuleType):
         if name.startswith("__") and name != "__path__":  # the import system, which wants a path before a submodule
             raise AttributeError(name)
         return getattr(_real_dynamo(), name)
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the network that torch.compile was given for this one; anything else as it is."""
+    return getattr(module, "_orig_mod", module)
+
+
+def records_graphs(module: nn.Module) -> bool:
+    """Return whether torch.compile was told to record a layer into CUDA graphs, as by mode="reduce-overhead"."""
+    compiled = module, module._compiled_call_impl, vars(module).get("forward")
+    asked = [getattr(one, "__dict__", {}).get("get_compiler_config") for one in compiled]
+    return any(ask is not None and (ask() or {}).get("triton.cudagraphs") for ask in asked)
+
+
+def allow_compiling(times: int) -> None:
+    """Let torch.compile compile the same code so many times, and make it choose kernels deterministically.
+
+    Beyond its limit, torch.compile would run the code uncompiled. If it chose kernels by measuring them, the same step
+    would round differently after another start.
+
+    Args:
+        times: the limit to set, unless torch's is higher.
+    """
+    config = torch._dynamo.config
+    torch._inductor.config.deterministic = True
+    config.recompile_limit = max(config.recompile_limit, times)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, times)

@@ -15,7 +15,7 @@ from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.data.blocks.blocks import Blocks
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.batches.block_split import BlockSplit, Reading
+from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import Resident, Split, hold_out
@@ -117,23 +117,15 @@ def make_split(
 ) -> Streamed | Resident | BlockSplit:
     """Wrap what Recipe.data returns, so that batches can be read from it.
 
-    Args:
-        data: what the recipe has returned.
-        split: "train", "validation" or "test"; only Blocks need it.
-        device: where batches belong.
-        options: how to read a Dataset or Blocks.
-        cache: the disk cache for Blocks.
-
-    Returns:
-        A BlockSplit for Blocks, and a Resident for arrays in memory or memory-mapped and for a TensorDataset. A
-        Streamed for any other Dataset.
+    Blocks become a BlockSplit, arrays in memory or memory-mapped and a TensorDataset a Resident, and any other Dataset
+    a Streamed. Only Blocks need the name of the split, and the cache.
 
     Raises:
         InputError: The data are invalid, such as an IterableDataset, a DataLoader, or a Dataset that is empty or has no
             length.
     """
     if isinstance(data, Blocks):
-        return BlockSplit(data, split, Reading(cache, device, options.pin_memory))
+        return BlockSplit(data, split, cache, device, options.pin_memory)
     if isinstance(data, torch.utils.data.IterableDataset):
         raise InputError(
             "an IterableDataset has no order that could be resumed or shared among ranks: return Blocks, which are "

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.contracts import Checkpoints, Plan, Resumable, Training
-from flyte_ddp.engine.hosts.machine import describe_machine, note_machine
-from flyte_ddp.engine.hosts.places import Place, hardware, measure_places
+from flyte_ddp.engine.hosts.places import Place, describe_machine, hardware, measure_places, note_machine
 from flyte_ddp.engine.hosts.unlike import list_bad_hosts, list_oddities
 from flyte_ddp.engine.job import Job, KeptModel, TrainingResult
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
@@ -63,7 +62,7 @@ class Progress:
         names: of the measures of a step; empty before they are known.
         sums: of these measures, since the last evaluation.
         history: each evaluation, with the training before it.
-        ran_on: see hosts/machine.py.
+        ran_on: see describe_machine.
         monitor: the losses and warnings.
         clock: where a rank's time goes.
         checkpoints: what writes checkpoints; None before there is such a thing.

@@ -24,7 +24,7 @@ from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.sharding.sharding import is_sharded, on_trial
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.virtual_ranks.rules import check_recipe, check_settings, uneven_parts
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import CheckpointError, InputError
 from flyte_ddp.events import NotLearning, StartUp
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -72,17 +72,8 @@ def set_up(
 ) -> SetUp:
     """Load the recipe and its data, try them, and build everything that a training needs; a collective.
 
-    Args:
-        environment: this rank's place among all ranks.
-        device: the device on which this rank computes.
-        job: the training.
-        cache: the cache of blocks that the host's ranks share.
-        precision: "float32" or "bfloat16", the precision of the checkpoint to resume from. If empty, the settings
-            decide, and all ranks agree.
-        link: receives the events that tell what the set-up is doing.
-
-    Returns:
-        The training at its beginning. Its checkpoint is not loaded yet.
+    The precision, "float32" or "bfloat16", is that of the checkpoint to resume from. If it is empty, the settings
+    decide, and all ranks agree. The training that is returned is at its beginning: its checkpoint is not loaded yet.
 
     Raises:
         InputError: The recipe, its settings or its data are invalid.
@@ -159,7 +150,10 @@ def set_up(
         )
     warnings = monitor.record(0, 0, (*reasons, *probed.warnings))
     if job.init and job.init.is_file() and is_checkpoint(job.init):
-        remarks.append(continue_from(state, job.init, job, len(batches)))
+        try:
+            remarks.append(continue_from(state, job.init, job, len(batches)))
+        except CheckpointError as error:
+            raise InputError(f"init: the checkpoint {job.init} {error}") from None
     place_in_world = settings.test_batch_size, rank, world_size, probed.is_mixed, settings.virtual_ranks
     validated = EvaluationBatches(validation, *place_in_world) if validation else None
     tested = EvaluationBatches(test, *place_in_world)

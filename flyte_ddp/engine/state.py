@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from flyte_ddp.engine import collectives, torch_compat
@@ -340,15 +340,16 @@ class TrainingState:
         """
         epoch = self.progress.epoch
         is_bad = {"loss": False, "gradient": False}
+        weights = [] if is_sharded(self.model) else self.parallel.module.trainable  # ranks add up gradients at once
         for share in next(self.train.steps(epoch, step)):
             for part in self.cut_up(share):
                 with any_batch_size():
                     loss = self.parallel.module(part, (False, False), False)
-                    gradients = self.parallel.own_gradients(loss)
+                    gradients = torch.autograd.grad(loss, weights, allow_unused=True) if weights else ()
                 is_bad["loss"] |= not loss.isfinite()
-                is_bad["gradient"] |= not all(torch.linalg.vector_norm(gradient).isfinite() for gradient in gradients)
-        by_rank: list[Any] = [None] * self.world_size
-        distributed.all_gather_object(by_rank, is_bad)
+                norms = [torch.linalg.vector_norm(gradient) for gradient in gradients if gradient is not None]
+                is_bad["gradient"] |= not all(norm.isfinite() for norm in norms)
+        by_rank = collectives.gather_values(is_bad)
         for what in is_bad:
             ranks = [rank for rank, is_bad_there in enumerate(by_rank) if is_bad_there[what]]
             if ranks:

@@ -173,8 +173,12 @@ class SingleStep(nn.Module):
         return nullcontext()
 
     def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Cut the rank's share of a global batch into parts of at most this many samples; 0 gives a single part."""
-        return batch.parts(most)
+        """Cut the rank's share into parts, as many on each rank, since layers and losses may exchange something.
+
+        A part has at most this many samples; 0 gives a single part. A rank with fewer samples repeats a part, whose
+        repetition counts for nothing.
+        """
+        return batch.parts(most, self.module.world_size)
 
     def add_up_gradients(self, backward: Callable[[], None]) -> Totals:
         """Run the forward and backward passes, and add up the gradients of all ranks; a collective.
@@ -195,14 +199,6 @@ class SingleStep(nn.Module):
 
     def finish_part(self, is_last: bool) -> None:
         """Do nothing. ExactStep, with virtual ranks, adds up the gradients of the part here."""
-
-    def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        """Return the loss's gradients by this rank's samples alone, without those of unused parameters.
-
-        Parameters keep the gradients that they have.
-        """
-        gradients = torch.autograd.grad(loss, self.module.trainable, allow_unused=True)
-        return [gradient for gradient in gradients if gradient is not None]
 
 
 class ReplicatedStep(SingleStep):
@@ -230,14 +226,6 @@ class ReplicatedStep(SingleStep):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.replicated.no_sync()
-
-    def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Cut the rank's share into parts, as many on each rank, since layers and losses may exchange something.
-
-        A part has at most so many samples; 0 gives a single part. A rank with fewer samples repeats a part, whose
-        repetition counts for nothing.
-        """
-        return batch.parts(most, self.module.world_size)
 
 
 @functools.lru_cache(maxsize=1000)  # copying them to a device would make the host wait at each step

@@ -12,7 +12,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable, write_checkpoint
-from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
+from flyte_ddp.engine.checkpoints.resume import state_on_all_ranks
 from flyte_ddp.engine.job import Job
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.lightning.kept import KeptFiles

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.engine import torch_compat
+from flyte_ddp.engine.compiler_compat import uncompiled
 from flyte_ddp.engine.torch_compat import TorchDispatchMode, pytree
-from flyte_ddp.engine.tracing_compat import uncompiled
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import torch
 from torch import distributed, nn
 
 from flyte_ddp.engine.average import Average
-from flyte_ddp.engine.own_loop.arrangement import arrangement, load
+from flyte_ddp.engine.own_loop.kept_parts import arrangement, load
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted
 from flyte_ddp.model_files.frozen_base import FrozenBase, compute_base_digest, frozen_weights

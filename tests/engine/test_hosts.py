@@ -16,8 +16,7 @@ from torch import distributed
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.hosts import links, places
 from flyte_ddp.engine.hosts.links import GPU_LINK, rings_of_hosts
-from flyte_ddp.engine.hosts.machine import note_machine
-from flyte_ddp.engine.hosts.places import Place, check_disk
+from flyte_ddp.engine.hosts.places import Place, check_disk, note_machine
 from flyte_ddp.engine.hosts.unlike import list_bad_hosts
 from flyte_ddp.engine.hosts.unlike import list_oddities as reasons_of
 from flyte_ddp.engine.job import FINAL, Subject, make_job

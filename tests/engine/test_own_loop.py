@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
-from flyte_ddp.engine.own_loop.state import _fitting
+from flyte_ddp.engine.own_loop.kept_parts import _fitting
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RanksTimed, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankError

@@ -22,6 +22,7 @@ import numpy as np
 from torch import distributed
 
 from flyte_ddp.engine.batches.block_order import Uses
+from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.whole_files import absolute, temporary_beside, writing_to
@@ -57,11 +58,11 @@ class BlockCache:
         """
         if self._alive:
             return
-        run = [secrets.token_hex(4)]
+        run = secrets.token_hex(4)
         local_size = self.environment.world.local_size
         if distributed.is_initialized():
-            distributed.broadcast_object_list(run)
-        self.node = self.root / f"{run[0]}-{self.environment.rank // local_size}"
+            run = broadcast_value(run)
+        self.node = self.root / f"{run}-{self.environment.rank // local_size}"
         self.folder = self.node / str(self.environment.rank)
         with writing_to(self.root, VARIABLE):
             self.root.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """A split whose samples are in blocks: which blocks a batch needs, and its rows from their files."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,42 +26,38 @@ BATCHES_AHEAD = 2
 Computed = Callable[[int], slice]  # returns the positions of an epoch that this rank computes in a step
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The way of samples to a rank.
-
-    Attributes:
-        cache: the cache of blocks on the node's disk.
-        device: the rank's device, which gets the tensors.
-        pin_memory: whether batches for a GPU are copied to page-locked memory first.
-    """
-
-    cache: BlockCache
-    device: torch.device
-    pin_memory: bool = False
-
-
 class BlockSplit:
     """A Split in blocks. Its samples are those of the first block, then those of the second, and so on."""
 
     remedy = "look at its host's way to the storage and at its disk, or raise threads of Blocks"
 
-    def __init__(self, blocks: Blocks, name: str, reading: Reading, chosen: np.ndarray | None = None):
+    def __init__(
+        self,
+        blocks: Blocks,
+        name: str,
+        cache: BlockCache,
+        device: torch.device,
+        pin_memory: bool = False,
+        chosen: np.ndarray | None = None,
+    ):
         """Open the cache, and fetch the first block, which shows the type of the rows; a collective.
 
         Args:
             blocks: the blocks.
             name: the name of the split.
-            reading: the way of samples to this rank.
+            cache: the cache of blocks on the node's disk.
+            device: the rank's device, which gets the tensors.
+            pin_memory: whether batches for a GPU are copied to page-locked memory first.
             chosen: (n,) int64, the numbers of the blocks that the split consists of; None is all of them.
         """
         for attribute in ("window", "streams", "threads"):
             check_count(f"{attribute} of Blocks", getattr(blocks, attribute))
-        reading.cache.open()
+        cache.open()
         self.blocks = blocks
         self.name = name
-        self.reading = reading
-        self.device = reading.device
+        self.cache = cache
+        self.device = device
+        self.pins = pin_memory and device.type == "cuda"
         self.chosen = np.arange(len(blocks.lengths)) if chosen is None else chosen
         self.block_lengths = blocks.lengths[self.chosen]
         self.ends = np.cumsum(self.block_lengths)
@@ -101,9 +96,9 @@ class BlockSplit:
                 f"{fraction:g}: change it, write smaller blocks, or set has_validation"
             )
         mixed = self.chosen[shuffled(torch.arange(blocks), blocks, derive_key(Use.HELD_OUT)).numpy()]
-        kept, held = (BlockSplit(self.blocks, self.name, self.reading, np.sort(part)) for part in
-                      (mixed[count:], mixed[:count]))  # fmt: skip
-        return kept, held
+        kept, held = np.sort(mixed[count:]), np.sort(mixed[:count])
+        arguments = self.blocks, self.name, self.cache, self.device, self.pins
+        return BlockSplit(*arguments, kept), BlockSplit(*arguments, held)
 
     def spread(self, count: int) -> Tensor:
         """Choose samples for a trial, evenly from a few blocks that are far apart: (count,) int64 indices, ascending.
@@ -153,15 +148,15 @@ class BlockSplit:
         return BlocksInOrder(self, order, computed)
 
     def path(self, block: int) -> Path:
-        return self.reading.cache.path(self._file(block))
+        return self.cache.path(self._file(block))
 
     def bring(self, block: int) -> None:
         """Fetch a block, by its place in `chosen`, into the cache, unless it is there."""
         number = int(self.chosen[block])
-        self.reading.cache.fetch(self._file(block), lambda path: self.blocks.fetch(number, path))
+        self.cache.fetch(self._file(block), lambda path: self.blocks.fetch(number, path))
 
     def drop(self, block: int) -> None:
-        self.reading.cache.delete(self._file(block))
+        self.cache.delete(self._file(block))
 
     def forget(self) -> None:
         """Delete the blocks that fetch() has left in the cache."""
@@ -170,7 +165,7 @@ class BlockSplit:
 
     def _keep(self, blocks: set[int]) -> None:
         """Fetch blocks, and leave them in the cache. If it would overflow, those of earlier calls are deleted first."""
-        if self.sizes[list(self._kept | blocks)].sum() > self.reading.cache.budget:
+        if self.sizes[list(self._kept | blocks)].sum() > self.cache.budget:
             self.forget()
         for block in sorted(blocks):
             self.bring(block)
@@ -223,24 +218,23 @@ class BlocksInOrder:
     def check_room(self) -> None:
         """Raise InputError if the cache is too small for the blocks that an epoch needs at a time."""
         uses = self.uses(range(-(-self.order.samples // self.order.batch_size)))
-        self.split.reading.cache.check(needed_bytes(uses, self.split.sizes[uses.blocks]))
+        self.split.cache.check(needed_bytes(uses, self.split.sizes[uses.blocks]))
 
     def fetch(self, parts: Iterable[Tensor], steps: range) -> Iterator[Any]:
         split = self.split
         uses = self.uses(steps)
         rows = BlockRows(self.split)
-        prefetcher = Prefetcher(uses, split.sizes[uses.blocks], split.reading.cache.budget, split.blocks.threads)
-        pins = split.reading.pin_memory and split.device.type == "cuda"
-        gpu = torch.cuda.current_device() if pins else 0
+        prefetcher = Prefetcher(uses, split.sizes[uses.blocks], split.cache.budget, split.blocks.threads)
+        gpu = torch.cuda.current_device() if split.pins else 0
 
         def read() -> Iterator[Any]:
-            if pins:
+            if split.pins:
                 torch.cuda.set_device(gpu)  # a thread begins with the host's first GPU, whose memory pinning would take
             for step, part in zip(steps, parts, strict=True):
                 prefetcher.wait(step, split.find_blocks(part.numpy()).tolist())
                 tree = pytree.tree_map(to_tensor, rows.read_batch(part.numpy()))
                 prefetcher.finish(step)
-                yield pytree.tree_map(Tensor.pin_memory, tree) if pins else tree
+                yield pytree.tree_map(Tensor.pin_memory, tree) if split.pins else tree
 
         split.forget()
         prefetcher.start(split.bring, rows.drop)

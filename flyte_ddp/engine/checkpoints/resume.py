@@ -1,7 +1,11 @@
 """The resume of a training from its checkpoint, on all ranks."""
 
 import os
-from contextlib import ExitStack
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,20 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from flyte_ddp.engine.batches.block_cache import locked
 from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse, restore
-from flyte_ddp.engine.checkpoints.fetched_shards import fetch_shards
-from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem
+from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem, open_shards
 from flyte_ddp.engine.collectives import broadcast_tensor, broadcast_value, gather_values
-from flyte_ddp.engine.job import Job
+from flyte_ddp.engine.job import Job, RankStorage
 from flyte_ddp.engine.sharding.mesh import copies, counterparts
-from flyte_ddp.engine.sharding.sharded_state import cut
+from flyte_ddp.engine.sharding.sharded_state import Layout, cut
 from flyte_ddp.engine.sharding.sharding import is_sharded, local
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import CheckpointError, OtherTrainingError
+from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.manifest import read_manifest
+from flyte_ddp.whole_files import temporary_beside
 
 OTHER_BASE = "belongs to another training: the weights that model() freezes were others"
 
@@ -36,12 +42,6 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
     its files are in the platform's storage, from which each host downloads those that it needs.
 
     A checkpoint that cannot be used is refused with an event, and training starts anew.
-
-    Args:
-        state: the training, as it begins.
-        job: the job, with the checkpoint's path.
-        environment: this rank.
-        link: receives the event.
 
     Returns:
         None if training can go on, from the checkpoint if it was restored, or else from the start.
@@ -57,21 +57,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
             of train(). Rank 0 alone raises it if the file itself is refused; all ranks do if it is refused later.
         RecoverableError: The platform's storage fails. This rank alone raises it.
     """
-    path = Path(job.checkpoint_path)
-    content = None
-    found = None
-    if environment.rank == 0 and os.path.exists(job.checkpoint_path):
-        try:
-            content = read_checkpoint(path, job.checkpoint_identity, job.hashes)
-            if content["state"]["base"] != state.base.digest:  # all ranks have rank 0's weights of the base
-                raise OtherTrainingError(OTHER_BASE)
-            manifest = read_manifest(path)
-            outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
-            manifest = manifest if manifest and "url" in manifest else None
-            found = (checksum(path), outline, manifest, job.options)
-        except CheckpointError as error:
-            refuse(error, job.options, link.emit, output=path.parent if job.is_output else None)
-    found = broadcast_value(found)
+    content, found = _find(job, link.emit, state.base.digest)
     if found is None:
         return None
     expected, outline, manifest, options = found  # only rank 0 knows whether the checkpoint is resume_from's
@@ -84,7 +70,7 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
                 content = stack.enter_context(fetch_shards(manifest, state.layout, job.storage, environment))
                 receivers = None
             else:
-                content = content or read_same(path, expected)
+                content = content or read_same(Path(job.checkpoint_path), expected)
                 receivers = _receivers(state, _verify_shards(content))
         except CheckpointError as error:
             refuse(error, options, link.emit)
@@ -95,6 +81,55 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
             refuse(error, options, link.emit)
             return ""
     return None
+
+
+def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.device) -> dict[str, Any] | None:
+    """Return the state in rank 0's checkpoint, if that is of this training, with tensors on the CPU; a collective.
+
+    The checkpoint is one file, not sharded. Ranks that see the same file map its tensors. If some rank doesn't, as on
+    another host, rank 0 broadcasts each tensor to all. None is returned, on all ranks, if there is no checkpoint or it
+    is refused.
+
+    Raises:
+        InputError: The user has asked for the checkpoint that is refused, or it is another training's in the output
+            folder of train(). Rank 0 alone raises it.
+    """
+    content, found = _find(job, emit)
+    if found is None:
+        return None
+    expected, outline, *_ = found
+    content = content or read_same(Path(job.checkpoint_path), expected)
+    is_seen_by_all = all(gather_values(content is not None))
+    state: dict[str, Any] = content["state"] if content else outline
+    if is_seen_by_all:
+        return state
+    sent: dict[str, Any] = pytree.tree_map_only(Tensor, lambda one: broadcast_tensor(one, device).cpu(), state)
+    return sent
+
+
+def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> tuple[dict[str, Any] | None, Any]:
+    """Verify the job's checkpoint on rank 0, if there is one, and tell all ranks of it; a collective.
+
+    A checkpoint that is no good, or whose frozen weights have another digest than `base`, is refused by an event, or by
+    an InputError that rank 0 alone raises.
+
+    Returns:
+        On rank 0 the content, which is None on the others; and what all ranks need to know of it, None if there is no
+        good one: checksum, state with meta tensors, the manifest if its files are in a storage, and rank 0's options.
+    """
+    path = Path(job.checkpoint_path)
+    content = found = None
+    if distributed.get_rank() == 0 and os.path.exists(job.checkpoint_path):
+        try:
+            content = read_checkpoint(path, job.checkpoint_identity, job.hashes)
+            if base is not None and content["state"]["base"] != base:  # all ranks have rank 0's weights of the base
+                raise OtherTrainingError(OTHER_BASE)
+            manifest = read_manifest(path)
+            outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
+            found = checksum(path), outline, manifest if manifest and "url" in manifest else None, job.options
+        except CheckpointError as error:
+            refuse(error, job.options, emit, output=path.parent if job.is_output else None)
+    return content, broadcast_value(found)
 
 
 def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:
@@ -180,3 +215,69 @@ def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = 
 
 def _read(value: Tensor | StoredTensor) -> Tensor:
     return value if isinstance(value, Tensor) else value.read()
+
+
+# --- downloads of sharded checkpoints ---
+
+
+@contextmanager
+def fetch_shards(
+    manifest: dict[str, Any], layout: Layout, storage: RankStorage, environment: Environment
+) -> Iterator[dict[str, Any]]:
+    """Download the files that have rows of this rank, verify them, and yield the checkpoint's content; a collective.
+
+    The manifest's "url" is the folder in the storage. The host's ranks share a temporary folder for the files. After
+    the block the ranks wait for one another, and the folder is removed. The content's tensors are StoredTensors: the
+    block may read the rows that `layout` gives this rank, and no others.
+
+    Raises:
+        CheckpointError: Some rank's file is damaged or missing. All ranks raise it.
+        RecoverableError: The storage fails. Only the rank that meets this raises it, and the other ranks wait for that
+            rank.
+    """
+    name = broadcast_value(f"checkpoint-{uuid.uuid4().hex}")
+    folder = Path(tempfile.gettempdir(), name)  # this job's ranks on this host share the folder
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    content = open_shards(folder, manifest)
+    leaves = pytree.tree_flatten_with_path(content["state"])[0]
+    tensors = [layout.local(path, leaf) for path, leaf in leaves if isinstance(leaf, StoredTensor)]
+    parts = chain.from_iterable(tensor.parts() for tensor in tensors)
+    needed = list(dict.fromkeys(file for file, _, _ in parts))
+    first = len(needed) * environment.local_rank // environment.world.local_size
+    shared_out = needed[first:] + needed[:first]  # each rank of a host begins with another file
+    outcomes = (_fetch(file, content["shards"][file], manifest["url"], storage) for file in shared_out)
+    problems = gather_values(next(filter(None, outcomes), ""))
+    try:
+        for problem in filter(None, problems):
+            raise CheckpointError(problem)
+        yield content
+    finally:
+        distributed.barrier()  # no rank of the host reads the files any more after this
+        if environment.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
+    """Download a checkpoint's file from the folder `url` to this host, unless another rank has, and verify its SHA-256.
+
+    The host's ranks take turns by a lock. An incomplete or damaged download is deleted. RecoverableError is raised if
+    the storage fails, by this rank alone.
+
+    Returns:
+        The problem, to follow the checkpoint's name in a message, such as "is damaged: …". Empty if there is none.
+    """
+    with locked(file.with_suffix(".lock")):
+        if file.exists():
+            return ""
+        beside = temporary_beside(file)
+        beside.mkdir()
+        try:
+            storage.get(f"{url}/{file.name}", beside / file.name)
+            problem = find_problem(beside / file.name, digest)
+            if not problem:
+                os.replace(beside / file.name, file)
+            return problem
+        except FileNotFoundError:
+            return f"is incomplete: {file.name} of its shards is not in the storage"
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)

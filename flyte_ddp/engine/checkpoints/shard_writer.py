@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -27,31 +27,11 @@ from flyte_ddp.text import explain_error
 from flyte_ddp.whole_files import content_digest, sync, sync_folder
 
 
-class Destination(Protocol):
-    """A place for the files of checkpoints, and for the manifest that says which of them count.
+class SharedFolder:
+    """A destination of checkpoints' files beside the manifest, on a disk that all writing ranks see.
 
     All methods may raise OSError.
     """
-
-    def begin(self, position: str) -> Path:
-        """Return the local folder for this rank's file of the next checkpoint; a collective.
-
-        Args:
-            position: the epoch and step of the checkpoint, as in "3-120".
-        """
-
-    def keep(self, file: Path) -> None:
-        """Take over a file that is written in the folder, so that the manifest may name it: upload it, for instance."""
-
-    def commit(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, which replaces the checkpoint before it. Rank 0 calls it once all files are kept."""
-
-    def discard(self, folder: Path) -> None:
-        """Remove the folder of a checkpoint that a rank could not write. Rank 0 calls it instead of commit."""
-
-
-class SharedFolder:
-    """A destination beside the manifest, on a disk that all writing ranks see."""
 
     def __init__(self, path: Path, environment: Environment):
         """Check that all writing ranks see the folder; a collective.
@@ -85,24 +65,27 @@ class SharedFolder:
             )
 
     def begin(self, position: str) -> Path:
+        """Return the folder for this rank's file of the checkpoint at this epoch and step ("3-120"); a collective."""
         folder = shards_beside(self._path) / f"{position}-{self._start}"
         self._older = [other for other in folder.parent.glob("*") if other != folder]
         return folder
 
     def keep(self, file: Path) -> None:
-        pass
+        """Do nothing more with a file that is written in the folder."""
 
     def commit(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest, which replaces the checkpoint before it. Rank 0 calls it once all files are kept."""
         write_manifest(self._path, manifest)
         for folder in self._older:
             shutil.rmtree(folder, ignore_errors=True)
 
     def discard(self, folder: Path) -> None:
+        """Remove the folder of a checkpoint that a rank could not write. Rank 0 calls it instead of commit."""
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class StorageDestination:
-    """A destination in the platform's storage, to which each rank uploads its own file.
+    """A destination in the platform's storage, to which each rank uploads its own file; with SharedFolder's methods.
 
     Nothing can be removed from the storage, so a few names of folders take turns. A folder that the stored manifest may
     name is left alone, and the others are overwritten.
@@ -138,7 +121,7 @@ class StorageDestination:
 class ShardWriter:
     """A writer of this rank's part of each checkpoint."""
 
-    def __init__(self, destination: Destination, environment: Environment):
+    def __init__(self, destination: SharedFolder | StorageDestination, environment: Environment):
         """Create the process group of the ranks that write; a collective.
 
         Args:

@@ -100,31 +100,12 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
     Weights, the optimizer's state and the position in the training are the checkpoint's. The optimizer's
     hyperparameters, its learning rates and the schedule are this training's own.
 
-    Args:
-        state: the state to load into, as a fresh start has it.
-        path: the checkpoint.
-        job: this training.
-        steps_per_epoch: the number of steps of an epoch of this training.
-
     Returns:
         A sentence that says after which epoch, or at which step, the training continues.
 
     Raises:
-        InputError: The checkpoint is damaged, its network, optimizer or settings do not suit this training, or nothing
-            is left to train.
-    """
-    try:
-        return _continue_from(state, path, job, steps_per_epoch)
-    except CheckpointError as error:
-        raise InputError(f"init: the checkpoint {path} {error}") from None
-
-
-def _continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
-    """Load another training's checkpoint as continue_from() does, and return its remark.
-
-    Raises:
         CheckpointError: The file is damaged, of another recipe, or of a network with another base.
-        InputError: The checkpoint is sound, but its network, optimizer, measures or settings do not suit this training.
+        InputError: The network, optimizer, measures or settings do not suit this training, or nothing is left to train.
     """
     content = read_checkpoint(path, {"recipe": job.recipe})
     saved, other_identity = content["state"], content["identity"]

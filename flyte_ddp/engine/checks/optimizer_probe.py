@@ -141,8 +141,8 @@ def numbers_outside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
 def _build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Return a new optimizer of the recipe; that of a sharded network steps this rank's rows.
 
-    Raises:
-        InputError: optimizer() returns anything else, or an optimizer to which a scheduler of torch is attached.
+    It raises InputError if optimizer() returns anything else, or an optimizer to which a scheduler of torch is
+    attached.
     """
     optimizer = recipe.optimizer(model)
     where = code_location(recipe, "optimizer")

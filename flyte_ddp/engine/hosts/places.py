@@ -1,18 +1,19 @@
-"""The places of ranks: each rank's host and device, their equipment, and their speed."""
+"""The places of ranks: hosts and devices, their equipment and their speed; and the machine that all are together."""
 
 import itertools
 import platform
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
 
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.hosts.links import GPU_LINK, link_speeds
 from flyte_ddp.engine.job import Job
@@ -20,6 +21,7 @@ from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.launch.environment import Environment, available_cores
 from flyte_ddp.launch.limits import usable_memory
 from flyte_ddp.launch.nvml import why_slow
+from flyte_ddp.settings import RunOptions
 from flyte_ddp.text import GIB, gib
 
 MATRIX = 4096  # rows and columns, which keep all of a GPU's cores busy
@@ -60,19 +62,13 @@ def measure_places(environment: Environment, device: torch.device, job: Job, mod
     """Measure the host and device of each rank, and return the places of all ranks; a collective.
 
     On a GPU the test products take some tenths of a second, and memory for a moment. Nothing is refused: if the disk is
-    too small for the weights, Place.lacks says so.
-
-    Args:
-        environment: this rank's environment.
-        device: this rank's device.
-        job: the training. It tells the version of the code and the folder of the checkpoint.
-        model: the network. The size of its weights tells how much disk space is needed.
+    too small for the weights, Place.lacks says so. The size of the model's weights, and the job's folder for
+    checkpoints, tell how much disk space is needed.
 
     Returns:
         The places by rank, the same list on all ranks.
     """
-    hosts = [environment.host] * environment.world.size
-    distributed.all_gather_object(hosts, environment.host)
+    hosts = gather_values(environment.host)
     clock = time.time()  # all ranks are here now
     within, between = link_speeds(hosts, environment.rank, device)
     teraflops, product = multiply_matrices(device)
@@ -91,9 +87,7 @@ def measure_places(environment: Environment, device: torch.device, job: Job, mod
         slow_by=why_slow(f"GPU-{uuid}") if uuid else "",
         lacks=check_disk(job, weights_bytes(model)),
     )
-    places = [own] * environment.world.size
-    distributed.all_gather_object(places, own)
-    return places
+    return gather_values(own)
 
 
 def hardware(device: torch.device) -> str:
@@ -184,3 +178,51 @@ def check_disk(job: Job, weights: int) -> str:
         f"{folder} has {gib(free)} free, and the weights take {gib(weights)}, in a checkpoint and in the model each: "
         f"free some, or choose another folder ({job.chosen_by})"
     )
+
+
+def describe_machine(places: Sequence[Place], precision: str, options: RunOptions) -> dict[str, Any]:
+    """Return what all ranks together run on, and what else a result's bits may depend on, as plain values by name.
+
+    Returns:
+        "hardware" (each kind of processor once), "torch" (the version), "precision", "ranks" and "threads" (their
+        numbers), "sharding" and "compile" (the options).
+    """
+    return {
+        "hardware": " and ".join(dict.fromkeys(place.hardware for place in places)),
+        "torch": str(torch.__version__),
+        "precision": precision,
+        "ranks": len(places),
+        "threads": torch.get_num_threads(),
+        "sharding": options.sharding,
+        "compile": options.compile,
+    }
+
+
+def note_machine(
+    ran_on: Sequence[dict[str, Any]], now: dict[str, Any], virtual_ranks: int | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Add the present machine to those that a training has run on, and remark on changes that may change its result.
+
+    `ran_on` has what describe_machine() returned at each earlier start that found another machine than the one before.
+    virtual_ranks is None if there can be none, as under Lightning; with them the number of ranks changes no result.
+
+    Returns:
+        A new list of machines, the present one last and not twice; and a remark each if the hardware or, without
+        virtual ranks, the number of ranks is another one than before.
+    """
+    if not ran_on or ran_on[-1] == now:
+        return [*ran_on[:-1], now], []
+    before = ran_on[-1]
+    remarks = []
+    if before["hardware"] != now["hardware"]:
+        remarks.append(
+            f"The checkpoint is from other hardware ({before['hardware']}) than this ({now['hardware']}): from here "
+            "on, bits may differ"
+        )
+    if before["ranks"] != now["ranks"] and not virtual_ranks:
+        remedy = "" if virtual_ranks is None else ", which only virtual_ranks would keep"
+        remarks.append(
+            f"The checkpoint is from {before['ranks']} ranks, and {now['ranks']} go on from it: the result is not that "
+            f"of the former number{remedy}"
+        )
+    return [*ran_on, now], remarks

@@ -76,11 +76,10 @@ class LossMonitor:
         self.scale = self.scale or self.constant_loss or abs(mean)
         if mean > before + LEAP * self.scale:
             self.lowest = mean  # so that a leap is reported once
-            return self._warn(
-                epoch,
-                step,
-                f"the loss leapt from {before:.3g} to {mean:.3g} by step {step} of epoch {epoch + 1}: {self.remedies}",
+            leap = (
+                f"the loss leapt from {before:.3g} to {mean:.3g} by step {step} of epoch {epoch + 1}: {self.remedies}"
             )
+            return self.record(epoch, step, [leap])
         self.lowest = min(mean, before)
         return []
 
@@ -104,12 +103,11 @@ class LossMonitor:
         self.guessing = bound != 0 and loss >= bound - (1 - GUESSING) * abs(bound)
         if was_guessing or not self.guessing:
             return []
-        return self._warn(
-            finished.epoch,
-            step,
+        reason = (
             f"no better than guessing after epoch {counted(finished.position)}: the loss is {loss:.4g}, and "
-            f"{bound:.4g} for predictions that are the same for all samples: {self.remedies}",
+            f"{bound:.4g} for predictions that are the same for all samples: {self.remedies}"
         )
+        return self.record(finished.epoch, step, [reason])
 
     def warn_of_not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
         """Record and return a warning of each measure that is NaN or infinite on a split, once for measure and split.
@@ -126,13 +124,7 @@ class LossMonitor:
         return self.record(_epoch(position), step, reasons)
 
     def warn_of_no_weights(self, split: str, position: float, step: int) -> list[NotLearning]:
-        """Record and return a warning, once for each split, that none of the split's samples counts for the loss.
-
-        Args:
-            split: "test" or "validation".
-            position: the number of epochs that have been trained, with fractions.
-            step: the number of the epoch's steps so far.
-        """
+        """Record and return a warning, once for each split, that none of the split's samples counts for the loss."""
         if f"{split} loss" in self.broken:
             return []
         self.broken.append(f"{split} loss")
@@ -140,26 +132,18 @@ class LossMonitor:
             f"no sample of the {split} split counts for the loss after epoch {counted(position)}: the weights that "
             "measure() gives it add up to 0, as where all labels are ignored"
         )
-        return self._warn(_epoch(position), step, reason)
+        return self.record(_epoch(position), step, [reason])
 
     def warn_of_no_best(self, measure: str, position: float) -> list[NotLearning]:
         """Record and return a warning that training returns the last weights, as no evaluation could be the best.
 
-        Args:
-            measure: the measure to choose by, which has never been finite on the validation split.
-            position: the number of epochs that have been trained, with fractions.
+        The measure to choose by has never been finite on the validation split.
         """
-        return self._warn(
-            _epoch(position),
-            0,
+        reason = (
             f"the weights are those of the last epoch, not of the best: {measure} on the validation split has never "
-            'been a finite number: look for samples whose value divides by 0, or set choose_by to "loss"',
+            'been a finite number: look for samples whose value divides by 0, or set choose_by to "loss"'
         )
-
-    def _warn(self, epoch: int, step: int, reason: str) -> list[NotLearning]:
-        warning = NotLearning(epoch, step, reason)
-        self.warnings.append(warning)
-        return [warning]
+        return self.record(_epoch(position), 0, [reason])
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

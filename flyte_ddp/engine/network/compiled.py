@@ -17,10 +17,10 @@ from torch import nn
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.lengths import get_lengths
+from flyte_ddp.engine.compiler_compat import allow_compiling
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import any_batch_size, is_batch_norm, only_deterministic, pytree
-from flyte_ddp.engine.tracing_compat import allow_compiling
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import STARTING

@@ -14,10 +14,10 @@ from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, start_from
 from flyte_ddp.engine.code_location import code_location
-from flyte_ddp.engine.collectives import broadcast_value
+from flyte_ddp.engine.collectives import broadcast_value, gather_values
+from flyte_ddp.engine.compiler_compat import records_graphs
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.sharding.sharding import give_room
-from flyte_ddp.engine.tracing_compat import records_graphs
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.frozen_base import frozen_weights
 from flyte_ddp.recipe import Recipe
@@ -32,10 +32,6 @@ def first_model(recipe: Recipe, job: Job) -> First:
     build the network on torch's meta device, without values. A rank where that fails builds the network on the CPU with
     values, and all ranks remark on it.
 
-    Args:
-        recipe: the recipe.
-        job: the training.
-
     Returns:
         The network; the names of the frozen weights that keep model()'s values, which files of weights leave out; and
         remarks for the user.
@@ -45,8 +41,7 @@ def first_model(recipe: Recipe, job: Job) -> First:
             that raises it.
     """
     rank = distributed.get_rank()
-    size = distributed.get_world_size()
-    if job.options.sharding == "off" or size == 1:
+    if job.options.sharding == "off" or distributed.get_world_size() == 1:
         return _with_values(recipe, job)
     built = None
     problem = ""
@@ -61,8 +56,7 @@ def first_model(recipe: Recipe, job: Job) -> First:
     if built and outline(built[0]) != expected:
         built = None
         problem = "it has other tensors where they have no values"
-    problems: list[Any] = [None] * size
-    distributed.all_gather_object(problems, problem)
+    problems = gather_values(problem)
     model, _, remarks = built or _with_values(recipe, job)
     for problem in [*filter(None, problems)][:1]:
         remarks.append(f"Each rank built the whole network in its host's memory, since model() needs values: {problem}")

@@ -124,7 +124,7 @@ class Evaluation:
         if buffers := [*chain.from_iterable(model.buffers() for model in state.wrapped)]:
             state.agree(Call.EVALUATION)
             collectives.broadcast_in_place(buffers)  # as before each step
-        before = state.buffer_digests() if parts else {}
+        before = state.parts.buffer_digests() if parts else {}
         in_step = generator_states() if state.is_stepping else None
         state.is_cut = True
         # A step that has begun is ended first
@@ -149,7 +149,7 @@ class Evaluation:
                 # All ranks draw alike again, however many batches each has had, and after a resume, too
                 step = state.progress.step if state.trains_on else 0
                 seed_all(derive_key(Use.OWN_STEP, self._seed, state.progress.epoch, step, 1))
-        now = state.buffer_digests() if parts else {}
+        now = state.parts.buffer_digests() if parts else {}
         moved = [name for name, digest in before.items() if now.get(name) != digest]
         if moved:
             raise InputError(

@@ -24,18 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
-from flyte_ddp.engine.checkpoints.same_state import state_on_all_ranks
+from flyte_ddp.engine.checkpoints.resume import state_on_all_ranks
 from flyte_ddp.engine.checks.data_probe import unequal_data
+from flyte_ddp.engine.compiler_compat import uncompiled
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import find_data_path, make_split
-from flyte_ddp.engine.own_loop.agreement import Call
+from flyte_ddp.engine.own_loop.agreement import Call, names_on_all_ranks
 from flyte_ddp.engine.own_loop.batches import Evaluation, TrainSteps
-from flyte_ddp.engine.own_loop.names import names_on_all_ranks
 from flyte_ddp.engine.own_loop.parts import ByParts, Parts
 from flyte_ddp.engine.own_loop.state import HIGHEST, LOWEST, LoopState
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.torch_compat import SettledBuckets, naming_unused, pytree
-from flyte_ddp.engine.tracing_compat import uncompiled
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link

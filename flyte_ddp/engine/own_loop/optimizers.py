@@ -34,9 +34,9 @@ class Optimizers:
 
     def have(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer is one of these."""
-        if not _is_among(optimizer, self._known):
+        if optimizer not in self._known:
             self._known = self._now()  # a wrapper may have made it by now
-        return _is_among(optimizer, self._known)
+        return optimizer in self._known
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Record which gradients the optimizer has stepped by. Torch calls it after each step of any optimizer."""
@@ -130,7 +130,3 @@ def list_weights(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     groups = chain.from_iterable(one.param_groups for one in optimizers)
     weights = chain.from_iterable(group["params"] for group in groups)
     return [*{id(weight): weight for weight in weights}.values()]
-
-
-def _is_among(optimizer: Optimizer, others: Iterable[Optimizer]) -> bool:
-    return any(one is optimizer for one in others)

@@ -46,11 +46,7 @@ class ByParts(nn.Module):
     def __init__(self, module: nn.Module, virtual_ranks: int, is_in_step: Callable[[], bool]):
         super().__init__()
         self.module, self._is_in_step = module, is_in_step
-        self._exact = [ExactGradients(module, virtual_ranks)]  # a list, so that it is no part of the network
-
-    @property
-    def exact(self) -> "ExactGradients":
-        return self._exact[0]
+        self.exact = ExactGradients(module, virtual_ranks)
 
     def no_sync(self) -> Any:
         raise InputError("no_sync must not be called with virtual_ranks: a batch has parts already, see loop.backward")
@@ -85,14 +81,6 @@ class ExactGradients:
         self._buffers = Buffers(model)
         self.is_computing = False
         self.trace: Trace | None = None
-
-    @property
-    def grid(self) -> Tensor | None:
-        return self.parallel.grid
-
-    @grid.setter
-    def grid(self, exponents: Tensor | None) -> None:
-        self.parallel.grid = exponents
 
     def watch(self, networks: Mapping[str, nn.Module]) -> None:
         """Have backward() refuse a loss_of that changes one of these networks, by name, as it must leave weights."""

@@ -1,32 +1,30 @@
-"""The state of a loop of the user's own: what changes, how a step ends, and what a checkpoint has."""
+"""The state of a loop of the user's own: how far it is, and how its steps, evaluations and epochs end."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.writer import make_whole_checkpoints
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.contracts import Plan, StepFigures
-from flyte_ddp.engine.digest import compute_sum, differ_between_ranks, weights_digest
+from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.monitor.trace import Trace, make_trace
-from flyte_ddp.engine.own_loop.agreement import Call, agree
-from flyte_ddp.engine.own_loop.arrangement import arrangement, load, without_later_groups
+from flyte_ddp.engine.own_loop.agreement import Call, agree, names_on_all_ranks
+from flyte_ddp.engine.own_loop.kept_parts import KeptParts
 from flyte_ddp.engine.own_loop.last_step import LastStep
-from flyte_ddp.engine.own_loop.names import names_on_all_ranks
-from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, Optimizers, PendingGradients, list_weights
+from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, list_weights
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.results import export_model
@@ -59,7 +57,7 @@ class LoopState:
 
     Attributes:
         progress: how far the training is.
-        parts: what changes while it trains, by name; "model" is the network itself.
+        parts: what changes while it trains.
         optimizers: those among the parts.
         wrapped: the networks that the ranks train together.
         exact: with virtual ranks, what adds their gradients up.
@@ -89,8 +87,8 @@ class LoopState:
         self.best_models: BestModels | None = None  # None without keep_best
         self.is_over = False
         self.tested: dict[str, float] = {}
-        self.parts: dict[str, Any] = {}
-        self.optimizers = Optimizers(self.parts)
+        self.parts = KeptParts(device)
+        self.optimizers = self.parts.optimizers
         self.wrapped: list[nn.Module] = []
         self.exact: ExactGradients | None = None
         self.audit: Audit | None = None
@@ -112,7 +110,6 @@ class LoopState:
         self._can_leave = True  # an evaluation, because there is nothing to save, or because _last_step has it
         self._last_step: LastStep | None = None  # on rank 0
         self._own = torch.zeros(0, dtype=torch.float64, device=device)  # what this rank logged last
-        self._pending = PendingGradients(self.optimizers, device)
         self._choice: Mapping[str, Any] | None = None  # of the checkpoint that was resumed
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
 
@@ -121,13 +118,8 @@ class LoopState:
 
         It emits RunStarted, and sets what the steps need: progress.checkpoints always, best_tracker with a validation
         split, best_models if the options keep the best, and audit if self.exact is set. In a resumed run best_tracker
-        goes on from the checkpoint.
-
-        Args:
-            headline: the name of the measure that the training is judged by.
-            percent: the names of measures from 0 to 1 that are shown in per cent.
-            precision: "float32" or "bfloat16". It is only shown.
-            best: "highest" or "lowest", whichever headline is the best. Empty if there is no validation split.
+        goes on from the checkpoint. The precision is only shown, as are the measures in per cent. `best` is "highest"
+        or "lowest", whichever headline is the best, or empty if there is no validation split.
 
         Raises:
             InputError: loop.batches or loop.keep has not been called.
@@ -167,7 +159,7 @@ class LoopState:
         self.trace = make_trace(self._environment, self.device, self._job, is_resumed)
         if self.exact:
             self.exact.trace = self.trace
-            self.exact.watch({name: part for name, part in self.parts.items() if isinstance(part, nn.Module)})
+            self.exact.watch(self.parts.networks())
             every = self._job.options.audit_every
             self.audit = audit = Audit(self.exact.parallel, self.batches, every, progress.places, progress.warn)
             self.exact.add_up = lambda backward, shares, call: audit.add_up_gradients(
@@ -193,10 +185,6 @@ class LoopState:
         It sets step_seed, is_stepping and backward_calls, and notes the learning rate for the log. From now on, an
         evaluation cannot be left for a stop. If the step is traced, the weights are digested and, without virtual
         ranks, this rank's batch and outputs, too.
-
-        Args:
-            shares: this rank's samples of the global batch: with virtual ranks one Batch for each of this rank's
-                virtual ranks, otherwise a single one.
         """
         self.is_stepping = True
         self._can_leave, self._last_step = False, None
@@ -207,8 +195,7 @@ class LoopState:
         groups = [group for part in self.parts.values() for group in getattr(part, "param_groups", ())]
         self._rate, self._norm = float(groups[0]["lr"]) if groups else 0.0, 0.0
         if self.trace:
-            networks = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
-            self.trace.begin(networks, progress.epoch, progress.step, self.steps)
+            self.trace.begin(self.parts.networks(), progress.epoch, progress.step, self.steps)
             if not self.exact:  # otherwise loop.backward begins each part
                 self.trace.begin_part(self._environment.rank, shares[0].tree)
 
@@ -237,8 +224,8 @@ class LoopState:
 
     def must_wait(self) -> bool:
         """Return whether a checkpoint has to wait for gradients; a collective."""
-        waits = self._pending.wait()
-        if self._pending.has_given_up:
+        waits = self.parts.pending.wait()
+        if self.parts.pending.has_given_up:
             self.progress.warn_once(LEFT_OUT)
         return waits
 
@@ -286,22 +273,10 @@ class LoopState:
         if is_last and not progress.owes_checkpoint and not self.must_wait():
             self._can_leave = True
             if self._environment.rank == 0:
-                buffers = self._buffers_in_checkpoint()
+                buffers = self.parts.buffer_places()
                 self._last_step = LastStep(
                     self.state_dict(), progress, self.device, lambda keys: keys in buffers or keys[0] == "progress"
                 )
-
-    def _buffers_in_checkpoint(self) -> set[tuple[Any, ...]]:
-        """Return where state_dict() has buffers: ("parts", the network's name, the buffer's name) of each.
-
-        Buffers that a network's own state dict leaves out are listed, too.
-        """
-        return {
-            ("parts", part_name, name)
-            for part_name, part in self.parts.items()
-            if isinstance(part, nn.Module)
-            for name, _ in part.named_buffers(remove_duplicate=False)
-        }
 
     def leave_evaluation(self) -> None:
         """Stop in the middle of an evaluation, and save the state that the last training step has left; a collective.
@@ -339,8 +314,7 @@ class LoopState:
     def step_error(self, step: int) -> NonFiniteError:
         """Return an error that names the ranks whose latest measures are not finite; a collective."""
         ranks = range(self._environment.world.size)
-        is_bad: list[Any] = [None] * len(ranks)
-        distributed.all_gather_object(is_bad, not bool(self._own.isfinite().all()))
+        is_bad = gather_values(not bool(self._own.isfinite().all()))
         bad = [rank for rank in ranks if is_bad[rank]] or [*ranks]
         return NonFiniteError.in_step("loss", bad, self.progress.epoch, step)
 
@@ -527,17 +501,14 @@ class LoopState:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs, for a checkpoint.
 
-        It has the state dicts of the parts, the optimizers' groups, gradients that are not applied yet, the progress,
-        the epoch's evaluation, the units of virtual ranks' sums, and the choice of the best epoch. The tensors are the
-        training's own, so the next step changes them.
+        It has the content of the parts, the progress, the epoch's evaluation, the units of virtual ranks' sums, and the
+        choice of the best epoch. The tensors are the training's own, so the next step changes them.
         """
         return {
-            "parts": {name: part.state_dict() for name, part in self.parts.items()},
-            "arrangement": arrangement(self.parts),
-            "gradients": self._pending.of_weights,
+            **self.parts.state_dict(),
             "progress": self.progress.state_dict(),
             "evaluated": self.evaluated,
-            "grid": self.exact.grid if self.exact else None,
+            "grid": self.exact.parallel.grid if self.exact else None,
             "choice": self.best_tracker.state_dict() if self.best_tracker else None,
         }
 
@@ -548,36 +519,24 @@ class LoopState:
         state is kept until put_back() restores it once more, with both. Between epochs, the gradients are restored at
         once.
 
-        Args:
-            saved: what state_dict returned.
-
         Raises:
             InputError: The state does not fit what loop.keep was given.
         """
-        with _fitting():
-            if saved["parts"].keys() != self.parts.keys():
-                raise ValueError(f"it has {', '.join(saved['parts'])}")
-            states, arranged = saved["parts"], saved["arrangement"]
-            is_within_epoch = saved["progress"]["step"] > 0
-            if is_within_epoch:
-                states, arranged = without_later_groups(self.parts, states, arranged)
-                self._resumed = saved
-            load(self.parts, states, arranged)
-            if not is_within_epoch:
-                self.optimizers.put_back(saved["gradients"])
+        is_within_epoch = saved["progress"]["step"] > 0
+        self.parts.load_state_dict(saved, is_within_epoch)
+        self._resumed = saved if is_within_epoch else None
         self.evaluated = saved["evaluated"]
         self.progress.load_state_dict(saved["progress"])
         self._choice = saved["choice"]
         if self.exact:
             grid = saved["grid"]
-            self.exact.grid = None if grid is None else grid.clone()
+            self.exact.parallel.grid = None if grid is None else grid.clone()
 
     def put_back(self) -> None:
-        """Restore networks, optimizers, schedules, gradients and measures once more, after a resume within an epoch.
+        """Restore the parts, their gradients and the measures once more, after a resume within an epoch.
 
-        It is called when the steps of the resumed epoch begin: the user's code before them has run a second time, and
-        may have changed these. Other parts may be iterators, and are left alone. It does nothing if there was no such
-        resume, and in later calls.
+        It is called when the steps of the resumed epoch begin, and does nothing without such a resume, or in later
+        calls.
 
         Raises:
             InputError: The state does not fit what loop.keep was given.
@@ -585,21 +544,8 @@ class LoopState:
         saved, self._resumed = self._resumed, None
         if saved is None:
             return
-        kinds = nn.Module, Optimizer, LRScheduler
-        parts = {name: part for name, part in self.parts.items() if isinstance(part, kinds)}
-        with _fitting():
-            load(parts, saved["parts"], saved["arrangement"])
-            self.optimizers.put_back(saved["gradients"])
+        self.parts.put_back(saved)
         self.evaluated = saved["evaluated"] or self.evaluated
-
-    def buffer_digests(self) -> dict[str, int]:
-        """Return the digest of each buffer of the networks of loop.keep, by "<name there>.<name of the buffer>"."""
-        digests: dict[str, Tensor] = {}
-        for name, network in self.parts.items():
-            for buffer_name, buffer in network.named_buffers() if isinstance(network, nn.Module) else ():
-                digests[f"{name}.{buffer_name}"] = compute_sum(buffer).to(self.device)
-        values = torch.stack([*digests.values()]).tolist() if digests else []
-        return dict(zip(digests, values, strict=True))
 
     # --- parts of a step ---
 
@@ -611,20 +557,3 @@ class LoopState:
 
     def _digest(self) -> str:
         return weights_digest(self.parts["model"].state_dict(), device=self.device)
-
-
-@contextmanager
-def _fitting() -> Iterator[None]:
-    """Raise an InputError, that the checkpoint does not fit, in place of errors of the block, which loads it.
-
-    Errors of the device, such as a lack of its memory, are raised as they are.
-    """
-    try:
-        yield
-    except (torch.AcceleratorError, torch.OutOfMemoryError):
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"the checkpoint does not fit what loop.keep was given: {' '.join(str(error).split())}: keep the same, "
-            "or drop it by RunOptions(resume=False)"
-        ) from None

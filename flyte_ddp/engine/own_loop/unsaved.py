@@ -40,16 +40,12 @@ class Unsaved:
         torch calls this method as a hook after each step. The first step only records the optimizer's attributes, for
         comparison. Later steps check nothing.
 
-        Args:
-            optimizer: the optimizer that has stepped.
-            _: other arguments of torch's hook.
-
         Raises:
             InputError: loop.keep was not given a schedule of this optimizer, or what has one of its weights; or a
                 network's state_dict lacks a buffer that the second step has changed, or the optimizer's lacks an
                 attribute that the second step has changed, or the state of another optimizer that it holds.
         """
-        if any(one is optimizer for one in self._checked):
+        if optimizer in self._checked:
             return
         if id(optimizer) not in self._after_first:
             self._after_first[id(optimizer)] = numbers_outside_state(optimizer)

@@ -5,8 +5,7 @@ These are all ranks or, with hybrid sharding, those of each node, which then has
 
 from typing import Any
 
-from torch import distributed
-
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.settings import RunOptions
@@ -38,15 +37,10 @@ def make_mesh(options: RunOptions, environment: Environment) -> Any:
 def _count_nodes(environment: Environment) -> int:
     """Return the number of nodes, for sharding within each node; a collective.
 
-    Args:
-        environment: this rank's place among all ranks.
-
-    Raises:
-        InputError: Nodes have different numbers of ranks, or the ranks of a node do not follow one another. All ranks
-            raise it.
+    All ranks raise InputError if nodes have different numbers of ranks, or the ranks of a node do not follow one
+    another.
     """
-    places: list[Any] = [None] * environment.world.size
-    distributed.all_gather_object(places, (environment.local_rank, environment.world.local_size))
+    places = gather_values((environment.local_rank, environment.world.local_size))
     sizes = [size for _, size in places]
     if len({*sizes}) > 1:
         raise InputError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.engine.sharding.mesh import copies
 from flyte_ddp.engine.sharding.sharding import is_shard, local
 from flyte_ddp.engine.torch_compat import pytree
@@ -117,10 +118,7 @@ def fill(path: Path | None, content: Any, device: torch.device) -> None:
     """
     leaves = pytree.tree_leaves(content)
     shards = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Shard)}
-    written = [path is not None]
-    if shards:
-        distributed.broadcast_object_list(written)
-    if not shards or not written[0]:
+    if not shards or not broadcast_value(path is not None):
         return
     rooms: list[Any] = [None] * len(leaves)
     if path:

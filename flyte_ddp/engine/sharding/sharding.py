@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.attributes import matching_layers
-from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.sharding.mesh import copies
 from flyte_ddp.engine.step import SingleStep, Step, Totals, list_gradients
@@ -221,14 +220,6 @@ class ShardedStep(SingleStep):
     def forward(self, *args: Any) -> Tensor:
         return self.module.reach_all(self.module(*args))
 
-    def parts(self, batch: Batch, most: int) -> list[Batch]:
-        """Cut the rank's share into parts, as many on each rank, since all ranks are needed to make a unit whole.
-
-        A part has at most so many samples; 0 gives a single part. A rank with fewer samples repeats a part, whose
-        repetition counts for nothing.
-        """
-        return batch.parts(most, self.module.world_size)
-
     def add_up_gradients(self, backward: Callable[[], None]) -> Totals:
         """Run the forward and backward passes, and compute the norms of the gradients over all ranks; a collective.
 
@@ -255,10 +246,6 @@ class ShardedStep(SingleStep):
                     weight.grad = None
             norms = norms[norms != 0]
         return self.module.split((totals[: len(sums)] / self.module.world_size).float(), norms)
-
-    def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        """Return an empty list, because a rank's gradients are added to the others' at once."""
-        return []
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:

@@ -127,7 +127,7 @@ class ExactStep(SingleStep):
 
         A forward pass may change what it gets, and may be repeated, also by another rank.
         """
-        return [copied(part) for part in super().parts(batch, most)]
+        return [copied(part) for part in batch.parts(most)]
 
     @torch_compat.only_deterministic()
     def add_up_gradients(self, backward: Callable[[], None], call: int = 0) -> Totals:

@@ -75,10 +75,6 @@ class ShardedExactStep(ExactStep):
         else:
             self._forget_gradients()  # torch would add the next part's to them, but they are the memory of the sums
 
-    def own_gradients(self, loss: Tensor) -> list[Tensor]:
-        """Return an empty list, because a rank's gradients are added to the others' at once."""
-        return []
-
     def _norms(self) -> Tensor:
         """Return the norm of each whole gradient, (N,); a collective.
 

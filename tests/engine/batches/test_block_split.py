@@ -12,7 +12,7 @@ from flyte_ddp.data.blocks.blocks import Blocks
 from flyte_ddp.engine.batches import batches
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.batches.block_split import BlockSplit, Reading
+from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.batches.splits import hold_out, spread
 from flyte_ddp.launch.environment import Environment, World
 
@@ -30,7 +30,7 @@ def split_of(tmp_path, monkeypatch):
             starts = np.cumsum(lengths) - lengths
             blocks = Blocks(lengths, lambda number: np.arange(lengths[number]) + starts[number])
             blocks.window, blocks.streams = window, streams
-            return BlockSplit(blocks, f"split{next(made)}", Reading(cache, CPU))
+            return BlockSplit(blocks, f"split{next(made)}", cache, CPU)
 
         yield split
 

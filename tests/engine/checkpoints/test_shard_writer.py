@@ -17,7 +17,7 @@ from torch import distributed, nn
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint
-from flyte_ddp.engine.checkpoints.fetched_shards import fetch_shards
+from flyte_ddp.engine.checkpoints.resume import fetch_shards
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import describe_state, find_problem, rebuild_state
 from flyte_ddp.engine.checkpoints.writer import CheckpointWriter, begin_file
@@ -147,7 +147,8 @@ def test_a_rank_that_fails_in_whatever_way_tells_the_others_and_training(rank, t
         def __getattr__(self, name):
             return getattr(SharedFolder(tmp_path / "checkpoint", ALONE), name)
 
-    writer, events = ShardWriter(Breaking(), ALONE), list[Event]()
+    breaking: Any = Breaking()
+    writer, events = ShardWriter(breaking, ALONE), list[Event]()
     state: Any = SimpleNamespace(state_dict=dict, device=CPU, progress=SimpleNamespace(epoch=1, step=2))
     with pytest.raises(OSError, match="rank 0: LookupError: no such bucket"):
         writer.begin(make_content(1, torch.ones(2, 2)), CPU)()

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.engine.audit import choose_part
+from flyte_ddp.engine.audit import Cause, choose_part, judge
 from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.splits import Resident
-from flyte_ddp.engine.blame import Cause, judge
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
 from flyte_ddp.launch.failures import RecoverableRankError

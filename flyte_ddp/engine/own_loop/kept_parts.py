@@ -1,16 +1,121 @@
-"""The weights of a loop's parts that are trained, and in which group each optimizer has them: no state dict says so."""
+"""The parts that loop.keep was given, and their content in a checkpoint.
 
-from collections.abc import Mapping
+Besides their state dicts it has what no state dict says: the weights that are trained, and in which group each
+optimizer has them.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from flyte_ddp.engine.digest import compute_sum
+from flyte_ddp.engine.own_loop.optimizers import Optimizers, PendingGradients
 from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.frozen_base import with_versions
 
 Groups = list[list[str]]
+
+
+class KeptParts(dict[str, Any]):
+    """The parts of a loop by their names, as loop.keep was given them; "model" is the network itself.
+
+    Attributes:
+        optimizers: those among the parts.
+        pending: the gradients that no optimizer has applied.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device
+        self.optimizers = Optimizers(self)
+        self.pending = PendingGradients(self.optimizers, device)
+
+    def networks(self) -> dict[str, nn.Module]:
+        """Return the parts that are networks."""
+        return {name: part for name, part in self.items() if isinstance(part, nn.Module)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has of the parts; the tensors are the training's own."""
+        return {
+            "parts": {name: part.state_dict() for name, part in self.items()},
+            "arrangement": arrangement(self),
+            "gradients": self.pending.of_weights,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], is_within_epoch: bool) -> None:
+        """Restore what state_dict() has returned, and copy its tensors.
+
+        Within an epoch, gradients and later parameter groups are left out: put_back() restores both.
+
+        Raises:
+            InputError: The state does not fit what loop.keep was given.
+        """
+        with _fitting():
+            if saved["parts"].keys() != self.keys():
+                raise ValueError(f"it has {', '.join(saved['parts'])}")
+            states, arranged = saved["parts"], saved["arrangement"]
+            if is_within_epoch:
+                states, arranged = without_later_groups(self, states, arranged)
+            load(self, states, arranged)
+            if not is_within_epoch:
+                self.optimizers.put_back(saved["gradients"])
+
+    def put_back(self, saved: Mapping[str, Any]) -> None:
+        """Restore networks, optimizers, schedules and gradients once more, after a resume within an epoch.
+
+        The user's code before the resumed steps has run a second time, and may have changed these. Other parts may be
+        iterators, and are left alone.
+
+        Raises:
+            InputError: The state does not fit what loop.keep was given.
+        """
+        kinds = nn.Module, Optimizer, LRScheduler
+        with _fitting():
+            parts = {name: part for name, part in self.items() if isinstance(part, kinds)}
+            load(parts, saved["parts"], saved["arrangement"])
+            self.optimizers.put_back(saved["gradients"])
+
+    def buffer_places(self) -> set[tuple[Any, ...]]:
+        """Return the keys under which state_dict() has buffers: "parts", the part's name and the buffer's."""
+        return {
+            ("parts", part_name, name)
+            for part_name, network in self.networks().items()
+            for name, _ in network.named_buffers(remove_duplicate=False)
+        }
+
+    def buffer_digests(self) -> dict[str, int]:
+        """Return the digest of each buffer of the networks, by "<name of the part>.<name of the buffer>"."""
+        digests = {
+            f"{part_name}.{name}": compute_sum(buffer).to(self._device)
+            for part_name, network in self.networks().items()
+            for name, buffer in network.named_buffers()
+        }
+        values = torch.stack([*digests.values()]).tolist() if digests else []
+        return dict(zip(digests, values, strict=True))
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Raise an InputError, that the checkpoint does not fit, in place of errors of the block, which loads it.
+
+    Errors of the device, such as a lack of its memory, are raised as they are.
+    """
+    try:
+        yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"the checkpoint does not fit what loop.keep was given: {' '.join(str(error).split())}: keep the same, "
+            "or drop it by RunOptions(resume=False)"
+        ) from None
 
 
 def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
