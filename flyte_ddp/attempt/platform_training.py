@@ -3,11 +3,13 @@
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from flyte_ddp.attempt.checkpoints import point_to_previous
 from flyte_ddp.attempt.failures import platform_errors
+from flyte_ddp.attempt.folders import run_folder
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.pod import check_code, check_gpus
 from flyte_ddp.attempt.restarts import restarting
@@ -16,16 +18,18 @@ from flyte_ddp.attempt.webhook import notifying_webhook
 from flyte_ddp.code.user_code import UserCode, find_code, find_observers
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared
-from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_subject
+from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_job, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import Environment, World, choose_world, visible_gpus
 from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.model_files.model_metadata import ModelMetadata
+from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 IMAGE_CLASSIFIER = find_code("flyte_ddp.recipes.images:ImageClassifier")
+PREDICT = "flyte_ddp.engine.predict:run"
 Given = TypeVar("Given")
 Outputs = TypeVar("Outputs")
 
@@ -81,7 +85,7 @@ class Training(ABC, Generic[Given, Outputs]):
         def start(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
             return self.launch_ranks(world, job, on_event)
 
-        with notifying_webhook(self.platform), platform_errors(self.platform):
+        with self.own_errors(), notifying_webhook(self.platform), platform_errors(self.platform):
             if options.resume:
                 point_to_previous(self.platform)
             self.check(settings, options)
@@ -145,6 +149,10 @@ class Training(ABC, Generic[Given, Outputs]):
 
         return run_rank(environment, DirectLink(on_event), job, train)
 
+    def own_errors(self) -> AbstractContextManager[None]:
+        """Return a context manager that turns errors of its block into the platform's."""
+        return platform_errors(self.platform)
+
     def check(self, settings: TrainingSettings, options: RunOptions) -> None:
         """Raise InputError for what cannot be trained here. A subclass may override this; by default all can be."""
 
@@ -187,7 +195,59 @@ class Training(ABC, Generic[Given, Outputs]):
         """Return the task's outputs."""
 
 
-class CommonRecipeTraining(Training[Given, Outputs]):
+class PredictingTraining(Training[Given, Outputs]):
+    """A training of a recipe of this library's engine, which can also predict with what it has trained."""
+
+    output_file: Any  # a function that returns a file on this machine as a task's output
+
+    def predict(
+        self,
+        model_state: Given,
+        settings: TrainingSettings,
+        shard: int = 0,
+        shards: int = 1,
+        data: Given | StoredData | None = None,
+        split: str = "test",
+        init: Given | None = None,
+    ) -> Any:
+        """Return an .npy file with a trained network's predictions (n, ...) for one shard of a split.
+
+        The network computes in float32; the file has the dtype of recipe.predictions(). The file has a row for each
+        sample of the shard, in the split's order. The files of all shards, concatenated by number, have the predictions
+        of the whole split.
+
+        To compute shards in parallel, map a task over `shard`. Declare the task with arguments() whose cache ignores no
+        input, for at most one GPU (most_gpus=1).
+
+        Args:
+            model_state: the weights.
+            settings: the settings of the training.
+            shard: the number of the shard, from 0.
+            shards: the number of shards, into which the split is divided as evenly as possible.
+            data: the data of the training.
+            split: "train", "validation" or "test".
+            init: the init of the training.
+
+        Raises:
+            InputError: there is no such shard, or the recipe has no predictions.
+            Exception: on a cluster, the platform's error for that, or for a process that has failed or hangs.
+        """
+        with self.own_errors():
+            source = data if isinstance(data, StoredData) else self.downloaded(data)
+            subject = self.subject(settings, source, self.downloaded(init))
+            model = self.downloaded(model_state)
+            assert model
+            if not 0 <= shard < shards:
+                raise InputError(f"shard must be at least 0 and below shards ({shards}), got {shard}")
+            with run_folder(self.platform, f"{subject.dataset}-predictions") as folder:
+                job = make_job(subject, model_path=model, logs=folder)
+                world = choose_world("gloo", 1, 1)
+                asked = (job, split, shard, shards)
+                launcher.run_alone(PREDICT, asked, job.options, open_console(), world, subject.root)
+            return self.output_file(folder / f"predictions-{shard}.npy")
+
+
+class CommonRecipeTraining(PredictingTraining[Given, Outputs]):
     """A training of a recipe, known only by its name: its module, which imports torch, is for the ranks."""
 
     def __init__(self, recipe: str, data_files: Sequence[str] = (), observers: Sequence[str] = ()):
@@ -205,7 +265,7 @@ class CommonRecipeTraining(Training[Given, Outputs]):
         super().__init__(find_code(recipe, data_files), find_observers(observers))
 
 
-class ClassifierTraining(Training[Given, Outputs]):
+class ClassifierTraining(PredictingTraining[Given, Outputs]):
     """A training of a built-in image classifier on a prepared dataset."""
 
     def __init__(self, observers: Sequence[UserCode] = ()):

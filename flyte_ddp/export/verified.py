@@ -9,7 +9,7 @@ from flyte_ddp.engine.job import Measured
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.export.card import Card, make_card
 from flyte_ddp.export.settings import FILES, ExportJob, Written
-from flyte_ddp.launch.alone import run_alone
+from flyte_ddp.launch.launcher import run_alone
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.report.mlflow_run import add_to_run
 from flyte_ddp.whole_files import writing_to

@@ -8,26 +8,18 @@ def train_model(settings: Settings, options: RunOptions) -> RecipeOutputs:
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.attempt.failures import platform_errors
 from flyte_ddp.attempt.platform_training import CommonRecipeTraining
-from flyte_ddp.attempt.prediction import write_predictions
 from flyte_ddp.attempt.summaries import RecipeSummary
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import UserCode
-from flyte_ddp.data.description import StoredData
-from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
-from flyte_ddp.flyte1.data import downloaded, find_data
-from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.pyflyte import set_up_pyflyte, ship
 from flyte_ddp.flyte1.train import Data, FlytekitTraining, make_common_outputs, training_arguments
-from flyte_ddp.settings import TrainingSettings
 
 Outputs = TypeVar("Outputs")
 
@@ -90,41 +82,6 @@ class NamedTraining(FlytekitTraining[Outputs]):
 
 class RecipeTraining(CommonRecipeTraining[Data, RecipeOutputs], NamedTraining[RecipeOutputs]):
     """A training of a recipe, known only by its name: its module, which imports torch, is for the ranks."""
-
-    @platform_errors(platform)
-    def predict(
-        self,
-        model_state: FlyteFile,
-        settings: TrainingSettings,
-        shard: int = 0,
-        shards: int = 1,
-        data: Data | StoredData = None,
-        split: str = "test",
-        init: FlyteDirectory | None = None,
-    ) -> FlyteFile:
-        """Return an .npy file with a trained network's predictions (n, ...) for one shard of a split.
-
-        The network computes in float32; the file has the dtype of recipe.predictions(). The file has a row for each
-        sample of the shard, in the split's order. The files of all shards, concatenated by number, have the whole
-        split.
-
-        To compute shards in parallel, map a task over `shard`. Declare the task with arguments(ignored_inputs=(),
-        most_gpus=1).
-
-        Args:
-            model_state: the weights.
-            settings: the settings of the training.
-            shard: the number of the shard, from 0.
-            shards: the number of shards, into which the split is divided as evenly as possible.
-            data: the data of the training.
-            split: "train", "validation" or "test".
-            init: the init of the training.
-
-        Raises:
-            InputError: there is no such shard, or the recipe has no predictions.
-        """
-        subject = self.subject(settings, find_data(data), downloaded(init))
-        return output_file(write_predictions(platform, subject, Path(model_state.download()), shard, shards, split))
 
     def make_outputs(self, trained: Trained) -> RecipeOutputs:
         return recipe_outputs(trained)

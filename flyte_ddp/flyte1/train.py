@@ -55,6 +55,7 @@ class FlytekitTraining(Training[Data, Outputs]):
     platform = platform
     downloaded = staticmethod(downloaded)
     downloaded_once = staticmethod(downloaded_once)
+    output_file = staticmethod(output_file)
 
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None

@@ -13,7 +13,6 @@ from flyte.io import Dir, File
 
 from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
 from flyte_ddp.attempt.platform_training import ClassifierTraining, Training
-from flyte_ddp.attempt.prediction import write_predictions
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.attempt.webhook import notifying_webhook
@@ -41,6 +40,8 @@ class Flyte2Training(Training[Data, Outputs]):
     platform = platform
     downloaded = staticmethod(downloaded)
     downloaded_once = staticmethod(downloaded_once)
+    output_file = staticmethod(output_file)
+    own_errors = staticmethod(one_attempt)
 
     def environment(
         self, name: str, most_gpus: int | None = None, resources: flyte.Resources | None = None, **more: Any
@@ -80,16 +81,6 @@ class Flyte2Training(Training[Data, Outputs]):
         """
         return training_arguments(f"{self.code.name} {self.code.version}", ignored, **own)
 
-    def run(
-        self,
-        settings: TrainingSettings,
-        options: RunOptions,
-        data: Data | StoredData = None,
-        init: Data = None,
-    ) -> Outputs:  # as its base says
-        with one_attempt():
-            return super().run(settings, options, data, init)
-
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
     ) -> Outputs | None:  # as its base says, in a task whose environment is clustered
@@ -97,41 +88,6 @@ class Flyte2Training(Training[Data, Outputs]):
             if is_first_rank():
                 handover.leave_place()
             return super().run_as_rank(settings, options, data, init)
-
-    def predict(
-        self,
-        model_state: File,
-        settings: TrainingSettings,
-        shard: int = 0,
-        shards: int = 1,
-        data: Data = None,
-        split: str = "test",
-        init: Data = None,
-    ) -> File:
-        """Return an .npy file with a trained network's predictions (n, ...) for one shard of a split.
-
-        The network computes in float32; the file has the dtype of recipe.predictions(). The file has a row for each
-        sample of the shard, in the split's order, and no row if the shard is empty. The files of all shards,
-        concatenated by number, have the predictions of the whole split.
-
-        To compute shards in parallel, map a task over `shard`. Declare the task with arguments(ignored=()), in an
-        environment with most_gpus=1. An error is the platform's; in a local run it is a FinalError, also where there is
-        no such shard or the recipe has no predictions.
-
-        Args:
-            model_state: the weights.
-            settings: the settings of the training.
-            shard: the number of the shard, from 0.
-            shards: the number of shards, into which the split is divided as evenly as possible.
-            data: the data of the training.
-            split: "train", "validation" or "test".
-            init: the init of the training.
-        """
-        with one_attempt():
-            subject = self.subject(settings, downloaded(data), downloaded(init))
-            model = downloaded(model_state)
-            assert model
-            return output_file(write_predictions(platform, subject, model, shard, shards, split))
 
 
 def make_common_outputs(trained: Trained) -> dict[str, Any]:

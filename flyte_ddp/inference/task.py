@@ -31,8 +31,8 @@ from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import preparation_resources, small_resources, training_resources, training_sizes
 from flyte_ddp.inference.gather import Listing
 from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
-from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.launch.launcher import run_alone
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.whole_files import content_digest, remove_leftovers, temporary_beside, writing_to
 

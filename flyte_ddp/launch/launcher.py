@@ -46,6 +46,7 @@ GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the fir
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 0.5  # their stacks, which they write piece by piece, are whole when they have not grown for so long
 MOST_BYTES = 60  # of a folder's path in which multiprocessing makes another one, for sockets
+ALONE = World(size=1, local_size=1, backend="gloo", device="cpu")
 END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a driver, it may never end
 
 
@@ -126,6 +127,21 @@ def launch(
             for started in ranks:
                 started.end()
             shutil.rmtree(private, ignore_errors=True)
+
+
+def run_alone(
+    target: str,
+    argument: Any,
+    timeouts: RunOptions | float,
+    on_event: Callable[[Event], None],
+    world: World = ALONE,
+    root: str = "",
+) -> Any:
+    """Run target(environment, link, argument) in a single process of its own, as launch() does, and return its value.
+
+    The world is of one rank, by default on the CPU.
+    """
+    return launch(target, world, argument, timeouts, on_event, root=root)[0]
 
 
 class _Rank:

@@ -10,8 +10,8 @@ from flyte_ddp.attempt.folders import run_folder, runs_dir, write_page
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.engine.job import Measured, Subject, make_job
 from flyte_ddp.errors import InputError, ReportedError
-from flyte_ddp.launch.alone import run_alone
 from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.launch.launcher import run_alone
 from flyte_ddp.model_files.model_metadata import read_metadata
 from flyte_ddp.promote.job import PromotionOptions, Verdict, judge
 from flyte_ddp.promote.place import PROMOTED, Place, Pointer, local_root, now, version_name

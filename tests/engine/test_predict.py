@@ -5,7 +5,7 @@ import torch
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.job import make_job, make_subject
-from flyte_ddp.launch.alone import run_alone
+from flyte_ddp.launch.launcher import run_alone
 from tests.engine.dataset_recipes import OfDataset
 from tests.engine.probe_recipes import SIZE, WIDTH, Settings
 

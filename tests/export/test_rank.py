@@ -8,8 +8,8 @@ from flyte_ddp.engine.load import load_recipe
 from flyte_ddp.errors import DataError
 from flyte_ddp.export.programs import save_weights
 from flyte_ddp.export.rank import measure_file
-from flyte_ddp.launch.alone import CPU as ALONE
 from flyte_ddp.launch.environment import Environment
+from flyte_ddp.launch.launcher import ALONE
 from flyte_ddp.launch.link import Link
 from flyte_ddp.recipe import CPU
 from flyte_ddp.settings import TrainingSettings
