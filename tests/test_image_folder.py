@@ -56,8 +56,6 @@ def test_it_trains_on_a_folder_and_follows_what_becomes_of_it(digits):
     [
         (["--folder", "nowhere"], ["nowhere does not exist", "one sub-folder of image files per class"]),
         (["--folder", "."], ["has no image files", "sub-folder"]),
-        (["--images", '{"source": "lfw"}'], ["lfw-py", "no longer downloads it", "--folder"]),
-        (["--images", '{"source": "lfw"}', "--folder", "."], ["source must be", "where a folder is given"]),
     ],
 )
 def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, monkeypatch, arguments, expected):

@@ -86,7 +86,7 @@ def export_folder_wf(
         options: the network, which may be left out if the weights have metadata, and how to export.
     """
     checked = check_folder_export(model_state=model_state, images=images, options=options)
-    found = find_images(folder=folder, images=checked)
+    found = find_images(folder=folder)
     index = index_images(folder=found.folder, stamp=found.stamp, images=checked)
     model = folder_model_to_export(model_state=model_state, index=index, folder=folder, images=images, options=options)
     return export_folder_classifier(model_state=model, index=index, folder=found.folder, options=options)

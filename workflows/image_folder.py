@@ -50,7 +50,7 @@ def image_folder_wf(
         options: how to run the training; the cache ignores them.
         init: the model_state of an earlier training to start from, or its final-checkpoint to continue from.
     """
-    found = find_images(folder=folder, images=images, backend=hp.backend, nproc=options.nproc, batch_size=hp.batch_size)
+    found = find_images(folder=folder, backend=hp.backend, nproc=options.nproc, batch_size=hp.batch_size)
     index = index_images(folder=found.folder, stamp=found.stamp, images=images)
     first = init_by_content(init=init)
     return image_folder_task(hp=hp, index=index, folder=found.folder, options=options, init=first)

@@ -15,7 +15,7 @@ from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.image_files import link_images
 from flyte_ddp.data.prepared.prepared import SPLITS, open_split, read_description
 from flyte_ddp.data.sources.datasets import data_dir, prepare
-from flyte_ddp.data.sources.image_index import index_folder, lfw_folder, stamp_images, verify_images, write_folder
+from flyte_ddp.data.sources.image_index import index_folder, stamp_images, verify_images, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import InputError, ReportedError
 from flyte_ddp.flyte1 import platform
@@ -44,9 +44,7 @@ class FoundImages(NamedTuple):
 
 @task(**preparation_resources())
 @platform_errors(platform)
-def find_images(
-    folder: str, images: ImageSettings, backend: str = "auto", nproc: int = 0, batch_size: int = 1
-) -> FoundImages:
+def find_images(folder: str, backend: str = "auto", nproc: int = 0, batch_size: int = 1) -> FoundImages:
     """Return the folder of images to train on, and a digest of its files' names, sizes and times.
 
     The result is never cached, because the files may have changed. Without `folder`, a cluster uses the images in the
@@ -54,19 +52,15 @@ def find_images(
     tasks whose output files are gone.
 
     Args:
-        folder: a path or URL; empty for Labeled Faces in the Wild or scikit-learn's digits, as images.source says.
-        images: which images to use.
+        folder: a path or URL; empty for scikit-learn's digits.
         backend: the backend of the training. Only a local run checks whether this machine can run backend, nproc and
             batch_size together.
         nproc: the number of ranks; 0 for the default.
         batch_size: the samples of a step.
 
     Raises:
-        InputError: A folder is given but images.source is not "folder", there are no images, a cluster cannot read the
-            folder, or this machine cannot run the training.
+        InputError: There are no images, a cluster cannot read the folder, or this machine cannot run the training.
     """
-    if folder and images.source != "folder":
-        raise InputError(f'ImageSettings.source must be "folder" where a folder is given, got "{images.source}"')
     if is_local():
         choose_world(backend, nproc, batch_size)
     if FileAccessProvider.is_remote(folder):
@@ -74,8 +68,7 @@ def find_images(
         return FoundImages(stored, hash_folder(stored))
     if folder and not is_local():
         raise InputError(f"folder must be where the cluster can read it (such as s3://…), got {folder}: upload it")
-    own = lfw_folder if images.source == "lfw" else digit_images
-    path = absolute(folder, "folder") if folder else own()
+    path = absolute(folder, "folder") if folder else digit_images()
     if not is_local():
         return FoundImages(FlyteDirectory(str(path)), "")
     forget_lost_results()
@@ -130,10 +123,6 @@ def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
     This call only creates the folder, empty, in the working folder. The index and the images are downloaded when the
     returned folder is. In a pod, every image is then also read and compared with the index; a local run does not check
     them.
-
-    Args:
-        index: the folder that index_images has returned.
-        folder: the folder of the images.
 
     Raises:
         DataError: Not from this call, but from the download in a pod: an image is missing, or its content is not what

@@ -71,10 +71,7 @@ def _all_images(folder: Path) -> Files:
     """Return names of image files by split and class, as list_images does, but without checking that there are enough.
 
     Classes without image files are left out. A folder is divided if it has both sub-folders train and test; otherwise
-    the only split is "".
-
-    Raises:
-        InputError: The folder is not there, or sub-folders are called as splits other than train and test.
+    the only split is "". Raises InputError if the folder is not there, or sub-folders are called as other splits.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -93,12 +90,8 @@ def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, S
     """Raise InputError if sub-folders with names of splits, such as valid, would be left out or taken for classes.
 
     Only train and test, together, are taken as splits. A single sub-folder with such a name is accepted as a class if
-    its image files lie directly in it. If they lie in folders below it, it is refused as a split.
-
-    Args:
-        folder: the folder, for messages.
-        divided: the names of all sub-folders, if train and test are among them; otherwise empty.
-        classes: the files of each class, if the folder is not divided; otherwise empty.
+    its image files lie directly in it. `divided` has the names of all sub-folders if train and test are among them,
+    `classes` the files of each class if not; the other one is empty.
     """
     named = [name for name in (*divided, *classes) if name.lower() in SPLIT_NAMES]
     files = classes[named[0]] if len(named) == 1 else []
@@ -112,21 +105,6 @@ def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, S
 
 def _sub_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-
-
-def lfw_folder() -> Path:
-    """Return the folder of Labeled Faces in the Wild where torchvision keeps it, with a sub-folder for each person.
-
-    Raises:
-        InputError: the folder is not there.
-    """
-    folder = data_dir() / "lfw-py" / "lfw_funneled"
-    if not folder.is_dir():
-        raise InputError(
-            f"Labeled Faces in the Wild is not in {folder}, and torchvision no longer downloads it: unpack "
-            "lfw-funneled.tgz there, or give the unpacked folder as --folder instead"
-        )
-    return folder
 
 
 def stamp_images(folder: Path) -> str:
@@ -218,11 +196,6 @@ def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], 
 
     The result also has a digest of the names and contents of the readable images, and a histogram (C, 256) of the
     values of the training images.
-
-    Args:
-        folder: the folder of the images.
-        splits: label and name of each image, by split.
-        images: the settings that say the images' shape.
     """
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
@@ -268,10 +241,6 @@ def _large_classes(paths: Files, least_images: int) -> list[str]:
 
     Images of the split "test" do not count.
 
-    Args:
-        paths: what list_images returned.
-        least_images: the smallest number of images of a class.
-
     Raises:
         InputError: Fewer than two classes have so many images.
     """
@@ -289,10 +258,6 @@ def _divide(paths: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, s
 
     If the folder is not divided, one in TEST_EVERY images of each class is for testing. Within a split, classes
     alternate, so that any part of it has all of them.
-
-    Args:
-        paths: what list_images returned.
-        classes: the classes to use.
     """
     rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
     for label, name in enumerate(classes):

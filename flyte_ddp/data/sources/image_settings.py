@@ -9,12 +9,6 @@ from flyte_ddp.fields import Settings, setting
 class ImageSettings(Settings):
     """The images to use, and how each is prepared. They determine the result."""
 
-    source: str = setting(
-        "folder",
-        choices=("folder", "lfw"),
-        help='"folder" is the given folder, or digits if none is given; "lfw" is Labeled Faces in the Wild, if it is '
-        "where torchvision keeps it.",
-    )
     image_size: int = setting(
         32,
         minimum=16,
