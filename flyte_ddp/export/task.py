@@ -24,7 +24,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.export.settings import ClassifierExport, ExportJob, ExportOptions, FolderExport, check_formats
 from flyte_ddp.export.verified import export
 from flyte_ddp.flyte1 import platform
-from flyte_ddp.flyte1.data import downloaded, find_data
+from flyte_ddp.flyte1.data import downloaded
 from flyte_ddp.flyte1.index_images import attach
 from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata
 from flyte_ddp.flyte1.outputs import output_folder, output_page
@@ -80,12 +80,9 @@ class ExportOutputs(NamedTuple):
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
     """Check the inputs of an export, and choose its dataset.
 
-    Weights in a storage are downloaded. A local run deletes a damaged copy of the dataset, and cache entries whose
-    files are gone. If options.dataset is "auto", a local run also downloads and prepares the dataset.
-
-    Args:
-        model_state: the weights of a built-in classifier; None if the same workflow trains them.
-        options: how to export.
+    Weights in a storage are downloaded; there are none if the same workflow trains them. A local run deletes a damaged
+    copy of the dataset, and cache entries whose files are gone. If options.dataset is "auto", it also downloads and
+    prepares it.
 
     Returns:
         The dataset's name: options.dataset or, if that is "auto", the dataset that the weights' metadata names. "auto"
@@ -151,23 +148,9 @@ def export_folder_classifier(
     folder: FlyteDirectory,
     options: FolderExport,
 ) -> ExportOutputs:
-    """Export a classifier of a folder of images in all formats of the options, and verify each file.
+    """Export a classifier of a folder of images, in all formats or none. Never cached, as export_classifier.
 
-    If one format fails, the task raises an error, and there are no outputs.
-
-    Args:
-        model_state: the weights.
-        index: the index of the images.
-        folder: the images, on whose test split the files are verified.
-        options: how to export. Its network is used if the weights have no metadata, or if options.model is not "auto".
-
-    Returns:
-        A folder with the files and the model card, the figures, and the model card as a page.
-
-    Raises:
-        InputError: The weights' loss is not finite, their measures are not the reported ones, or a format does not
-            support the network.
-        ReportedError: A file cannot be used, or gives other measures than the weights.
+    The network of the options is used if the weights have no metadata, or if options.model is not "auto".
     """
     hp = FolderHyperparameters(model=options.network)
     return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
@@ -218,7 +201,7 @@ def export_recipe(
         ReportedError: A file cannot be used, or gives other measures than the weights.
     """
     check_formats(options)
-    subject = training.subject(settings, find_data(data), downloaded(init))
+    subject = training.subject(settings, data if isinstance(data, StoredData) else downloaded(data), downloaded(init))
     weights = Path(model_state.download())
     known = read_metadata(weights)
     return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
@@ -232,26 +215,11 @@ def _exported(
     known: ModelMetadata | None,
     options: ExportOptions,
 ) -> ExportOutputs:
-    """Export the weights to the folder `model` in a new folder of this run, and verify each file.
+    """Export the weights to the folder `model` in a new folder of this run, and verify each file, as export() does.
 
-    The folder `model` appears whole or not at all. In a local run its path and the report's are printed at the end.
-
-    Args:
-        subject: what was trained.
-        weights: the file of the weights.
-        settings: the settings of the training.
-        reported: the measures that the training reported, which the weights must give again.
-        known: the weights' metadata, if there are any. If subject's recipe wrote them, their settings are used instead
-            of settings, and their measures are added to reported where it lacks them.
-        options: how to export.
-
-    Returns:
-        The folder, the figures, and the model card as a page.
-
-    Raises:
-        InputError: The weights' loss is not finite, their measures are not the reported ones, a format does not support
-            the network, or a folder cannot be written to.
-        ReportedError: A file cannot be used, or gives other measures than the weights.
+    The folder `model` appears whole or not at all. In a local run its path and the report's are printed at the end. If
+    the weights' metadata (known) are those of the subject's recipe, their settings replace `settings`, and their
+    measures are added to `reported` where it lacks them.
     """
     if known and known.recipe == subject.recipe:
         settings = known.settings

@@ -56,11 +56,6 @@ def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path |
     return platform_storage.download_once(url, "" if is_folder else Path(url).name, download)
 
 
-def find_data(data: FlyteFile | FlyteDirectory | StoredData | None) -> Path | StoredData | None:
-    """Return the path of a copy on this machine; None for None. Return StoredData, which ranks read in place, as is."""
-    return data if isinstance(data, StoredData) else downloaded(data)
-
-
 def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
     """Return a reference by which ranks read the input where it is stored. Pass the reference to RecipeTraining.run.
 
