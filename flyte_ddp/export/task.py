@@ -104,19 +104,9 @@ def check_folder_export(
 ) -> ImageSettings:
     """Check the inputs of an export of an image folder's classifier, before the images are read; a task.
 
-    The images are not checked if there are no weights, or no metadata in their file.
-
-    Args:
-        model_state: the weights of the classifier, or None.
-        images: the size and channels that the images will be read in.
-        options: how to export.
-
-    Returns:
-        The argument `images`, unchanged.
-
-    Raises:
-        InputError: A format's library or the file of weights is missing, the weights are not those of a built-in
-            classifier, or the weights were trained on images whose size or number of channels is not that of `images`.
+    Returns `images`. They are not checked if there are no weights, or no metadata in their file. Raises InputError if a
+    format's library or the file of weights is missing, the weights are not those of a built-in classifier, or the
+    weights were trained on images whose size or number of channels is not that of `images`.
     """
     check_formats(options)
     known = classifier_metadata(model_state)

@@ -45,21 +45,13 @@ class FoundImages(NamedTuple):
 @task(**preparation_resources())
 @platform_errors(platform)
 def find_images(folder: str, backend: str = "auto", nproc: int = 0, batch_size: int = 1) -> FoundImages:
-    """Return the folder of images to train on, and a digest of its files' names, sizes and times.
+    """Return the folder of images to train on, and a digest of its files' names, sizes and times. It is never cached.
 
-    The result is never cached, because the files may have changed. Without `folder`, a cluster uses the images in the
-    pods' container image, and the digest is empty. A local run on this machine's files also drops the cached results of
-    tasks whose output files are gone.
-
-    Args:
-        folder: a path or URL; empty for scikit-learn's digits.
-        backend: the backend of the training. Only a local run checks whether this machine can run backend, nproc and
-            batch_size together.
-        nproc: the number of ranks; 0 for the default.
-        batch_size: the samples of a step.
-
-    Raises:
-        InputError: There are no images, a cluster cannot read the folder, or this machine cannot run the training.
+    `folder` is a path or URL; if it is empty, the images are scikit-learn's digits. A cluster uses those in the pods'
+    container image then, and the digest is empty. A local run on this machine's files also drops the cached results of
+    tasks whose output files are gone, and alone checks whether this machine can run backend, nproc and batch_size
+    together. Raises InputError if there are no images, a cluster cannot read the folder, or this machine cannot run the
+    training.
     """
     if is_local():
         choose_world(backend, nproc, batch_size)
