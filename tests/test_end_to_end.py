@@ -79,10 +79,12 @@ def test_without_data_or_network_it_trains_on_digits_and_remembers_the_result_bu
 
     if "DDP_TEST_DATA" in os.environ:
         mirror = request.getfixturevalue("test_data").as_uri()
-        real = user("--hp", '{"epochs": 1}', DDP_DATA_MIRROR=mirror, **OFFLINE)
+        few = '{"epochs": 1, "train_fraction": 0.05}'
+        done = pyflyte(*WORKFLOW, "--hp", few, environment={"DDP_DATA_MIRROR": mirror, **OFFLINE})
+        real = Run(done.returncode, done.stdout, done.stderr)
         assert real.summary("dataset") == "mnist", real.log
-        assert (real.summary("train_samples"), real.summary("test_samples")) == ("60000", "10000")
-        assert real.accuracies[-1] >= 0.99
+        assert (real.summary("train_samples"), real.summary("test_samples")) == ("3000", "10000")
+        assert real.accuracies[-1] >= 0.8
 
 
 def test_an_explicit_name_never_falls_back(tmp_path):
