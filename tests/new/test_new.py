@@ -30,7 +30,8 @@ class User:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, self.checkout)
         make_environment(self.environment)
-        self.install(str(self.checkout))
+        self.library = f"flyte-ddp-training @ file://{self.checkout}"
+        self.install(self.library)
 
     def install(self, *what: str) -> None:
         # setuptools is there, and a test should not need the network
@@ -170,8 +171,7 @@ def requirement(project: Path) -> str:
 
 @pytest.mark.slow
 def test_pip_installs_it_and_the_library_by_what_it_requires(user, project):
-    assert requirement(project) == f"flyte-ddp-training @ file://{user.checkout}"
-    user.install("--force-reinstall", requirement(project))
+    assert requirement(project) == user.library, "by which it has been installed"
     user.install("--editable", str(project))
     done = user.run("python", "-c", "from importlib.metadata import requires; print(requires('flower_images')[0])")
     assert done.stdout.strip() == requirement(project)
