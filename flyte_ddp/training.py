@@ -36,7 +36,7 @@ from flyte_ddp.launch.environment import choose_world, is_first_rank
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import remove_checkpoint
-from flyte_ddp.report.console import say_interrupted, say_summary, show_output
+from flyte_ddp.report.console import say, say_interrupted, say_summary, show_output
 from flyte_ddp.report.goodput import Goodput
 from flyte_ddp.report.observers import Observers
 from flyte_ddp.report.progress import FILE, attempts_in
@@ -90,7 +90,8 @@ def train(
     """Train a recipe with options.nproc ranks, or as one rank if a launcher has set WORLD_SIZE.
 
     If `output` has a checkpoint, which the same call has left when it was interrupted, training continues from it,
-    unless options.resume is off. The checkpoint is removed after a success.
+    unless options.resume is off. The checkpoint is removed after a success. A training that has finished in `output` is
+    replaced, as one line says.
 
     Args:
         recipe: a class, or its name "package.module:Name"; or a function, a loop of your own, as Loop describes it.
@@ -204,6 +205,8 @@ def run_in(
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
     goodput = Goodput(started, earlier=earlier)
     is_first = is_first_rank()
+    if is_first and Path(job.model_path).exists() and not Path(job.checkpoint_path).exists():
+        say(f"Replaces the training that has finished in {folder}")
     if is_first:  # a killed process may have left drafts, each as large as a checkpoint
         for file in (job.checkpoint_path, job.model_path, FILE, PREDICTIONS, PICTURES, LAST, FINAL):
             remove_leftovers(folder, Path(file).name)

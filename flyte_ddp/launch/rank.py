@@ -69,7 +69,10 @@ def serve(
     signal.signal(signal.SIGTERM, link.on_signal)
     # The process that this one was forked from blocks these signals
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    stacks = open(os.path.join(private, f"stack-{environment.rank}"), "w")  # noqa: SIM115 open until the end
+    try:
+        stacks = open(os.path.join(private, f"stack-{environment.rank}"), "w")  # noqa: SIM115 open until the end
+    except FileNotFoundError:  # the parent has been interrupted while this rank was starting
+        os._exit(1)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()
     try:

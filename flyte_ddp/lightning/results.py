@@ -17,13 +17,17 @@ SLOW_DATA = "look at what its host reads from, or raise num_workers of the DataL
 def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
     """Return the plan of a training that is about to start, for Progress.start(): its epochs, steps and sample counts.
 
-    samples_per_epoch is the steps times the ranks times the loader's batch size, or the size of the datasets if the
-    loader has no batch size. test_samples is missing, because the test split is opened after the training.
+    samples_per_epoch is the steps times the ranks times the loader's batch size, at most what the samplers of all ranks
+    yield, or the size of the datasets if the loader has no batch size. test_samples is missing, because the test split
+    is opened after the training.
     """
     steps = int(trainer.num_training_batches)
     loader = trainer.train_dataloader
     train_samples = count_samples(loader)
     of_batches = round(steps * trainer.world_size * (getattr(loader, "batch_size", None) or 0))
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, Sized):  # the last batch may have fewer samples
+        of_batches = min(of_batches, trainer.world_size * len(sampler))
     return Plan(
         headline=job.headline,
         percent=job.percent,

@@ -83,7 +83,9 @@ def epoch_table(record: Record) -> Table:
         ]
         for epoch in record.epochs[-MOST_EPOCHS:]
     ]
-    return Table("Epochs", ["Epoch", *evaluated, *trained, "Seconds of training", "Weights"], lines)
+    left_out = len(record.epochs) - len(lines)
+    title = f"Epochs, without the first {left_out} evaluations" if left_out else "Epochs"
+    return Table(title, ["Epoch", *evaluated, *trained, "Seconds of training", "Weights"], lines)
 
 
 def kept_table(record: Record) -> Table | None:

@@ -60,6 +60,8 @@ class RunFailed:
 
     @classmethod
     def by(cls, error: BaseException) -> "RunFailed":
+        if isinstance(error, KeyboardInterrupt):
+            return cls("stopped by Ctrl-C")
         return cls((describe_error(error).splitlines() or [type(error).__name__])[0])
 
 

@@ -64,8 +64,8 @@ class Resident:
             if all(leaf.ndim for leaf in leaves) and set(lengths) == {0}:
                 raise InputError(f"the split is empty, it must have samples: its tensors are {shapes}")
             raise InputError(
-                f"the first dimension has to be the samples, as many in all tensors, got {shapes}: stack them, or "
-                "return a Dataset"
+                f"the first dimension has to be the samples, as many in all tensors, got {shapes}: stack them, "
+                "give all as many, or return a Dataset"
             )
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
