@@ -55,9 +55,16 @@ def held(folder: Path) -> Iterator[bool]:
 def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
     """Create the file at the path if there is none, and lock it while the block runs. Never waits for the lock.
 
-    Yields the open file, and whether it is locked: False if the file system has no locks. If the previous holder
-    removes the file meanwhile, the path is opened again: a lock on a removed file would keep nobody out. Raises
-    HeldError with what the holder has written into the file, and OSError if it cannot be opened, or is a symbolic link.
+    Only other processes are kept out. A second block of this process for the same path would succeed, and release the
+    lock at its end. The file stays. If the previous holder removes the file meanwhile, the path is opened again, since
+    a lock on a removed file would keep nobody out.
+
+    Yields:
+        The open file, and whether the file is locked: False if the file system has no locks.
+
+    Raises:
+        HeldError: Another process has the lock. The message is what that process has written into the file.
+        OSError: The file cannot be opened, or is a symbolic link.
     """
     while True:
         # O_NOFOLLOW: never lock the target of a symlink

@@ -36,10 +36,15 @@ class StorageFolder:
         self._platform = platform
 
     def put(self, file: Path, name: str = "") -> None:
-        """Upload a file, and replace what the storage has under its name.
+        """Upload a file, and replace what the storage has under the same name.
 
-        That is its name below the URL; empty is its name below the folder. Raises OSError, with the storage's own
-        error, if the storage fails.
+        Args:
+            file: the file on this machine.
+            name: the file's name in the storage, below the URL. If empty, the file must be in the folder, and has the
+                same name below the URL as below the folder.
+
+        Raises:
+            OSError: The upload fails. The message has the storage's own error.
         """
         try:
             self._platform.put(file, f"{self.url}/{name or file.relative_to(self.folder).as_posix()}")

@@ -54,7 +54,12 @@ class StepSums:
     def add(self, totals: Totals, flag: Tensor) -> None:
         """Add a step to the sums on the device. The host does not wait.
 
-        The flag is (), 1 if a loss or gradient of this step, or of one before it, was not finite, else 0.
+        A step whose flag is 1 is added, too, and may make the sums NaN or infinite.
+
+        Args:
+            totals: the step's sums over all ranks, on the device.
+            flag: a scalar tensor on the device: 1 if a loss or gradient of this step or of an earlier one was not
+                finite, otherwise 0.
         """
         measured, asked, bad = self._parts
         measured.add_(totals.measured)

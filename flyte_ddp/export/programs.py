@@ -32,7 +32,15 @@ class Call(NamedTuple):
 
 
 def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
-    """Run the recipe's forward on a batch, and return its first call of the network, whose tensors are contiguous.
+    """Run the recipe's forward on a batch without gradients, and return the first call of the network in that forward.
+
+    The network stays in its mode, so call eval() before. The tensors of the returned call are contiguous.
+
+    Args:
+        recipe: the recipe.
+        model: the recipe's network.
+        tree: the batch.
+        samples: the number of samples in the batch, which is only recorded.
 
     Raises:
         InputError: The recipe's forward does not call the network.

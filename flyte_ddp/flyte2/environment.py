@@ -204,10 +204,11 @@ def _labelled(template: PodTemplate) -> PodTemplate:
 def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
     """Return the pod template with a grace, and the variables that tell the pod how many seconds of grace it has.
 
-    The grace is the time from a SIGTERM until the pod is killed. A template that sets one keeps it, and the variables
-    have no more than the registered grace. A copy of one without a grace, or a new template in place of None, gets the
-    registered or default grace. A template in the cluster, given by its name, is returned as it is; the variables have
-    the registered grace, or 30 s.
+    The grace is the time from a SIGTERM until the pod is killed. A PodTemplate that sets a grace is returned as it is,
+    and the variables have the smaller one of its grace and the registered one. A PodTemplate without a grace is copied,
+    and None or an empty name becomes a new template; both the result and the variables then have the registered grace,
+    or the default. The name of a template in the cluster is returned as it is, and the variables have the registered
+    grace, or 30 s.
     """
     if template and isinstance(template, str):
         return template, requested.grace_environment(registration().grace_seconds or USUAL_SECONDS)

@@ -29,9 +29,15 @@ def peak(device: str, precision: str) -> float | None:
 def model_flops_utilization(flops: float, device: str, precision: str, world: World) -> float | None:
     """Return the model FLOPs utilization (MFU), the fraction of the GPUs' peak that is used; None if unknown.
 
-    `flops` are floating-point operations per second of all ranks together. MFU is unknown where they are 0, under gloo,
-    where ranks may share a GPU, and for a GPU without a known peak. PaLM defines MFU (Chowdhery et al., 2022, appendix
-    B), but here FLOPs are counted rather than estimated.
+    The MFU is known only with NCCL, as ranks may share a GPU with gloo, and only for a GPU whose peak in this precision
+    is listed in PEAKS. PaLM defines MFU (Chowdhery et al., 2022, appendix B), but here FLOPs are counted rather than
+    estimated.
+
+    Args:
+        flops: floating-point operations per second of all ranks together; 0 if unknown.
+        device: the GPU's name, as torch gives it.
+        precision: the dtype of the arithmetic, such as "bfloat16".
+        world: the ranks and their backend.
     """
     most = peak(device, precision) if world.backend == "nccl" else None
     return flops / (most * world.size) if most and flops else None

@@ -45,12 +45,21 @@ def serve(
     private: str,
     variables: dict[str, str],
 ) -> None:
-    """Call the target, "module:function", send its value or failure to the parent, and end the process: a rank's main.
+    """Run a rank: call the target, send its value or failure to the parent, and end this process with status 0.
 
-    The last message is ("done", value), ("stopped", why) after StopRequested, or ("failed", Failure). Before it come
-    heartbeats, events and what is printed. When the parent is gone, the process ends at once. SIGUSR1 makes the rank
-    write its stacks to the file stack-RANK in the folder `private` of this launch. `variables` are the parent's
-    environment now: the process that this one was forked from has those of the first launch.
+    The last message is ("done", value), ("stopped", why) after StopRequested, or ("failed", Failure). Heartbeats,
+    events and printed lines come before it. When the parent is gone, the process ends at once. The process leads a new
+    process group, ignores SIGINT, and takes SIGTERM as a request to stop. After SIGUSR1 it writes its stacks to the
+    file stack-RANK in `private`.
+
+    Args:
+        connection: the pipe to the parent.
+        environment: the rank, its device and threads.
+        target: "module:function", which is called with the environment, the link to the parent, and the argument.
+        argument: the target's argument.
+        private: a folder of this launch.
+        variables: the parent's environment variables, which replace those of this process. A fork server starts the
+            ranks, and still has the variables of the parent's first launch.
     """
     for name in os.environ.keys() - variables.keys() - SET_FOR_RANKS:
         del os.environ[name]

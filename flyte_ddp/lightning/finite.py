@@ -34,10 +34,16 @@ def check_finite(
 ) -> None:
     """Raise NonFiniteError on all ranks if a loss or a trained weight is not finite on any rank; a collective.
 
-    Of the measures, only losses are looked at: "loss" and names such as "loss/dataloader_idx_0". Others may be NaN.
-    `trained` are those that training steps have logged last, `validation` those of the last validation; empty if only
-    training is looked at. The message names the ranks, and the evaluation or the step: the epoch from 0, and the number
-    of its steps that are done.
+    The message names the epoch, and the ranks and the step for a weight or a training loss. Measures other than losses
+    may be NaN. Losses are named "loss", or for instance "loss/dataloader_idx_0".
+
+    Args:
+        trainer: the trainer.
+        module: the module, whose trained weights are checked.
+        trained: the measures that training steps have logged last, by name.
+        validation: the measures of the last validation, by name; empty to check training alone.
+        epoch: the epoch, from 0.
+        steps: the number of the epoch's steps that are done.
     """
     weights = [local(weight.detach()) for weight in module.parameters() if weight.requires_grad]
     is_bad = not all(bool(weight.isfinite().all()) for weight in weights)

@@ -212,10 +212,23 @@ def failed_result(failure: Failure, seconds: float = 0.0) -> TrialResult:
 def choose_entrants(
     sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]
 ) -> dict[int, Entrant]:
-    """Choose the trials of the next rung by the results so far, of each rung in the order of its entrants.
+    """Choose the trials of the sweep's next rung by the results of its rungs so far.
 
-    None is a lost result; without any rung, all trials enter. Returns the entrants by their numbers in the sweep, from
-    1, in ascending order. Raises ReportedError if all trials have failed.
+    A rung is a stage of the sweep, after which only the best trials go on. Failed trials don't enter. If too many have
+    failed, trials that an earlier rung has cut enter again.
+
+    Args:
+        sweep: the sweep.
+        trials: the settings of each trial.
+        rungs: the results of each rung so far, in the order in which this function has returned the rung's entrants.
+            None is a lost result, which counts as a failure. Without any rung, all trials enter.
+
+    Returns:
+        The entrants by the trials' numbers, which count from 1, in ascending order.
+
+    Raises:
+        ReportedError: All trials have failed.
+        InputError: The results have measures, but none has the sweep's measure.
     """
     latest = latest_results(sweep, trials, rungs)
     advancing = _best_entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)

@@ -350,7 +350,11 @@ class TrainBatches(_Batches):
         return int(lengths.each[self._make_order(epoch).at(positions)].sum())
 
     def _make_order(self, epoch: int) -> Order:
-        """Return the shuffled order of an epoch (numbered from 0), with length_window by similar lengths."""
+        """Return the shuffled order of an epoch's samples. Epochs are numbered from 0.
+
+        If samples have lengths and length_window is not 0, the samples of a batch have similar lengths: each
+        length_window batches are sorted by length together, cut into batches again, and these are shuffled.
+        """
         keys = self._keys(epoch)
         lengths = get_lengths(self.split)
         order = self._order(keys, lambda step: (keys[0], self._computed(step).start))

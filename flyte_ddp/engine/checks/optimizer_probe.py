@@ -75,10 +75,16 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
 
 
 def _refuse_uneven_rounding(recipe: Recipe, optimizer: Optimizer, what: str) -> None:
-    """Raise InputError if an optimizer rounds some numbers otherwise where a tensor is cut, as it is when sharded.
+    """Raise InputError if sharding would change the bits of an optimizer's steps, or of the average of the weights.
 
-    Kernels may treat the last numbers of a tensor by themselves: on a CPU, fused Adam rounds them once more. Copies of
-    the optimizer step on a tensor that is whole, and on its pieces.
+    A sharded tensor is cut into pieces. Kernels may round the last numbers of each piece in another way: on a CPU,
+    fused Adam rounds them once more. So copies of the optimizer step on a whole tensor and on its pieces, and the
+    results must be equal. The average is checked if the recipe has an ema_decay. The optimizer itself is not changed.
+
+    Args:
+        recipe: the recipe, for its device and ema_decay.
+        optimizer: the optimizer, one of torch.optim's that treat each number by itself.
+        what: the optimizer's place and class, for the message.
     """
     generator = torch.Generator().manual_seed(0)
     numbers, *gradients = torch.randn(5, MANY, generator=generator).to(recipe.device)

@@ -101,8 +101,10 @@ class Unsaved:
     def _check_state(self, optimizer: Optimizer) -> None:
         """Raise InputError if the optimizer's state_dict lacks a number or tensor that its second step has changed.
 
-        What the optimizer had outside of its state after its first step is compared with now, and forgotten. The
-        state_dict must also have the state of any optimizer in an attribute, unless that optimizer is a part itself.
+        Call this method once, after the second step. The values outside of optimizer.state are compared with those that
+        after_step() has recorded after the first step, and the record is removed. If an attribute of the optimizer
+        holds a second optimizer that loop.keep was not given, the state_dict must have the state of this second one,
+        too.
         """
         kind = type(optimizer).__name__
         before, now = self._after_first.pop(id(optimizer)), numbers_outside_state(optimizer)
