@@ -94,7 +94,7 @@ def test_a_folder_that_is_emptied_before_the_plan_is_refused(trained, local_exec
 
 
 def test_an_index_of_images_that_have_changed_since_their_key_was_made_is_not_kept(local_execution, photos):
-    found = find_images.task_function(folder=str(photos), images=ImageSettings())
+    found = find_images.task_function(folder=str(photos))
     shutil.copy(photos / "0" / "b0.png", photos / "0" / "a.png")
     with pytest.raises(ReportedError, match="photos has changed while its images were read: run again"):
         index_images.task_function(folder=found.folder, stamp=found.stamp, images=ImageSettings())
