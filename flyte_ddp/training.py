@@ -150,9 +150,21 @@ def train(
 
 
 def _check_arguments(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
-    """Check the arguments of train(), and return the code behind the recipe.
+    """Check the arguments of train(), and find the code of the recipe.
 
-    Raises InputError if one is of another type, or the recipe's code cannot be found or imported by ranks.
+    Args:
+        recipe: a class or function, or its name "package.module:Name".
+        settings: a TrainingSettings.
+        options: a RunOptions.
+        data_files: files that the recipe reads, relative to the folder of its module. The version of the code covers
+            their content.
+
+    Returns:
+        The recipe's name, root folder, files and version.
+
+    Raises:
+        InputError: The recipe, settings or options have another type, ranks cannot import the recipe, or its code or a
+            data file is not found.
     """
     if not isinstance(settings, TrainingSettings):
         raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")

@@ -73,8 +73,9 @@ def unused(names: Iterable[str]) -> str:
 
 
 def _read_list(text: str) -> dict[str, str]:
-    """Read the storage's list of models: by the name beside the checkpoint (NAME.pt) the storage's file ("0", "1", …).
+    """Parse the storage's list of models, and return the name of each model's stored file by its local name.
 
+    The local name is NAME.pt, that of the file beside the checkpoint. The names of stored files are "0", "1" and so on.
     Entries that this library would not have written are dropped. A text that is no JSON object gives an empty dict.
     """
     try:

@@ -279,10 +279,18 @@ class ClassifierTraining(PredictingTraining[Given, Outputs]):
 
 
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:
-    """Return an image classifier and the prepared dataset in the folder, after verifying every byte of the dataset.
+    """Describe the training of the built-in image classifier on a prepared dataset, and verify the dataset first.
+
+    Every byte of the dataset is read.
+
+    Args:
+        hp: the settings of the training.
+        folder: the folder of the prepared dataset.
+        init: the weights or the checkpoint to start from; None for a fresh start.
 
     Raises:
         DataError: the dataset is damaged.
+        InputError: init cannot be read, or is a folder without complete weights.
         ReportedError: this pod's code is not what was registered.
     """
     check_code(IMAGE_CLASSIFIER.version)

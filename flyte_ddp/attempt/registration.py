@@ -233,9 +233,10 @@ class Registration(Settings):
 
     @property
     def recipients(self) -> dict[str, list[str]]:
-        """Return the addresses in `notify` as lists by kind, "slack" or "email"; {} if notify is empty.
+        """Return the addresses in `notify` as lists by kind, "slack" or "email".
 
-        In slack:a@x,b@x, the second address has no kind of its own, and takes the kind of the one before.
+        A kind without addresses is left out. An address without a kind has the kind of the address before:
+        slack:a@x,b@x has two addresses of kind "slack".
         """
         found: dict[str, list[str]] = {}
         kind = ""
@@ -264,13 +265,13 @@ class Registration(Settings):
 
     @property
     def node_sizes(self) -> list[int]:
-        """Return the numbers of nodes that the training may run on, the largest first.
+        """Return the numbers of nodes that the training may run on, the largest first, each once.
 
         For nnodes "4" or "8,4,2" these are the numbers themselves. For a range "MIN:MAX" they are MAX, its halves
-        (rounded down) above MIN, and MIN.
+        (rounded down) above MIN, and MIN: 8, 4 and 3 for "3:8".
 
         Raises:
-            InputError: nnodes is no number, list or range, or allows no more than one node.
+            InputError: nnodes is no number, list or range, its MIN is above its MAX, or its largest number is 1.
         """
         is_well_formed = re.fullmatch(f"{COUNT}(:{COUNT}|(,{COUNT})*)", self.nnodes)
         numbers = [int(number) for number in re.split("[:,]", self.nnodes)] if is_well_formed else [0]

@@ -35,7 +35,10 @@ class Readback:
             self.behind = max(1, min(MOST_STEPS, int(AHEAD_SECONDS / max(step_seconds, 1e-9))))
 
     def copy(self, step: int, tensor: Tensor) -> None:
-        """Start to copy this step's values to the host, without waiting for the device; the tensor may change then."""
+        """Start to copy a step's tensor to the host, without waiting for the device.
+
+        The caller may change the tensor as soon as this method has returned. A later call of read() returns the copy.
+        """
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
         copied.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event(blocking=True) if self._is_cuda else None

@@ -163,10 +163,12 @@ class TrainingState:
         weights, the learning rate and the moving average, and counts the step in progress.step. Gradients stay until
         the next step.
 
-        If the loss or a gradient is not finite, no rank changes the weights, in this step and in all later ones.
-        Nothing is raised: Progress.end_step() does that. With settings.skip_spikes, the update of a step whose
-        gradients leap is left out. The host waits for the device only if the optimizer cannot skip a step by itself, or
-        for an average with skip_spikes.
+        If the loss or a gradient is not finite, no rank changes the weights, in this step and in all later ones. No
+        error is raised here: Progress.end_step() raises it. With settings.skip_spikes, a step whose gradients leap
+        changes neither the weights nor the average.
+
+        The host does not wait for the device, with two exceptions: if the optimizer is not a fused one, which could
+        skip a step by itself, and if there are both an average and skip_spikes.
 
         Args:
             shares: this rank's samples of the global batch; with virtual ranks one Batch for each of its virtual ranks,
@@ -328,15 +330,17 @@ class TrainingState:
     def step_error(self, step: int) -> NonFiniteError:
         """Repeat a step, and return an error that names what was not finite, and on which ranks; a collective.
 
-        The step itself cannot tell, because its gradients are those of all ranks together.
+        The step itself cannot tell, because its gradients are those of all ranks together. Weights and their `grad`
+        stay as they are; buffers and the states of the random generators change.
 
         Args:
             step: the first step of the current epoch, from 0, with a number that was not finite. The weights have not
                 changed since.
 
         Returns:
-            An error about the loss of some ranks or, if all losses are finite, about the gradients of some ranks. If
-                these are finite, too, the sum of all ranks' gradients was not, and the error names all ranks.
+            An error about the loss, with the ranks whose loss is not finite. If all losses are finite, the error is
+            about the gradient, with the ranks whose own gradients are not finite. If these are finite, too, or the
+            network is sharded, the error names all ranks.
         """
         epoch = self.progress.epoch
         is_bad = {"loss": False, "gradient": False}

@@ -167,18 +167,19 @@ def export_recipe(
     options: ExportOptions = ExportOptions(),  # noqa: B008 frozen
     init: FlyteDirectory | None = None,
 ) -> ExportOutputs:
-    """Export a trained network of a recipe in all formats of the options, or in none, and verify each file.
+    """Export a recipe's trained network to a file in each of options.formats, and verify each file.
 
-    Call it within a task of your own.
+    Call this function within a task of your own. If one format fails, there are no outputs at all.
 
     Args:
         training: the recipe's training.
         model_state: the weights.
-        settings: the settings of the training. The weights' own settings replace them, if the same recipe wrote the
-            weights.
+        settings: the settings of the training, from which the recipe builds the network. The model card and the files'
+            metadata show the settings in the weights' metadata instead, if the same recipe wrote the weights.
         data: the data of the training.
-        reported: the measures in the training's summary, which the weights must give again. Without them,
-            options.reported and the weights' metadata tell the measures.
+        reported: the measures in the training's summary, which the weights must give again. If there are none,
+            options.reported takes their place. The weights' metadata add the measures that are missing, if the same
+            recipe wrote the weights.
         options: how to export.
         init: the init of the training, which the recipe builds its network from; None without one.
 
@@ -188,7 +189,8 @@ def export_recipe(
     Raises:
         InputError: A format's library is missing, the weights' loss is not finite, their measures are not the reported
             ones, or a format does not support the network.
-        ReportedError: A file cannot be used, or gives other measures than the weights.
+        ReportedError: A file cannot be used, or gives other measures than the weights, or this pod's code is not what
+            was registered.
     """
     check_formats(options)
     subject = training.subject(settings, data if isinstance(data, StoredData) else downloaded(data), downloaded(init))

@@ -53,14 +53,15 @@ def training_sizes(gpus: int) -> dict[str, Any]:
 def resize(task: PythonAutoContainerTask, gpus: int, resume_from: str = "") -> dict[str, Any]:
     """Change a training task to a number of GPUs, and return the arguments of with_overrides for its pod.
 
-    Call this function in a @dynamic. The number is written to the task's own environment, by which the pod knows how
-    many GPUs to expect: with_overrides cannot set variables. With DDP_AVOID_HOURS, the task's own pod template keeps
-    the pod away from the nodes that failed.
+    Call this function in a @dynamic, once for a task. It writes the number to the task's own environment, by which the
+    pod knows how many GPUs to expect: with_overrides cannot set variables. With DDP_AVOID_HOURS, it also changes the
+    task's pod template, so that the pod keeps away from nodes whose hardware has failed.
 
     Args:
         task: the training task, which is changed.
         gpus: the number of GPUs; 0 for a small pod without any.
-        resume_from: the folder of an earlier execution's checkpoint, where such nodes are listed; empty is none.
+        resume_from: the folder of an earlier execution's checkpoint, which lists the nodes to keep away from. An empty
+            text keeps away from none.
 
     Raises:
         InputError: gpus is negative, or more than a pod can have.

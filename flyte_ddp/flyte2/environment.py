@@ -265,9 +265,10 @@ def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources
 
 
 def shipped() -> tuple[str, ...]:
-    """Return the paths of the library's files to ship, even those of the ranks, which no process here imports.
+    """Return the absolute paths of the library's Python files that Flyte has to ship to the pods.
 
-    There are none if the library is installed, or not below the current folder: then the image has it.
+    These are all of the library's modules, even those that only ranks import. If the library is installed, or is not
+    below the current folder, there are none, and the image must have the library.
     """
     root = Path(flyte_ddp.__path__[0])
     if is_installed(str(root)) or not root.is_relative_to(os.getcwd()):

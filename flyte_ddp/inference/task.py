@@ -67,15 +67,24 @@ class Checked(NamedTuple):
 def check_inputs(
     model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
-    """Check the inputs, and return the name of the dataset and the options; a Flyte task.
+    """Check the inputs of a batch prediction, and find out which dataset and network "auto" stands for; a Flyte task.
 
-    The task runs before the dataset is downloaded. For "auto", the dataset and options.model are those in the metadata
-    of the weights. Without metadata, "auto" stands for mnist (digits in a local run that cannot download mnist) and for
-    the model "mnist_cnn". options.dataset stays as it was.
+    "auto" stands for the dataset or network in the metadata of the weights. Without weights or metadata, it stands for
+    mnist and "mnist_cnn". A local run also deletes a damaged copy of the dataset, and cache entries whose files are
+    gone. If "auto" stands for mnist for want of metadata, a local run downloads mnist, and takes digits if that fails.
+
+    Args:
+        model_state: the weights; None if the workflow trains a model first.
+        folder: the images to predict; None for a split of the dataset.
+        options: the options, of which dataset and model may be "auto".
+
+    Returns:
+        The name of the dataset, and the options with the name of the network as `model`. Their `dataset` stays as it
+        was, even "auto".
 
     Raises:
-        InputError: the folder has no files, or the weights are not those of a built-in classifier on a built-in
-            dataset.
+        InputError: the folder has no files; the weights are not those of a built-in classifier on a built-in dataset;
+            or, in a local run, the file of the weights does not exist, or there is no dataset of this name.
     """
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses a folder without files

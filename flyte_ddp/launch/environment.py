@@ -106,11 +106,18 @@ def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
-    """Return this rank's environment from torchrun's variables, after a check that the world is as registered.
+    """Return this rank's environment from torchrun's variables, if the number of ranks is as registered.
 
-    torchrun or Flyte's Elastic plugin has created the world. A node that trains alone would otherwise return its result
-    as that of all nodes. Raises InputError for other than the least to the most `nodes`, or another number of ranks per
-    node, and what environment_from_variables raises.
+    Without the check, a node that trains alone would return its result as that of all nodes.
+
+    Args:
+        backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl".
+        nodes: the least and the largest number of nodes. Every number between these is accepted.
+        ranks_per_node: the number of ranks that each node must have.
+
+    Raises:
+        InputError: the number of nodes, or of ranks per node, is not as registered; a variable is missing or
+            impossible; or nccl has too few GPUs for the ranks of this node.
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size

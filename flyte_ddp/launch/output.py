@@ -67,10 +67,12 @@ def _without_overwritten(line: bytes) -> bytes:
 
 @contextmanager
 def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Iterator[None]:
-    """Call out(line) and err(line) for each line that Python code prints to stdout and stderr within a with statement.
+    """Call out(line) and err(line) for lines that Python code prints in a with statement, in place of printing them.
 
-    The lines come without their ends. An unfinished last line comes when the block ends. Output of native code goes
-    straight to the original file.
+    The lines to stdout go to `out`, those to stderr to `err`, without their ends. An unfinished last line comes when
+    the block ends. Of a line that carriage returns overwrite, such as a progress bar's, only the last text comes.
+    Output of native code and of forked children goes straight to the original file. `out` and `err` must not print to
+    sys.stdout or sys.stderr, because they would be called for that line, too.
     """
     sinks = [_Lines(out, sys.stdout), _Lines(err, sys.stderr)]
     streams = [io.TextIOWrapper(sink, "utf-8", "backslashreplace", write_through=True) for sink in sinks]

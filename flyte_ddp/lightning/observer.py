@@ -169,8 +169,13 @@ class RankObserver(Checkpoint):
     def _begin_evaluation(self, batches: Sequence[float], loaders: Any) -> None:
         """Prepare the ranks to agree during an evaluation on whether to stop; a collective.
 
-        The ranks exchange requests to stop only while every rank still has batches, of which a rank may have another
-        number of each loader, or infinitely many, and not at all if one of the loaders reads an IterableDataset.
+        The ranks may have different numbers of batches. So they exchange requests to stop only up to the smallest
+        number of batches that a loader has on any rank. They exchange none if every loader is infinite on every rank,
+        or if a loader reads an IterableDataset on any rank, since it may end before its stated length.
+
+        Args:
+            batches: the number of batches of each loader on this rank, which may be infinite.
+            loaders: the loaders, in any nesting.
         """
         datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
         is_known = not any(isinstance(one, IterableDataset) for one in datasets)  # those may end before their length

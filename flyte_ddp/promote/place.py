@@ -205,10 +205,15 @@ class Place:
             return pointer
 
     def roll_back(self, version: str) -> Pointer:
-        """Promote an earlier version again. A current.json that is damaged or missing begins anew, without its history.
+        """Promote an earlier version again, after verifying its weights, and return the new pointer.
 
-        The version's weights are verified first. Returns the new pointer. Raises InputError if the place has no
-        versions, or none of this name, and ReportedError if the version is damaged.
+        A current.json that is damaged or missing is replaced by a new one, without the history.
+
+        Raises:
+            InputError: the place has no versions, or none of this name; it cannot be read or written; or a newer
+                program has written its current.json.
+            ReportedError: the version is damaged. RecoverableError, which derives from this error, means that the
+                storage fails.
         """
         versions = self.versions()
         if not versions:

@@ -154,9 +154,15 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
 def roll_back(place: Place, version: str) -> Pointer:
     """Promote an earlier version again, after verifying its weights, and return the new pointer.
 
-    If this version, or the one that it replaces, was registered in MLflow, the alias there moves to this version, too.
-    If MLflow fails, a warning says so. Raises InputError if the place has no versions, or none of this name, and
-    ReportedError if the version is damaged.
+    A current.json that is damaged or missing is replaced by a new one, without the history. If this version, or the
+    version that was promoted before, was registered in MLflow, the registered model's alias moves to this version. A
+    version without an entry in MLflow gets one. If MLflow fails, a warning is printed.
+
+    Raises:
+        InputError: the place has no versions, or none of this name; it cannot be read or written; or a newer program
+            has written its current.json.
+        ReportedError: the version is damaged. RecoverableError, which derives from this error, means that the storage
+            fails.
     """
     try:
         before = [place.read().version]

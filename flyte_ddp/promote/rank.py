@@ -18,11 +18,19 @@ from flyte_ddp.recipe import Recipe
 
 
 def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
-    """Measure the jobs' models on the test split, in order. Messages call all but the first, the candidate, `current`.
+    """Measure the jobs' models on the test split, and return their measures in the order of the jobs.
 
-    The candidate's recipe loads the samples and computes the measures of every model, so a change of the recipe since
-    the last promotion affects all models alike. Each other job's own recipe builds its network and computes its
-    outputs.
+    The first job is that of the candidate, the model that may be promoted. Its recipe loads the samples and computes
+    the measures of every model, so a change of the recipe since the last promotion affects all models alike. Each other
+    job's own recipe builds its network and computes its outputs.
+
+    Args:
+        environment: this process, which computes alone.
+        link: is told after each batch that the process is alive.
+        argument: the jobs; and what messages call the models of all jobs but the first.
+
+    Raises:
+        InputError: a recipe, its data or the weights of a model cannot be used.
     """
     (candidate, *others), current = argument
     torch.set_num_threads(environment.threads)

@@ -40,13 +40,18 @@ class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[Sc
     """A script that torchrun could run, as a task of Flyte 1."""
 
     def arguments(self, ignored_inputs: Sequence[str] = (), cache: Any = False, **own: Any) -> dict[str, Any]:
-        """Return arguments of @task as a recipe's.
+        """Return the keyword arguments of the @task that runs the script: cache, retries, live report, resources.
+
+        The values come from the registered settings.
 
         Args:
             ignored_inputs: names of the task's inputs that the cache ignores.
-            cache: True reuses the outputs for the same inputs and code, whatever else the script reads. Others replace
-                the cache.
-            own: as for a recipe.
+            cache: False caches nothing, because a script may read what no cache key covers. True reuses the outputs for
+                the same inputs, code and arguments of the script, whatever else the script reads. Any other value is
+                given to @task as its cache.
+            own: your own arguments of @task. A quantity that you leave out of requests= and limits= is the registered
+                one. environment=, secret_requests=, labels= and annotations= are added to the registered ones. All
+                others, such as retries=, replace them.
         """
         return super().arguments(ignored_inputs, **own, **({} if cache is True else {"cache": cache}))
 

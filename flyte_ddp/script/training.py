@@ -112,8 +112,9 @@ class CommonScriptTraining(Training[Given, Outputs]):
     def run_as_rank(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> Outputs | None:  # type: ignore[override] # noqa: B008 frozen
         """Run the script on many nodes, in processes that the platform has started; all ranks call it.
 
-        The process of each node's first rank runs the script once for each rank of its node. The checkpoints of the
-        first node alone are mirrored, and each node begins with a copy of them.
+        The process of each node's first rank runs the script once for each rank of its node, and waits for its end. In
+        the processes of the other ranks, this method returns at once. Only the first node's checkpoints are mirrored to
+        the storage. Each node begins with a copy of these.
 
         Args:
             options: how to run it. nproc has no effect.

@@ -93,10 +93,13 @@ class Resident:
 
 
 def _convert_leaf(leaf: Any) -> Tensor | np.memmap:
-    """Return a tensor or array of the data as a tensor without a graph of gradients, and a memory map as it is.
+    """Convert a tensor or array of the data to a tensor that needs no gradient, but return a memory map as it is.
 
-    Memory is shared with the leaf where torch can hold the array's type. InputError is raised for anything but a dense
-    tensor, or an array of numbers.
+    The result shares the leaf's memory. Only an array that torch cannot hold as it is, such as one with swapped bytes,
+    is copied.
+
+    Raises:
+        InputError: the leaf is neither a dense tensor nor an array of numbers.
     """
     if not isinstance(leaf, (Tensor, np.ndarray)):
         raise InputError(f"data must be tensors, arrays or a Dataset, got {type(leaf).__name__}")

@@ -152,10 +152,16 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
 
 
 def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
-    """Return which ranks can read the checkpoint, and let these verify its files of shards; a collective.
+    """Verify a sharded checkpoint's files, and return for each rank whether it can read the checkpoint; a collective.
 
-    They divide the files among themselves. A checkpoint of one file has none; content is None where the rank cannot
-    read it. All ranks raise CheckpointError if a shard is damaged or missing.
+    The ranks that can read the checkpoint divide its files among themselves. A checkpoint that is one file is not
+    verified here.
+
+    Args:
+        content: the content of the checkpoint; None on a rank that cannot read it.
+
+    Raises:
+        CheckpointError: a file is damaged or missing. All ranks raise this.
     """
     seen = gather_values(content is not None)
     position = sum(seen[: distributed.get_rank()])

@@ -81,9 +81,10 @@ class Network:
                 buffer.copy_(self.buffers[name])
 
     def changed_weights(self) -> list[str]:
-        """Return the names of the weights that the last trial has changed; none of a sharded network's.
+        """Return the names of the weights that, after the last trial, differ from the original network's.
 
-        A tied weight is listed by each of its names.
+        After a trial with is_moved, all weights that require a gradient are named, because that trial has begun with
+        other values of these. A sharded network has no names here. A tied weight is listed by each of its names.
         """
         before = dict(self._original.named_parameters(remove_duplicate=False))
         now = {} if self.is_sharded else dict(self.model.named_parameters(remove_duplicate=False))
@@ -259,9 +260,10 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
 
 @contextmanager
 def as_input_error(what: str, remedy: str) -> Iterator[None]:
-    """Raise an InputError in place of any error within the block: "{what} ({the error}): {remedy}".
+    """Raise an InputError in place of any Exception within the block: "{what} ({its type and first line}): {remedy}".
 
-    Only an error by which memory was too short is passed on unchanged.
+    It is a context manager. An error of torch, or of a library below it, that memory was too short is passed on
+    unchanged.
     """
     try:
         yield

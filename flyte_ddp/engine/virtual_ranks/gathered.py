@@ -210,11 +210,16 @@ def gather_by_part(
 
 
 def _add_up_by_part(own: Tensor, virtual_ranks: int) -> Tensor:
-    """Add up numbers over the parts of all ranks, in the order of the parts; a collective.
+    """Add up numbers over all parts of the global batch, in the order of the parts; a collective.
 
-    A rank has (parts, N, ...) numbers, those of its own parts. The sums are (N, ...), the same bits on all ranks and on
-    any number of ranks. Each rank adds up some of the N rows, so that what it sends and receives has the same size
-    among any number of ranks.
+    Each rank adds up some of the N rows over all parts, and the ranks then exchange these sums.
+
+    Args:
+        own: (parts, N, ...) the numbers of this rank's parts, which parts_of_rank() names, in their order.
+        virtual_ranks: the number of parts of all ranks together.
+
+    Returns:
+        The sums, (N, ...), the same bits on all ranks and on any number of ranks.
     """
     world_size = distributed.get_world_size()
     (_, size, *shape) = own.shape

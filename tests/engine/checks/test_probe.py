@@ -236,7 +236,7 @@ def test_every_recipe_of_the_modules_is_tested():
         "OneRankRaises", "ProcessInMeasure", "Chatty", "Unseeded", "Borrowing", "TurnedByOne", "NaNWeights",
         "InfiniteWeights", "NaNParameter", "Ignored",
         "OfDataset",  # from which others derive
-        "AscendingDataset",  # whose loader workers find nothing
+        "AscendingDataset",  # read without loader workers
         # of tests/engine/test_validation.py
         "Overflowing", "OverflowingTest", "OverflowingValidation", "OverflowingTestAfterValidation", "BrokenScore",
         "BrokenScoreOfValidation",
