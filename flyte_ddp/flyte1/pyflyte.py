@@ -82,12 +82,15 @@ TRAIN_AGAIN = "To train again, put --overwrite-cache before the file: pyflyte ru
 def say_cached(outputs: Mapping[str, Literal]) -> None:
     """Print that a training was taken from the local cache, with its measures, its files and how to train again.
 
-    For outputs without model_state, summary and report, nothing is printed.
+    For outputs that are not those of a training here, nothing is printed.
     """
     if not outputs.keys() >= {"model_state", "summary", "report"}:
         return
     model, report = (outputs[name].scalar.blob.uri for name in ("model_state", "report"))
-    summary = msgpack.loads(outputs["summary"].scalar.binary.value)
+    binary = outputs["summary"].scalar.binary
+    summary = msgpack.loads(binary.value) if binary.tag == "msgpack" else None
+    if not isinstance(summary, dict) or "world_size" not in summary or not report.startswith("/"):
+        return  # another task's outputs of these names
     ranks = f"{summary['world_size']} rank" + "s" * (summary["world_size"] != 1)
     lines = [
         ("Cached", f"trained before on {ranks} with the same inputs, so nothing was trained now. {TRAIN_AGAIN}"),

@@ -1,7 +1,6 @@
 """The promotion of a candidate that is better than the promoted model, for any recipe, on any platform."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from flyte_ddp.attempt.folders import run_folder, runs_dir, write_page
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.engine.job import Measured, Subject, make_job
-from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.errors import InputError, RecoverableError, ReportedError
 from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.launcher import run_alone
 from flyte_ddp.model_files.model_metadata import read_metadata
@@ -166,13 +165,19 @@ def roll_back(place: Place, version: str) -> Pointer:
     """
     try:
         before = [place.read().version]
+    except RecoverableError:
+        raise
     except ReportedError:  # a roll-back mends such a place
         before = []
     pointer = place.roll_back(version)
     names = []
     for one in (*before, version):
-        with suppress(ReportedError):
+        try:
             names.append(place.facts(one).get("registered_model") if one else "")
+        except RecoverableError:
+            raise
+        except ReportedError:  # a damaged version
+            continue
     for name in filter(None, dict.fromkeys(names)):
         register(place, version, name)
     return pointer

@@ -334,6 +334,11 @@ class NoPictures(Sound):
         batch.clone()
 
 
+class FactsOfTuples(Sound):
+    def facts(self):
+        return {"counts": {(0, 1): 3}}
+
+
 class NoFacts(Sound):
     def facts(self):
         super().facts()

@@ -46,6 +46,7 @@ REFUSED = {
     "NoArguments": ["NoArguments.__init__", "must take settings and data_path", "too many positional arguments"],
     "NumberedMeasure": ["NumberedMeasure.measure", "names of measures must be strings, got 5"],
     "NoPictures": ["NoPictures.pictures", "returns no pairs of a caption and an image", "return () for none"],
+    "FactsOfTuples": ["FactsOfTuples.facts", "must return what JSON can hold", "keys must be str"],
     "NoFacts": ["NoFacts.facts", "must return a dict, got NoneType"],
     "OtherWeights": ["OtherWeights.optimizer", "the network's parameters, got one of shape (8, 8) that is none"],
     "ComplexWeights": ["1.turns is complex64", "keep torch.view_as_real of it as the parameter"],

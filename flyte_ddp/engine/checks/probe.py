@@ -12,6 +12,8 @@ resume, is reported with its place in the recipe and with what to write instead.
 7. all ranks, which must have measured the same.
 """
 
+import copy
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,7 @@ from flyte_ddp.engine.measures import (
 from flyte_ddp.engine.sharding.sharding import OFF
 from flyte_ddp.engine.torch_compat import count_in_total, pytree
 from flyte_ddp.errors import InputError
+from flyte_ddp.fields import plain
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
@@ -417,6 +420,12 @@ def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
     facts: Any = recipe.facts()
     if not isinstance(facts, dict):  # metadata with other facts could not be read
         raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
+    try:
+        json.dumps(plain(copy.deepcopy(facts)), default=str)  # as the metadata of the weights are written
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{code_location(recipe, 'facts')} must return what JSON can hold, with strings for keys: {error}"
+        ) from None
     if is_mixed:
         what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
         with as_input_error(what, "define constant_loss(), the loss of guessing"):
