@@ -54,7 +54,7 @@ def digits(tmp_path_factory):
 @pytest.fixture(scope="module")
 def images(run):
     """The inputs of tasks that read image files."""
-    found = run("flyte_ddp.flyte1.index_images.find_images", folder="", images=ImageSettings())
+    found = run("flyte_ddp.flyte1.index_images.find_images", folder="")
     assert found["folder"].hash, "by which a pod knows the digits again, each of which has them in a place of its own"
     index = run("flyte_ddp.flyte1.index_images.index_images", images=ImageSettings(), **found)["o0"]
     return {"index": index, "folder": found["folder"]}

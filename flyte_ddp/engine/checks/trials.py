@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import flyte_ddp
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.code.code_version import is_installed
+from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.code_location import code_location
@@ -218,7 +219,7 @@ def _noting_units(model: nn.Module, trial: Trial) -> Iterator[None]:
 
     def frozen(name: str) -> dict[str, tuple[Tensor, int]]:
         weights = model.get_submodule(name).named_parameters(name)
-        return {key: (weight, weight._version) for key, weight in weights if not weight.requires_grad}
+        return {key: (weight, torch_compat.version(weight)) for key, weight in weights if not weight.requires_grad}
 
     def called(name: str) -> None:
         trial.units.append(name)
