@@ -1,13 +1,14 @@
 """pyflyte, in processes of its own and in the test's, and what tests of commands need besides."""
 
 import os
+import random
 import re
 import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -95,9 +96,12 @@ def output(done: "Done[str]", name: str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Finds a port below those that the kernel gives to connections, so that none takes it before a server does."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("100 ports between 20000 and 32000 are all taken")
 
 
 def same(ours: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:

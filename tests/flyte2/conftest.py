@@ -38,12 +38,13 @@ def storage(small_data):
 
 @pytest.fixture
 def node(tasks, storage, small_data, tmp_path):
-    """A function that makes a pod; all of a JobSet's restart meet at one port."""
+    """A function that makes a pod; all pods of one restart meet at one port."""
     tools = all(map(shutil.which, ("unshare", "taskset")))
     if os.geteuid() != 0 or not tools or subprocess.run([*CONTAINER, "true"]).returncode:
         pytest.skip("the pods find each other by a name of the cluster, which only root can give to this machine")
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.0.2 pod-0 {MASTER}\n127.0.0.3 pod-1\n")
-    ports, data = free_port(), Dir(path="s3://bucket/small", hash=prepared.read_description(small_data).digest)
+    ports = [free_port() for _ in range(3)]
+    data = Dir(path="s3://bucket/small", hash=prepared.read_description(small_data).digest)
 
     def make(number, restart=0, nodes=2, action="nodes", hp=HP, timeout_seconds=100.0, rendezvous="static", **more):
         jobset = {
@@ -55,7 +56,7 @@ def node(tasks, storage, small_data, tmp_path):
             "NNODES": str(nodes),
             "NPROC_PER_NODE": "1",
             "RDZV_BACKEND": rendezvous,
-            "MASTER_PORT": str(ports + restart),
+            "MASTER_PORT": str(ports[restart]),
             "TMPDIR": str(tmp_path / f"{action}-{number}-{restart}"),
             "CUDA_VISIBLE_DEVICES": "",
         }
