@@ -112,10 +112,11 @@ class Audit:
                 of several kinds.
             WrongBitsError: Some ranks compute other bits than the others.
         """
+        is_due = self.is_due(epoch, step)
         is_first = self._is_first
         self._is_first = False
         add_up = partial(self._step.add_up_gradients, partial(backward, shares), call)
-        if not is_first and (not self.every or (epoch * len(self.train) + step + 1) % self.every):
+        if not is_due:
             return add_up()
         part, owner, other = choose_part(self.train, [place.host for place in self._places], epoch, step)
         ranks = {*range(len(self._places))} if is_first else {owner, other}
@@ -139,6 +140,11 @@ class Audit:
                 raise self._error(Verdict(Cause.CODE, [owner]), epoch, step)
             raise self._error(self._judge(compute, {owner: [found[owner], in_step]}), epoch, step)
         return totals
+
+    def is_due(self, epoch: int, step: int) -> bool:
+        """Return whether add_up_gradients() would audit this step, given epoch and step from 0."""
+        number = epoch * len(self.train) + step + 1
+        return self._is_first or (self.every > 0 and number % self.every == 0)
 
     def _digest_weights(self) -> list[int]:
         """Return a digest of each weight of the network."""

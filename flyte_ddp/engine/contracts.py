@@ -57,6 +57,10 @@ class Training(Resumable, Protocol):
         """Return the error of a step, from 0, whose numbers were not finite; a collective."""
         ...
 
+    def go_back(self, step: int) -> bool:
+        """Restore the training as it was before a step, from 0, that only has to be taken again; else return False."""
+        ...
+
     def must_wait(self) -> bool:
         """Return whether a checkpoint has to wait for a later step, as it has no room for gradients; a collective."""
         ...

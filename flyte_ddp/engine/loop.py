@@ -91,10 +91,13 @@ def train_until(state: TrainingState, train: TrainBatches, end: int, log_interva
     assert progress.checkpoints
     state.parallel.train()
     progress.go_on()
-    for shares in collect_garbage_between(progress.clock.timed(train.steps(progress.epoch, progress.step, end))):
-        state.train_step(shares, link.stop_requested, progress.checkpoints.due())
-        is_last = progress.step == end
-        asked = progress.end_step(state, is_last or progress.step % log_interval == 0)
-        if progress.step == len(train) and link.is_heard and state.log_gradients:
-            link.emit(GradientsSeen(progress.epoch, state.gradient_histograms()))
-        progress.obey(state, asked, is_evaluation_next=is_last)
+    while progress.step < end:  # more than once if a step has to be taken again
+        for shares in collect_garbage_between(progress.clock.timed(train.steps(progress.epoch, progress.step, end))):
+            state.train_step(shares, link.stop_requested, progress.checkpoints.due())
+            is_last = progress.step == end
+            asked = progress.end_step(state, is_last or progress.step % log_interval == 0)
+            if asked.bad_step is not None:
+                break
+            if progress.step == len(train) and link.is_heard and state.log_gradients:
+                link.emit(GradientsSeen(progress.epoch, state.gradient_histograms()))
+            progress.obey(state, asked, is_evaluation_next=is_last)

@@ -193,7 +193,7 @@ class Progress:
 
         Returns:
             The requests since the sums were last read, the same on all ranks; NOTHING, without reading the sums, if
-            nothing is due.
+            nothing is due. With a bad_step, the training is back before that step, which is to be taken again.
 
         Raises:
             NonFiniteError: A number of a step was not finite. All ranks raise it.
@@ -206,6 +206,8 @@ class Progress:
             return NOTHING
         asked = self._look()
         if asked.bad_step is not None:
+            if training.go_back(asked.bad_step):
+                return asked
             raise training.step_error(asked.bad_step)
         if is_logged:
             self._log(training)
@@ -250,9 +252,11 @@ class Progress:
 
     def _look(self) -> Asked:
         before = self.last
-        self.last = self.sums.now(self.step, self.seconds)
-        bad_step = self.last.steps if self.last.steps < self.step else None
-        return Asked(self.last.stop, self.last.saves > before.saves, bad_step)
+        now = self.sums.now(self.step, self.seconds)
+        if now.steps < self.step:
+            return Asked(now.stop, now.saves > before.saves, now.steps)
+        self.last = now
+        return Asked(now.stop, now.saves > before.saves, None)
 
     def _log(self, training: Training) -> None:
         """Emit StepLogged for the steps since the last call, and warnings if there are any; a collective.

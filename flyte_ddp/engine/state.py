@@ -35,6 +35,8 @@ from flyte_ddp.engine.spikes import Spikes
 from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import any_batch_size, version
+from flyte_ddp.engine.virtual_ranks import ahead
+from flyte_ddp.engine.virtual_ranks.ahead import Ahead
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.virtual_ranks.gathered import Gathered, gather_by_part
 from flyte_ddp.engine.virtual_ranks.sharded_step import ShardedExactStep
@@ -131,6 +133,12 @@ class TrainingState:
         self._base_versions: dict[str, int] = {}  # before the first step
         self.gathers_by_part = gathers and virtual_ranks > 0
         self._gathered: Gathered | None = None  # in the current step
+        # None where the host waits for the sums of each step
+        self._ahead: Ahead | None = None
+        can_skip = self._is_guarded and torch_compat.is_plain(self.optimizer)
+        changes_more = average or self.spikes or gathers or has_unused or is_sharded(model)
+        if isinstance(self.parallel, ExactStep) and device.type in ahead.DEVICES and can_skip and not changes_more:
+            self._ahead = Ahead(self.parallel)
         self.progress = progress
         progress.measure(names)
         self._trained = 2 * self.names.index(trained_measure(names))
@@ -167,8 +175,9 @@ class TrainingState:
         error is raised here: Progress.end_step() raises it. With settings.skip_spikes, a step whose gradients leap
         changes neither the weights nor the average.
 
-        The host does not wait for the device, with two exceptions: if the optimizer is not a fused one, which could
-        skip a step by itself, and if there are both an average and skip_spikes.
+        The host does not wait for the device, with three exceptions: if the optimizer is not a fused one, which could
+        skip a step by itself; if there are both an average and skip_spikes; and with virtual ranks, unless the step can
+        run ahead (virtual_ranks/ahead.py).
 
         Args:
             shares: this rank's samples of the global batch; with virtual ranks one Batch for each of its virtual ranks,
@@ -184,7 +193,10 @@ class TrainingState:
         backward = partial(self._backward, (stop, save), before)
         if self.trace:
             self.trace.begin({"": self.model}, self.progress.epoch, self.progress.step, len(self.train))
-        if self.audit:
+        if self._ahead and before and self._may_run_ahead():
+            sums = self.progress.sums
+            totals = self._ahead.add_up_gradients(self.schedule.last_epoch, partial(backward, shares), before, sums)
+        elif self.audit:
             totals = self.audit.add_up_gradients(backward, shares, self.progress.epoch, self.progress.step)
         else:
             totals = self.parallel.add_up_gradients(partial(backward, shares))
@@ -218,6 +230,29 @@ class TrainingState:
             self.average.update(self.model, self.schedule.last_epoch - 1)
         self.progress.step += 1
         self.progress.clock.lap(StepPart.COMPUTING)
+
+    def _may_run_ahead(self) -> bool:
+        """Return whether the host may take the coming step without waiting for the device."""
+        is_due = self.audit and self.audit.is_due(self.progress.epoch, self.progress.step)
+        return not (self.trace or is_due) and bool(self._ahead and self._ahead.may(self.schedule.last_epoch))
+
+    def go_back(self, step: int) -> bool:
+        """Restore the training as it was before a step whose sums were not final, if the host was ahead in the step.
+
+        Args:
+            step: the first step of the current epoch, from 0, whose flag was set.
+
+        Returns:
+            False, without any change, if the host waited for that step's sums: a number was not finite.
+        """
+        number = self.schedule.last_epoch - (self.progress.step - step)
+        if not (self._ahead and self._ahead.go_back(number, self.progress.sums)):
+            return False
+        self.flag.zero_()
+        self.progress.step = step
+        self.schedule.last_epoch = number - 1
+        self.schedule.step()
+        return True
 
     def _backward(self, asked: tuple[bool, bool], before: BufferCopy | None, shares: Sequence[Batch]) -> None:
         """Run the forward and backward passes of this rank's shares, and add up the gradients of their micro-batches.

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -192,6 +193,13 @@ def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
     optimizer.found_inf = flag  # type: ignore[attr-defined]
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     return True
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Return whether a step of the optimizer runs torch's own code alone: no subclass of a user's, and no hook."""
+    own_hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    all_hooks = (*own_hooks, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks)
+    return type(optimizer).__module__.startswith("torch.optim.") and not all_hooks
 
 
 # Many tensors in one call: one at a time, a GPU would wait for the host, and a small network has dozens of them

@@ -261,6 +261,10 @@ class RankObserver(Checkpoint):
         """Return the last step's learning rate and norm of gradients."""
         return StepFigures(self._rate, self._norm)
 
+    def go_back(self, step: int) -> bool:
+        """Return False: each step waits for its sums, so none is taken again."""
+        return False
+
     def step_error(self, step: int) -> NonFiniteError:
         """Return an error that names what was not finite, and on which ranks; a collective."""
         ranks = range(self._environment.world.size)

@@ -311,6 +311,10 @@ class LoopState:
         """Return the last step's learning rate and norm of gradients."""
         return StepFigures(self._rate, self._norm)
 
+    def go_back(self, step: int) -> bool:
+        """Return False: each step waits for its sums, so none is taken again."""
+        return False
+
     def step_error(self, step: int) -> NonFiniteError:
         """Return an error that names the ranks whose latest measures are not finite; a collective."""
         ranks = range(self._environment.world.size)

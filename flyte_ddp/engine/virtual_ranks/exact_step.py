@@ -153,7 +153,7 @@ class ExactStep(SingleStep):
         if is_known:
             self._units.use(self._exponents[call])
         self._sum(backward)
-        is_exact = is_known and self._units.keep_bound()
+        is_exact = is_known and bool(self._units.keep_bound())
         if not is_exact and self._units.follow_addends():
             self.repeated += is_known
             self.zero_grad()
@@ -170,6 +170,35 @@ class ExactStep(SingleStep):
             for weight, count in zip(chain.from_iterable(self._weights), uses, strict=True):
                 if not count:
                     weight.grad = None
+        return self._totals()
+
+    @property
+    def knows_units(self) -> bool:
+        """Return whether there are units for the next step, which add_up_ahead() needs."""
+        return bool(self._exponents)
+
+    @torch_compat.only_deterministic()
+    def add_up_ahead(self, backward: Callable[[], None]) -> Totals:
+        """Do as add_up_gradients() in a step's only call of `backward`, without waiting for the device; a collective.
+
+        The device alone finds out whether the sum is final.
+
+        Returns:
+            The same as add_up_gradients(). All norms are NaN if the sum is not final: the units do not fit, a gradient
+            is not finite, or no part has used some weight. The step must then be taken again by add_up_gradients(),
+            with the `grid` from before.
+        """
+        self._units.use(self._exponents[0])
+        self._sum(backward)
+        for bucket in self._buckets:
+            bucket.total()
+        self._exponents = [self._units.follow_sums()]
+        is_final = self._units.keep_bound() & torch.cat([bucket.uses for bucket in self._buckets]).all()
+        totals = self._totals()
+        return totals._replace(norms=totals.norms.where(is_final, torch.nan))
+
+    def _totals(self) -> Totals:
+        """Return the sums over all ranks of the step whose buckets have their totals."""
         asked, bits = self._buckets[-1].more.split(self._word_sizes)
         # The bits are copied, because float64 must begin at an even place
         measured = bits.clone().view(torch.float64).view_as(self._measured).sum(0)

@@ -259,13 +259,13 @@ class Units:
         """
         return not self._buckets[-1].words[-1]
 
-    def keep_bound(self) -> bool:
-        """Return whether the sum has kept the bound: no addend was too large or too small.
+    def keep_bound(self) -> Tensor:
+        """Return whether the sum has kept the bound, () bool on the device: no addend was too large or too small.
 
         Of each block and each tensor, the largest addend of all ranks counts. The last bucket must have been received.
         """
         words = self._buckets[-1].words
-        return not ((words > 0) & (words <= self._ranks)).any()
+        return ~((words > 0) & (words <= self._ranks)).any()
 
     def follow_addends(self) -> bool:
         """Choose the units by the addends of this sum on all ranks, so that a repetition of the sum fits; a collective.
