@@ -42,16 +42,16 @@ class BatchShare:
 def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
     """Gather the rows of the global batch from all ranks, with gradients, for a loss that needs the whole batch.
 
-    A collective: all ranks must call it. If share.stand_in is set, return what that function returns for `local`; if
-    share.alone is set, return `local` itself. Neither is a collective.
+    A collective: all ranks must call it, except when share.stand_in or share.alone is set.
 
     Args:
-        local: (n, ...), this rank's rows. Those of borrowed samples are left out.
+        local: (n, ...), this rank's rows. If share.borrowed is set, they belong to another rank and are not sent.
         share: the rank's share of the global batch.
 
     Returns:
-        (N, ...), the rows of the whole global batch, in its order. In the backward pass, the gradients of all ranks are
-        added up for each row.
+        (N, ...), the rows of the global batch, in its order. In the backward pass, the gradients of all ranks are added
+        up for each row. If share.stand_in is set, the result is share.stand_in(local); otherwise, if share.alone is
+        set, it is `local` itself.
     """
     if share.stand_in:
         return share.stand_in(local)
@@ -111,10 +111,18 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 
 
 def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """Return how many rows each rank sends, padding included; and (size,) int64, each row's place among all sent rows.
+    """Return how many rows each rank sends in gather_rows, and where each row of the batch is among the rows sent.
 
-    All ranks send equally many rows, in the order of the ranks. A rank that has one row less adds padding, which no
-    place points to.
+    All ranks send equally many rows, in the order of the ranks. A rank that has one row less adds a row of padding at
+    its end, to which no index points.
+
+    Args:
+        size: the number of rows of the global batch.
+        device: the device for the result.
+
+    Returns:
+        The number of rows each rank sends, with padding; and (size,) int64, an index into all rows sent for each row of
+        the batch.
     """
     world_size = distributed.get_world_size()
     rows = torch.arange(size, device=device)

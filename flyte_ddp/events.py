@@ -327,7 +327,7 @@ def tell(observer: object, event: Any) -> None:
 
 
 def forward_to_all(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a function that passes each event to all listeners."""
+    """Return a function that passes each event to all listeners, in their order."""
 
     def forward(event: Any) -> None:
         for listener in listeners:

@@ -226,11 +226,19 @@ def _check_own(kind: type[Settings], field: "dataclasses.Field[Any]", value: Any
 
 
 def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: Mapping[str, Any]) -> Any:
-    """Check a value by its field's type and rules, and return it in the field's type.
+    """Check a value by its field's type and rules, and return the value in the field's type.
 
-    For a float 1 becomes 1.0, and for an int 2.0 becomes 2. Nothing else is converted. `owner` is the name of the
-    settings class, for messages. Raises InputError if the value has another type, is not finite, doesn't fit into 64
-    bits or JSON, or breaks a rule; or if the field's type is none that settings may have.
+    For a float, 1 becomes 1.0. For an int, 2.0 becomes 2. Nothing else is converted.
+
+    Args:
+        owner: the name of the settings class, for messages.
+        field: the field.
+        value: the value to check.
+        rules: the field's rules, as setting() stores them: minimum, above, maximum, below and choices.
+
+    Raises:
+        InputError: The value has another type, is not finite, does not fit into 64 bits or JSON, or breaks a rule; or
+            settings cannot have fields of this type.
     """
     name = f"{owner}.{field.name}"
     # With `from __future__ import annotations`, a field's type is the name of the type
@@ -258,11 +266,15 @@ def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: 
 
 
 def _as_yaml(expected: Any, value: Any) -> str:
-    """Return the end of a message about a number such as 1e-3, which YAML reads as text: how to write it for YAML.
+    """Return the end of an error message: how to write a number for YAML, which reads 1e-3 as text.
+
+    Args:
+        expected: the field's type.
+        value: the value that was refused.
 
     Returns:
-        A text such as ": write 1.0e-3, as YAML takes 1e-3 for a text". It is empty if the field's type is no number, or
-        the value is not a string of such a number.
+        A text such as ": write 1.0e-3, as YAML takes 1e-3 for a text". It is empty unless the field is a number and the
+        value is a string of such a number.
     """
     found = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.strip().lower()) if type(value) is str else None
     if not found or expected not in (int, float):

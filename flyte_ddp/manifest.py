@@ -30,12 +30,12 @@ def models_beside(path: Path) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Read the manifest at this path.
+    """Read the manifest of the sharded checkpoint at this path.
 
     Returns:
-        The manifest. It has at least "folder", the name of its subfolder of shards_beside(path), and "files", the names
-        of the files in there. None if the checkpoint at this path is a single file, or if the manifest is damaged or
-        names a file outside of that subfolder.
+        The manifest, which has at least "folder" and "files". "folder" is the name of a folder of shards below
+        shards_beside(path). "files" are the names of the files in this folder. None if the checkpoint at this path is a
+        single file, or if the manifest is damaged or names a file outside of that folder.
 
     Raises:
         OSError: the file cannot be read, or is not there.

@@ -134,7 +134,7 @@ class Recipe:
     def init_path(self) -> Path:
         """Return the folder that the task was given as init, for from_pretrained in model().
 
-        The folder is not known yet in __init__.
+        The folder is not known yet in __init__. Reading this property sets has_read_init to True.
 
         Raises:
             InputError: the task was given no init.

@@ -89,9 +89,9 @@ def train(
 ) -> Result:
     """Train a recipe with options.nproc ranks, or as one rank if a launcher has set WORLD_SIZE.
 
-    If `output` has a checkpoint, which the same call has left when it was interrupted, training continues from it,
-    unless options.resume is off. The checkpoint is removed after a success. A training that has finished in `output` is
-    replaced, as one line says.
+    If an interrupted call has left a checkpoint in `output`, the same call continues from it, unless options.resume is
+    off. The checkpoint is removed after a success. A training that has finished in `output` is replaced, and a line is
+    printed that says so.
 
     Args:
         recipe: a class, or its name "package.module:Name"; or a function, a loop of your own, as Loop describes it.
@@ -99,24 +99,26 @@ def train(
         options: how to run the training.
         data: file or folder, passed to the recipe as data_path; or its URL (s3://, gs://, abfs://, file://), for a
             recipe that returns Blocks.
-        output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint; it is created if
-            it is not there. Only one training uses it at a time.
-        data_files: files that the recipe reads, relative to its module's file; a checkpoint is only valid for the same.
-        on_event: receives every event; without it, or with a report, lines go to standard error.
-        init: what to start with: the model_state of an earlier training; or a checkpoint (final-checkpoint in its
-            output, if options.keep_checkpoint was set), from which training continues up to settings.epochs in total;
-            or a folder in save_pretrained's layout, the recipe's init_path.
+        output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint. A missing folder
+            is created. Only one training uses the folder at a time.
+        data_files: files that the recipe reads, relative to its module's file. If one of them changes, an earlier
+            checkpoint is no longer valid.
+        on_event: receives every event. Without on_event, or with a report, lines are printed to standard error.
+        init: what to start with. The model_state of an earlier training; or a checkpoint, from which training continues
+            up to settings.epochs in total (final-checkpoint in the output of a training with options.keep_checkpoint);
+            or a folder in save_pretrained's layout, which the recipe gets as init_path.
         observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event
             they cannot hurt the run: an exception is reported once, and observers run in a thread of their own.
-        report: whether output also gets report.html, live while it trains, and options.tracking chooses a tracker.
+        report: whether `output` also gets report.html, which is updated while the run trains, and whether
+            options.tracking chooses a tracker.
 
     Returns:
         The history of evaluations, the paths of the weights and of `output`, and the measures of the test samples.
         Under a launcher every rank returns them.
 
     Raises:
-        InputError: the caller can fix it. For instance, another process trains into `output`, or it has the checkpoint
-            of another training.
+        InputError: the caller can fix it. For instance, another process trains into `output`, or `output` has the
+            checkpoint of another training.
         RankError: a rank has failed.
         PreemptedError: the process has received a SIGTERM.
     """
@@ -203,10 +205,17 @@ def run_in(
 ) -> Result:
     """Run a job whose files are all in one folder, tell the user and the observers, and return the outputs.
 
-    The caller has locked the folder by alone_in(), and made the job for it by job_in(). If the folder has the
-    checkpoint of an earlier attempt, the job continues that. The first rank's process removes the checkpoint after a
-    success, and the drafts that killed processes left there before the training. on_event gets every event. Without
-    `report`, no report.html is written, and no tracker used.
+    Before this call, the caller has locked the folder by alone_in(), and made the job by job_in(). The job continues
+    from a checkpoint that an earlier attempt has left in the folder. Before the training, temporary files that killed
+    processes have left there are removed. After a success, the checkpoint is removed. Under a launcher every rank calls
+    this function, and the first rank alone removes files.
+
+    Args:
+        folder: the folder.
+        job: the job.
+        watching: the user's observers.
+        on_event: gets every event.
+        report: whether report.html is written, and a tracker used.
 
     Raises:
         InputError: the caller can fix it.
@@ -244,7 +253,13 @@ def run_in(
 
 
 def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
-    """Return what observers know of a run before it starts, whose files are all in this folder."""
+    """Return what observers know of a run before it starts. All files of the run are in one folder.
+
+    Args:
+        folder: that folder, whose name is the run's.
+        job: the run.
+        goodput: the attempts at the run.
+    """
     return RunInfo(
         name=folder.name,
         recipe=job.recipe,
@@ -260,10 +275,12 @@ def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
 
 
 def existing(data: str | Path | None) -> Path | StoredData | None:
-    """Return the data as an absolute path, or for a URL as what is stored there; None without data.
+    """Return the absolute path of the data, or for a URL a StoredData; None without data.
+
+    A StoredData has the URL and a hash of what is stored there.
 
     Raises:
-        InputError: There are no data at this place.
+        InputError: there are no data at this place.
     """
     if isinstance(data, str) and "://" in data:
         from flyte_ddp.data.remote_files import stored_data  # remote_files imports fsspec, which local data don't need

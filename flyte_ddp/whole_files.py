@@ -67,12 +67,14 @@ def temporary_beside(path: Path) -> Path:
 
 
 def remove_leftovers(directory: str | Path, name: str = "") -> None:
-    """Remove the files and folders of temporary_beside that killed processes have left in a folder.
+    """Remove the temporary files and folders (.NAME.*.partial) that killed processes have left in a folder.
+
+    Whatever cannot be removed is left there, without an error.
 
     Args:
         directory: the folder.
-        name: the name of a file that no other process writes now: all its leftovers are removed. Without a name,
-            leftovers of all files are removed if nobody has touched them for an hour.
+        name: the NAME of a file that no other process writes now. All its temporary files are removed. Without a name,
+            those of all files are removed that nobody has changed for an hour.
     """
     for path in Path(directory).glob(f".{glob.escape(name)}.*.partial" if name else ".*.partial"):
         with suppress(OSError):

@@ -63,15 +63,16 @@ def is_avoiding(platform: Platform) -> bool:
 
 
 def find_nodes(platform: Platform, *urls: str, limit: float | None = None) -> list[AvoidedNode]:
-    """Return the nodes to keep away from, as the first of these folders that has such a file lists them.
+    """Return the nodes to avoid, from the first of these folders that has a list of them; [] if none has.
 
-    A folder without a file, or with a broken one, is left out. The folder that it names in ELSEWHERE is searched
-    instead, that of an earlier attempt. A fault of the storage that lasts is a warning, and ends the search.
+    If a folder has no list, or a damaged one, its file ELSEWHERE may name the folder of an earlier attempt. That folder
+    is then searched, and so on, before the next URL. If the storage still fails after several tries, there is a
+    warning, and the result is [].
 
     Args:
         platform: the platform.
-        urls: folders of checkpoints; an empty text is none.
-        limit: the hours after which a node is no longer avoided; None is DDP_AVOID_HOURS.
+        urls: folders of checkpoints; an empty text is skipped.
+        limit: the hours for which a node is avoided, from when it was listed; None means DDP_AVOID_HOURS.
     """
     hours = registration().avoid_hours if limit is None else limit
     searched: set[str] = set()
@@ -92,7 +93,10 @@ def _fetch(platform: Platform, url: str, name: str) -> str:
 
 
 def _parse(text: str, place: str) -> list[AvoidedNode] | None:
-    """Return the nodes in a file's text; None for an empty text, and with a warning for one that cannot be read."""
+    """Return the nodes that a file's text lists, or None if the text is empty or no such list.
+
+    An empty text means that there is no file. Any other text that is no list is also a warning, which names `place`.
+    """
     if not text:
         return None
     try:
@@ -115,9 +119,16 @@ def _write(platform: Platform, nodes: Collection[AvoidedNode]) -> None:
 
 
 def add_nodes(platform: Platform, names: Sequence[str], reason: str) -> None:
-    """List these nodes in the file beside this attempt's checkpoint, with what is wrong with their hardware.
+    """Add nodes to the list of nodes to avoid, beside this attempt's checkpoint in the storage.
 
-    A node that is listed already gets the new reason and time. That it has been left once remains known.
+    A node that is in the list already gets the new reason and time, but keeps the marks of pods that have left it. If
+    this attempt has no list yet, it begins with the previous attempt's. Nothing happens locally or without
+    DDP_AVOID_HOURS. A failure of the storage is only a warning.
+
+    Args:
+        platform: the platform.
+        names: the names of the nodes.
+        reason: what is wrong with their hardware.
     """
     if not names or not is_avoiding(platform):
         return
@@ -143,18 +154,23 @@ def _only_warning(problem: str) -> Iterator[None]:
 
 
 def keep_away(platform: Platform, resume_from: str = "") -> dict[str, str]:
-    """Leave this node if it is to be avoided, else return a warning about each such node, by the node's name.
+    """Leave this node if its hardware has failed before; otherwise return warnings about the nodes to avoid.
 
-    The pods of a retry are as they were, so they may come to the same node again. A node is left once in an execution,
-    and never in the last attempt: better a doubtful node than none. Without DDP_AVOID_HOURS nothing is read, and there
-    are no warnings.
+    A retry's pod may come to the same node again. An execution leaves a node only once, and not in its last attempt,
+    because a doubtful node is better than none. The list of nodes comes from this attempt's checkpoint folder, the
+    previous attempt's or resume_from. Rank 0, or the process that starts the ranks, copies the list to this attempt's
+    folder.
 
     Args:
         platform: the platform.
-        resume_from: the folder of an earlier execution's checkpoint, whose nodes are avoided, too; empty is none.
+        resume_from: the folder of an earlier execution's checkpoint; empty is none.
+
+    Returns:
+        A warning for each node to avoid, by the node's name. Empty in a local run or without DDP_AVOID_HOURS, for which
+        the storage is not read, and if the pod does not know its node's name.
 
     Raises:
-        RecoverableError: this pod leaves its node.
+        RecoverableError: This pod leaves its node.
     """
     if not is_avoiding(platform):
         return {}
@@ -176,9 +192,10 @@ def _describe(node: AvoidedNode) -> str:
 
 
 def _may_leave(platform: Platform, node: AvoidedNode) -> bool:
-    """Return whether this pod can leave its node: no pod of this execution has, and there is an attempt after this one.
+    """Return whether this pod can leave its node, and mark in the storage that it does.
 
-    If so, this marks that a pod has left it. Without a storage for that mark, the pod stays.
+    The pod can leave if another attempt follows this one, and if no pod of this execution has marked that it left the
+    node. If the storage cannot be read or written to, there is a warning, and the pod stays.
     """
     if platform.earlier_attempts() >= int(os.environ.get(RETRIES_VARIABLE, "0")):
         return False
@@ -200,10 +217,11 @@ def _name_mark(platform: Platform, node: AvoidedNode) -> str:
 
 @contextmanager
 def noting_failure(platform: Platform) -> Iterator[None]:
-    """List the nodes whose hardware is to blame for the failure of ranks that ends the block.
+    """Add nodes to the list of nodes to avoid if a RankError ends the block and blames their hardware.
 
-    Rank 0 lists what all ranks have found. Another rank, which has a process of its own on many nodes, lists its own
-    node alone. Without DDP_AVOID_HOURS, nothing is listed.
+    A context manager; it raises the error again. Rank 0, or the process that starts the ranks, adds all nodes that the
+    error names. Any other rank adds its own node, and only if the error names no other. Nothing is added locally or
+    without DDP_AVOID_HOURS.
     """
     try:
         yield
@@ -215,9 +233,10 @@ def noting_failure(platform: Platform) -> Iterator[None]:
 
 
 def noting_nodes(platform: Platform, start: Start) -> Start:
-    """Return a function like `start` that lists the nodes whose hardware is odd, or to blame for a failure.
+    """Return a function like `start` that adds nodes to the list of nodes to avoid.
 
-    Without DDP_AVOID_HOURS, `start` itself is returned.
+    It adds nodes whose hardware ranks report as odd, and nodes whose hardware a RankError blames, which is raised
+    again. Without DDP_AVOID_HOURS, or in a local run, `start` itself is returned.
 
     Args:
         platform: the platform.
@@ -240,7 +259,7 @@ def noting_nodes(platform: Platform, start: Start) -> Start:
 
 
 def tell_node(spec: Any, container: str) -> None:
-    """Have Kubernetes put the name of the pod's node into the variable of a container.
+    """Have Kubernetes put the name of the pod's node into a container's environment variable DDP_NODE_NAME.
 
     Args:
         spec: a V1PodSpec, which is changed.

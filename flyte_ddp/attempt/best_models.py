@@ -45,11 +45,18 @@ class StoredModels(StorageFolder):
                 self.fetch(file, self.folder / name)
 
     def put_all(self, models: Path, put_checkpoint: Callable[[], None]) -> None:
-        """Upload the models NAME.pt of a folder that the storage lacks, and then the checkpoint. Raises OSError.
+        """Upload a folder's models NAME.pt, except those that the storage has already, and then the checkpoint.
 
-        The list of models names the old and the new ones while put_checkpoint() uploads the checkpoint, and only the
-        new ones afterwards. So the list has every model that the stored checkpoint needs, whenever the process is
-        killed.
+        While the checkpoint is uploaded, the storage's list of models names the old and the new models. Afterwards the
+        list names the new ones only. So the list names every model that the stored checkpoint needs, even if the
+        process is killed.
+
+        Args:
+            models: the folder on this machine.
+            put_checkpoint: uploads the checkpoint.
+
+        Raises:
+            OSError: An upload fails.
         """
         names = sorted(model.name for model in models.glob("*.pt"))
         for name in names:

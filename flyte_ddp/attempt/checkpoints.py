@@ -143,14 +143,21 @@ class PlatformStore(CheckpointStore):
     def restore(self, resume: bool) -> None:
         """Download the newest checkpoint to `path`, if there is one.
 
-        This attempt's own checkpoint comes first; it exists if only the processes were restarted. Without one, and with
-        resume, the previous attempt's checkpoint is downloaded, and then uploaded as this attempt's own, in the
-        background. If ranks download the shards of a sharded checkpoint themselves (is_by_ranks), `path` gets the
-        manifest alone, and nothing is uploaded again.
+        This attempt's own checkpoint comes first: there is one if only the processes were restarted. Without one, and
+        with `resume`, the previous attempt's checkpoint is downloaded, and is then uploaded in the background as this
+        attempt's own. If that attempt had no checkpoint, the one that it would have resumed from is taken.
 
-        Unless the checkpoint is this attempt's own, a text file in this attempt's folder then names the folder of the
-        earlier checkpoint, so that the next attempt finds it. The file is written before the upload, and also if the
-        download fails. Raises RecoverableError if the storage does not deliver the checkpoint.
+        With is_by_ranks, ranks download a sharded checkpoint's shards themselves. Then `path` gets only the manifest,
+        and nothing is uploaded.
+
+        Unless the checkpoint is this attempt's own, a file in this attempt's folder tells the next attempt in which
+        folder to look. It is also written if the download fails.
+
+        Args:
+            resume: whether to look for the previous attempt's checkpoint.
+
+        Raises:
+            RecoverableError: The storage still fails after the last try.
         """
         previous = self._platform.previous_checkpoint_url() if resume else ""
         problem = f"cannot tell whether {previous or self.url} has a checkpoint"
@@ -180,11 +187,14 @@ class PlatformStore(CheckpointStore):
         return status.st_dev, status.st_ino, status.st_mtime_ns
 
     def _put_newest(self) -> None:
-        """Upload the checkpoint at `path`, with its shards and best models. Raises OSError.
+        """Upload the checkpoint at `path`, with its shards and best models.
 
-        Nothing is uploaded if the checkpoint is sharded and its ranks upload it themselves (is_by_ranks), or if the
-        ranks have replaced it by a newer one meanwhile: another call follows then. The ranks remove old files once they
-        have written newer ones, so the files are first linked or copied into a temporary folder.
+        Nothing is uploaded if the checkpoint is sharded and its ranks upload it themselves (is_by_ranks). Nothing is
+        uploaded either if the ranks replace the checkpoint during this call: this method is called again for the newer
+        one. The ranks remove old files then, so all files are first linked or copied into a temporary folder.
+
+        Raises:
+            OSError: An upload fails, or a file of the checkpoint is missing.
         """
         version = self._version()
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -208,12 +218,19 @@ class PlatformStore(CheckpointStore):
                     self._stored = version
 
     def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any]) -> None:
-        """Upload a checkpoint, in place of the one in the storage. Raises OSError.
+        """Upload a checkpoint, in place of the one in the storage.
 
-        The files of a sharded checkpoint, which lie beside `pinned`, go first, into a folder whose number the stored
-        manifest does not name. The local manifest is rewritten to name that folder, and is uploaded last. Nothing is
-        removed from the storage, but the few numbers are used again and again. The manifest is empty for a checkpoint
-        that is not sharded.
+        The files of a sharded checkpoint go first, into a numbered folder that the stored manifest does not use. The
+        manifest is uploaded last, and names that folder. So the stored checkpoint is complete at any time. Nothing is
+        removed from the storage, but a folder is used again once no manifest names it.
+
+        Args:
+            pinned: the checkpoint on this machine: one file, or the manifest of several, which lie beside it. The
+                manifest is rewritten.
+            manifest: the content of the manifest; empty for a checkpoint that is one file.
+
+        Raises:
+            OSError: An upload fails.
         """
         slot = unused(self._taken)
         if manifest:
@@ -245,19 +262,28 @@ def point_to(platform: Platform, url: str) -> None:
 def checkpoint_store(
     platform: Platform, key: str, resume: bool, resume_from: str = "", is_by_ranks: bool = False
 ) -> Iterator[CheckpointStore]:
-    """Open the store of this training's checkpoint, with the checkpoint to resume from at the store's `path`.
+    """Open the store of this training's checkpoint, and put the checkpoint to resume from at the store's `path`.
 
-    With resume, that is an earlier checkpoint of this training: the local one, or on a platform that of this attempt or
-    of the one before. If there is none, it is the checkpoint in the folder resume_from (empty is none); without that,
-    there is no file at `path`. A local run, whose folder is named by `key`, without resume first removes its earlier
-    checkpoint; after the block has succeeded, it removes the checkpoint's folder. On a platform, the end of the block
-    waits for the upload of the newest checkpoint; after a preemption, at most for the grace. With is_by_ranks, ranks on
-    many nodes upload and download the files of a sharded checkpoint themselves.
+    A context manager. Without a checkpoint to resume from, there is no file at `path`. In a local run, the checkpoint's
+    folder is removed when the block has succeeded. On a cluster, the end of the block waits until the newest checkpoint
+    is uploaded, or, after a preemption, until the grace is over.
+
+    Args:
+        platform: the platform.
+        key: names the folder of the checkpoint in a local run, so that only the same training finds it.
+        resume: whether to use an earlier checkpoint of this training: the local one, or the previous attempt's. If not,
+            a local run removes its earlier checkpoint. On a cluster, a checkpoint of this same attempt is used in any
+            case.
+        resume_from: the folder of the checkpoint to use if there is no earlier one; empty is none.
+        is_by_ranks: whether ranks on many nodes upload and download the files of a sharded checkpoint themselves.
+
+    Yields:
+        The store.
 
     Raises:
         InputError: The folder resume_from has no checkpoint, or the local folder for runs cannot be written to.
         RecoverableError: The storage does not deliver the checkpoint.
-        PreemptedError: The block raised it. If the upload did not finish in the grace, the message is extended by that.
+        PreemptedError: The block raised it. If the upload did not finish in the grace, the message says so.
     """
     if platform.is_local():
         with _local_folder(key) as folder:
@@ -309,10 +335,13 @@ def _local_folder(key: str) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove local checkpoints, below the folder of all of them, that nobody will continue from.
+    """Remove the local checkpoints that nobody will continue from.
 
-    A private folder (one with "-" in its name) is removed an hour after its last change, and any other after 30 days,
-    with a line on the console. Folders that another process holds stay, and so do folders that cannot be removed.
+    A private folder, whose name has a "-", is removed an hour after its last change. Any other folder is removed after
+    30 days, and a line on the console says so. Folders that another process holds, or that cannot be removed, stay.
+
+    Args:
+        folder: the folder that has a folder for each training's checkpoint.
     """
     for one in folder.iterdir():
         is_private = PRIVATE in one.name

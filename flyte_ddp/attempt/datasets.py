@@ -15,10 +15,11 @@ from flyte_ddp.settings import RunOptions
 
 
 def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) -> None:
-    """Raise InputError, before anything is downloaded or spawned, for settings that cannot be trained.
+    """Raise InputError for settings that cannot be trained, before anything is downloaded or spawned.
 
     Without validation_fraction, keep_best and patience are refused. A local run is also refused if this machine lacks
-    the backend, or if the batch has fewer samples than there are ranks.
+    the backend or the GPUs for nproc ranks, or if there are more ranks than virtual_ranks, or, without virtual_ranks,
+    than samples in a batch.
     """
     if not hp.validation_fraction:
         hp.check_validation(options.keep_best)
@@ -39,12 +40,14 @@ def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
 
 
 def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
-    """Return the name of the dataset to train on: `asked`, or `auto` if that is "auto".
+    """Return the name of the dataset to train on: `asked`, or `auto` if `asked` is "auto".
 
-    On a cluster, only the name is chosen. A local run first deletes the prepared dataset of that name if it is damaged.
-    With "auto", it then downloads and prepares the dataset if it is not there. If that fails, it prints so, and the
-    name is "digits", which needs no download. There, an unknown name or a folder that cannot be written to is an
-    InputError.
+    On a cluster, nothing else happens. A local run first deletes the prepared dataset of that name if its files are
+    damaged. If `asked` is "auto", a local run then also downloads and prepares the dataset, if it is not there. If the
+    download fails, a line on the console says so, and the name is "digits", which needs no download.
+
+    Raises:
+        InputError: In a local run, the name is unknown, or the folder for datasets cannot be written to.
     """
     name = auto if asked == "auto" else asked
     if not platform.is_local():

@@ -42,10 +42,10 @@ def to_failure(platform: Platform, error: BaseException) -> Failure:
 
 
 def _retry_downloads(platform: Platform, error: BaseException) -> BaseException:
-    """Return (not raise) a DownloadError, worth another attempt, for an input that another pod might get whole.
+    """Return (not raise) a DownloadError in place of an error of an input that another pod may get whole.
 
-    That is an error of the platform's downloads, or, on a cluster only, a DataError: an input is damaged, and another
-    pod downloads it anew. Any other error is returned as it is.
+    An error of the platform's downloads is replaced, and, on a cluster, a DataError: the input is damaged in this pod.
+    A DownloadError is worth another attempt. Any other error is returned as it is.
     """
     if isinstance(error, platform.download_errors):
         return DownloadError(" ".join(str(error.args[0]).split()))
@@ -60,10 +60,13 @@ def format_urls(platform: Platform) -> str:
 
 
 def attempt_error(platform: Platform, failure: Failure, urls: str = "") -> Exception:
-    """Return the platform's error for a failure.
+    """Return (not raise) the platform's error for a failure.
 
-    Its message is the failure's, with `urls` after the first line: lines that say where the attempt's files are, as of
-    format_urls. The first line, and the others together, are shortened to MOST_CHARACTERS each.
+    Args:
+        platform: the platform.
+        failure: the failure, whose text is the error's message. The first line, and all other lines together, are cut
+            to MOST_CHARACTERS each.
+        urls: lines that say where the attempt's logs and checkpoint are, to put after the first line; empty is none.
     """
     headline, separator, details = encodable(str(failure)).partition("\n")
     where = f"\n{urls}" if urls else ""

@@ -86,7 +86,13 @@ def _paths_in(value: Any) -> Iterator[str]:
 
 
 def write_page(platform: Platform, folder: Path, title: str, fragment: str) -> Path:
-    """Write a page to the file report.html in the folder, and show it on the platform, too.
+    """Write an HTML page to the file report.html in the folder, and show the page on the platform, too.
+
+    Args:
+        platform: the platform.
+        folder: the folder, which exists.
+        title: the title of the page.
+        fragment: the HTML inside the page's body.
 
     Returns:
         The path of report.html.

@@ -44,12 +44,21 @@ class Logs(Observer):
 
 @contextmanager
 def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str = "") -> Iterator[Logs]:
-    """Provide the new folder `logs` in a run's folder; on a cluster, upload it and the run's report during the block.
+    """Create the folder `logs` in a run's folder, and on a cluster upload its files during the block.
 
-    In a local run, nothing else happens. On a cluster, NAME.log gets everything that this process prints, and the error
-    that ends the block; in the pod's own output, `prefix` begins each line. An error of this library is raised as the
-    platform's, with the URL of the logs in its message. Files are uploaded within ten seconds; those above 40 MB take
-    longer, because of BYTES_PER_SECOND. Yields the folder and its URL, which is empty in a local run.
+    A context manager. The run's report.html is uploaded, too. In a local run, nothing is uploaded or written. On a
+    cluster, the file NAME.log gets all that this process prints, and the error that ends the block. An error of this
+    library becomes the platform's error, whose message has the URL of the logs. A changed file is uploaded within ten
+    seconds, or later if it has more than 40 MB. The end of the block waits for the last uploads, at most CLOSE_SECONDS.
+
+    Args:
+        platform: the platform.
+        run: the run's folder, which has no `logs` yet.
+        name: the name of the log without ".log".
+        prefix: begins each line of this process in the pod's own output, on a cluster.
+
+    Yields:
+        The folder, and its URL in the storage, which is empty in a local run.
     """
     folder = run / "logs"
     folder.mkdir(parents=True)

@@ -67,14 +67,25 @@ def train_as_rank(
 ) -> Trained | None:
     """Train as one rank of many nodes, in a process for which torchrun's environment variables are set.
 
-    `fetch` downloads the data to this host, and returns what is trained. `start` trains as this rank for (environment,
-    job, on_event), and returns the results by rank; on_event is None on other ranks than 0. With is_node, `start` runs
-    all ranks of this node, and is called in the process of the node's first rank alone. Rank 0 alone has observers, a
-    report and the store of checkpoints. Returns what rank 0 has trained, and None on the other ranks.
+    All ranks call it. Rank 0 alone has observers, a report and the store of checkpoints.
+
+    Args:
+        platform: the platform.
+        settings: what determines the result.
+        options: how to run the training.
+        fetch: downloads the data to this host, and returns what is trained.
+        own_observers: the user's observers.
+        start: trains as this rank for (environment, job, on_event), and returns the results by rank. on_event is None
+            on other ranks than 0.
+        is_node: whether `start` runs all ranks of this node. Then only the first rank of each node calls `start`; the
+            node's other ranks return None at once.
+
+    Returns:
+        What was trained, on rank 0; None on the other ranks.
 
     Raises:
-        InputError: this is no rank of torchrun, or there are not as many ranks as registered.
-        Exception: on a cluster, the platform's error for whatever ends the training.
+        InputError: This is no rank of torchrun, or there are not as many ranks as registered.
+        Exception: What ends the training; on a cluster, as the platform's error.
     """
     show_output()  # the workflow file would do so, but Flyte's plugin gives a rank the task without importing it
     with recording_failure(platform), platform_errors(platform):
@@ -108,11 +119,11 @@ def train_as_rank(
 
 @contextmanager
 def recording_failure(platform: Platform) -> Iterator[None]:
-    """Write the Failure of an exception that ends the block to a file, and raise the exception again.
+    """Write the failure of a rank to a file if an exception ends the block, and raise the exception again.
 
-    It is a context manager. failure_of_node reads the file, which is beside the one that torchrun names in
-    TORCHELASTIC_ERROR_FILE; torchrun's own file has only the exception's text. Nothing is written without that
-    variable, or for a KeyboardInterrupt or SystemExit. If the file cannot be written, that OSError is raised instead.
+    A context manager. failure_of_node() reads the file, which lies beside the one that torchrun names in
+    TORCHELASTIC_ERROR_FILE. Torchrun's own file has only the exception's text. Nothing is written if that variable is
+    not set, or for a KeyboardInterrupt or SystemExit. If the file cannot be written, that OSError is raised instead.
 
     Args:
         platform: the platform, which knows the errors of its downloads.
@@ -126,15 +137,21 @@ def recording_failure(platform: Platform) -> Iterator[None]:
 
 
 def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
-    """Join the ranks' process group, train as one of them, and return the results of all ranks, by rank.
+    """Join the ranks' process group, train as this rank, and return the results of all ranks, by rank.
 
-    All ranks must call it: each one returns all results.
+    A collective: all ranks must call it, and each one returns all results.
+
+    Args:
+        environment: this rank.
+        link: the link from this rank to the process's events and requests to stop.
+        job: the training.
+        train: trains for (environment, device, link, job), and returns this rank's result.
 
     Raises:
-        PreemptedError: a rank was asked to stop by SIGTERM.
-        RankError: the training has failed, in whatever way: the message names this rank. Or its subclass that is worth
-            another attempt.
-        InputError: the training cannot be done as asked.
+        PreemptedError: A rank was asked to stop by SIGTERM.
+        InputError: The training cannot be done as asked.
+        RankError: The training has failed for any other reason. The message names the rank. A RecoverableRankError,
+            which is a subclass, is worth another attempt.
     """
     timeouts = Timeouts.of(job.options)
 
@@ -161,7 +178,11 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
 def failure_of_node(failed: ChildFailedError) -> Failure:
     """Return the failure of the rank of this node that failed first.
 
-    It is what recording_failure has written, or, for a killed rank, which writes nothing, made of the exit code.
+    The context manager recording_failure has written the failure to a file. A killed rank writes no file: then the
+    failure is made from the rank's exit code.
+
+    Args:
+        failed: the error of torch's elastic agent, which names the failed ranks of this node.
     """
     rank, first = failed.get_first_failure()
     beside = Path(first.error_file + BESIDE)
@@ -173,8 +194,9 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
 def worth_restarts() -> Callable[[ChildFailedError], bool]:
     """Return a function that says whether torch's agent should start a node's ranks again after a failure.
 
-    The function returns True if a rank was lost, unless the kernel has killed a process for want of memory since this
-    call. It returns False if a rank hangs: that rank's agent may stand still, too, and the others would wait for it.
+    The function gets the agent's ChildFailedError. It returns True if a rank was killed or has lost its peers, and
+    False for an error of the ranks' code or for a hang: after a hang, another node's agent may stand still, too. It
+    also returns False if the kernel has killed a process for want of memory since worth_restarts() was called.
     """
     kills = memory_kills()
     return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills

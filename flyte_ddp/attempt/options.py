@@ -63,9 +63,15 @@ def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
 
 
 def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:
-    """Return a hint for an unknown option that is a field of one of the command's settings; "" if it is of none.
+    """Return a hint if an unknown option is a field of one of the command's settings; otherwise "".
 
     For --batch-size, the hint says that batch_size is a field of --hp, and gives an example: --hp '{"batch_size": 64}'.
+
+    Args:
+        option: the option as typed.
+        parameters: the parameters of the command.
+        kind_of: returns the Python type that a parameter of this click type is converted to, or anything else if there
+            is none.
     """
     name = option.lstrip("-").replace("-", "_")
     for parameter in parameters:

@@ -65,9 +65,9 @@ class Platform(Protocol):
         """Download a file of the storage to a new path, whose folder exists.
 
         Raises:
-            FileNotFoundError: the storage says that there is no such file.
-            Exception: the storage cannot be asked, or fails. A checkpoint that cannot be read now is worth another
-                attempt.
+            FileNotFoundError: The storage says that there is no such file.
+            Exception: The storage cannot be reached, or fails in another way. Each storage has errors of its own, and
+                another try may succeed.
         """
 
     def put(self, path: Path, url: str) -> None:

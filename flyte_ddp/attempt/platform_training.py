@@ -133,12 +133,18 @@ class Training(ABC, Generic[Given, Outputs]):
     def train_rank(
         self, environment: Environment, job: Job, on_event: Callable[[Event], None] | None
     ) -> list[TrainingResult]:
-        """Train as one rank of many nodes, and return the results of all ranks. Raises what run_rank raises.
+        """Train as one rank of many nodes, and return the results of all ranks, by rank; a collective.
 
         Args:
             environment: this rank.
             job: the training.
             on_event: takes the events of rank 0; None on other ranks.
+
+        Raises:
+            PreemptedError: A rank was asked to stop by SIGTERM.
+            InputError: The training cannot be done as asked.
+            RankError: The training has failed for any other reason. A RecoverableRankError, which is a subclass, is
+                worth another attempt.
         """
         from flyte_ddp.attempt.multinode import run_rank  # imports torch
 

@@ -25,13 +25,16 @@ def check_code(version: str) -> None:
 
 
 def check_gpus(visible: int) -> None:
-    """Raise RecoverableError if this pod sees another number of GPUs than it asked for, so that another pod is tried.
+    """Check that this pod sees as many GPUs as it asked for.
 
-    Else a result computed with fewer GPUs would be cached all the same. In a local run, nothing was asked for, and
-    nothing is checked.
+    A result computed with fewer GPUs would be cached all the same. In a local run, nothing was asked for, and nothing
+    is checked.
+
+    Args:
+        visible: the number of GPUs that this pod sees.
 
     Raises:
-        RecoverableError: the numbers differ.
+        RecoverableError: The numbers differ. The platform then tries another pod.
     """
     asked = os.environ.get(GPUS_VARIABLE)
     if asked is not None and int(asked) != visible:

@@ -294,13 +294,14 @@ class Registration(Settings):
 
 
 def registration() -> Registration:
-    """Read the registered settings from the DDP_ environment variables.
+    """Read the registered settings from the environment variables DDP_...
 
     Returns:
-        The settings. A variable that is not set keeps its default.
+        The settings. A setting whose variable is not set has its default.
 
     Raises:
-        InputError: A variable has an invalid value, or nothing reads it. The message names the variable.
+        InputError: A variable has an invalid value; or, except in Flyte 1's pods, a DDP_ variable is one that nothing
+            reads. The message names the variable.
     """
     check_variables()
     values: dict[str, Any] = {}
@@ -439,10 +440,15 @@ SECRET_NAME = re.compile(r"(.*_)?(API_?KEY|ACCESS_?KEY|SECRET(_KEY)?|TOKEN|PASSW
 
 
 def check_names(names: Iterable[str], registered: Iterable[str]) -> None:
-    """Raise InputError for a variable whose name begins with DDP_ but which nothing reads. The message proposes a name.
+    """Raise InputError for an environment variable whose name begins with DDP_ if nothing reads it.
 
-    Other known variables than those that a registration reads are those for data and folders that users set, those that
-    pods get, and those of tests and of Kubernetes.
+    The message proposes a similar name, or lists all names. Some DDP_ variables are always allowed: those for data and
+    folders that users set, those that this library sets in pods, those of tests (DDP_TEST_...) and those that
+    Kubernetes makes for a service.
+
+    Args:
+        names: the names of all environment variables.
+        registered: the names of the variables that a registration reads.
     """
     users = {*USERS, *registered}
     for name in sorted(names):

@@ -48,10 +48,12 @@ def preparation_size() -> Size:
 
 
 def training_gpus(most: int | None = None) -> int:
-    """Return how many GPUs a training pod asks for: the registered number, 0 with profile sandbox, but at most `most`.
+    """Return how many GPUs a training pod asks for.
+
+    That is the registered number, which the profile "sandbox" sets to 0.
 
     Args:
-        most: the number of GPUs that the task can use; None is any.
+        most: the most GPUs that the task can use, which limits the number; None is no limit.
     """
     registered = registration().training_gpus
     return registered if most is None else min(most, registered)
@@ -76,9 +78,10 @@ def training_size(gpus: int) -> Size:
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the variables of every pod: the user's own, and the data mirror.
+    """Return the environment variables of every pod: those in DDP_ENV, and DDP_DATA_MIRROR if it is set here.
 
-    The mirror is left out if its URL has a password, which everybody who can see the tasks in Flyte could see.
+    DDP_DATA_MIRROR, the place that datasets are downloaded from, is left out if its URL has a password, because
+    everybody who can see the tasks in Flyte could see it.
     """
     mirror = mirror_from_environment()
     parts = urlsplit(mirror or "")
@@ -106,11 +109,14 @@ def training_environment(gpus: int, code: str = "") -> dict[str, str]:
 
 
 def grace_environment(own: int | None = None) -> dict[str, str]:
-    """Return the variables that tell a training pod, and torchrun in it, the seconds from a SIGTERM to the pod's end.
+    """Return environment variables that tell a training pod how many seconds it has from a SIGTERM to its end.
+
+    One variable is for this library, and one for torchrun, which would otherwise kill its ranks after 30 s. The value
+    is at least 1.
 
     Args:
-        own: the seconds that the task's own pod template gives the pod; if grace_seconds is registered, the smaller of
-            the two counts. None means that the pod asks for the registered grace, or the default.
+        own: the seconds that the pod template in the task's code gives. If grace_seconds is registered, the smaller
+            number counts. With None, the registered grace_seconds count, or the default if there are none.
     """
     asked = registration()
     seconds = asked.pod_grace if own is None else min(own, asked.grace_seconds or MOST_SECONDS)
@@ -125,7 +131,14 @@ def avoidance_environment(retries: int) -> dict[str, str]:
 
 
 def check_template(name: str) -> None:
-    """Raise InputError for a named pod template, to which nothing can be added, beside registered avoid_hosts."""
+    """Raise InputError if a task uses a named pod template of the cluster and avoid_hosts is registered.
+
+    Nodes can be avoided only by a node affinity in the pod's template, and nothing can be added to a template of the
+    cluster.
+
+    Args:
+        name: the name of the template; empty if the task uses none, in which case nothing is checked.
+    """
     nodes = registration().avoid_hosts
     if name and nodes:
         raise InputError(
@@ -142,13 +155,14 @@ def webhook_environment() -> dict[str, str]:
 
 
 def training_secrets(own: Collection[str | None] = ()) -> dict[str, tuple[str, str]]:
-    """Return the registered secrets of a training pod: group and key of each, by the variable that it is put into.
+    """Return the registered secrets of a training pod: (group, key) of each, by its environment variable.
 
     Args:
-        own: the variables of the task's own secrets, whose registered secrets are left out.
+        own: environment variables that the task sets from secrets of its own. A registered secret for one of these
+            variables is left out.
 
     Raises:
-        InputError: a registered secret is not named GROUP/KEY.
+        InputError: A registered secret is not named GROUP/KEY.
     """
     named = {variable: getattr(registration(), field) for variable, field in SECRETS.items()}
     return {

@@ -19,11 +19,18 @@ Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
 def restarting(platform: Platform, start: Start) -> Start:
-    """Return a function like `start` that calls `start` again, at most twice, if a rank was killed or lost, or hangs.
+    """Return a function like `start` that starts the ranks again, at most twice, if a rank was lost or hangs.
 
-    It emits a RanksRestarted event before each further call. It raises the error instead if the failed call has written
-    no checkpoint, or if the kernel has killed a process for want of memory during that call. It also raises all other
-    errors. In a local run, `start` itself is returned: whoever kills a rank there can start it again.
+    A lost rank was killed or has lost its peers. The ranks are started again only if the failed call has written a
+    checkpoint, which the next call goes on from, and the kernel has killed no process for want of memory during the
+    call. Before each further call, the function emits the event RanksRestarted. In all other cases, and for all other
+    errors, it raises the error.
+
+    In a local run, `start` itself is returned.
+
+    Args:
+        platform: the platform.
+        start: runs the ranks for (job, on_event), and returns their results by rank.
     """
 
     def start_again(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:

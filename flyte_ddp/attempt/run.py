@@ -29,11 +29,27 @@ def training_run(
     resume_from: str = "",
     is_by_ranks: bool = False,
 ) -> Iterator[Run]:
-    """Provide the run's folder, logs and checkpoint store for the block.
+    """Provide a run's folder, logs and checkpoint store for the block.
 
-    On a cluster, logs and checkpoints are uploaded while the block runs. Locally, the folder is removed if the block
-    fails. The folder's name has `name` in it. `key` is the digest of all that determines the result: an earlier run
-    with this key may have left a checkpoint. The other arguments are those of checkpoint_store.
+    A context manager. On a cluster, logs and checkpoints are uploaded during the block. In a local run, the run's
+    folder is removed if the block fails.
+
+    Args:
+        platform: the platform.
+        name: is put into the folder's name in a local run.
+        key: the digest of all that determines the result. An earlier local run with this key may have left a
+            checkpoint.
+        resume: whether to go on from an earlier checkpoint of this training: the local one, or the previous attempt's.
+        resume_from: the folder of the checkpoint to use if there is no earlier one; empty is none.
+        is_by_ranks: whether ranks on many nodes upload and download the files of a sharded checkpoint themselves.
+
+    Yields:
+        The run.
+
+    Raises:
+        InputError: The folder resume_from has no checkpoint, or the local folder for runs cannot be written to.
+        Exception: What the block raises, or a storage that does not deliver the checkpoint; on a cluster, as the
+            platform's error if it is this library's.
     """
     with (
         run_folder(platform, name) as folder,

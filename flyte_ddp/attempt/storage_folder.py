@@ -59,9 +59,17 @@ class StorageFolder:
             self.put(Path(file.name), name)
 
     def fetch(self, name: str, file: Path | None = None) -> None:
-        """Download a file, named below the URL, to `file` or to the same name below the folder, whole or not at all.
+        """Download a file, and create its folder on this machine if that is missing.
 
-        Raises FileNotFoundError if the storage has no such file, and another Exception if it fails.
+        The file appears whole or not at all. It replaces an earlier one.
+
+        Args:
+            name: the file's name in the storage, below the URL.
+            file: the new file on this machine. With None, it has the same name below this machine's folder.
+
+        Raises:
+            FileNotFoundError: The storage has no such file.
+            Exception: The storage fails in another way.
         """
         file = file or self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,10 +95,17 @@ def describe(error: BaseException) -> str:
 
 
 def patiently(problem: str, call: Callable[[], Value]) -> Value:
-    """Return what `call` returns, and call it again after 2, 10 and 60 s if it raises an error.
+    """Call a function that reads the storage until it succeeds, at most four times, and return its result.
 
-    Any Exception but FileNotFoundError, which is raised at once, counts as a failure of the storage, and is printed.
-    The last one becomes a RecoverableError, whose message begins with `problem`.
+    The further calls come after 2, 10 and 60 s. Each error before a further call is printed.
+
+    Args:
+        problem: begins the message of the RecoverableError.
+        call: the function.
+
+    Raises:
+        FileNotFoundError: `call` raised it; there is no further call.
+        RecoverableError: The last call failed, too. The message has the last error.
     """
     for seconds in (*WAITS, None):
         try:

@@ -102,14 +102,22 @@ def train_by(
 ) -> Trained:
     """Download the data, run the ranks, and look after the run: its folder, logs, checkpoints, observers and report.
 
-    `fetch` downloads the data, and returns what is trained. `start` runs the ranks for (job, on_event), and returns
-    their results by rank. With is_by_ranks this process is a rank itself, and the ranks upload the files of a sharded
-    checkpoint. Returns the ranks' results, the run's figures, and the paths of model, report and logs.
+    Args:
+        platform: the platform.
+        start: runs the ranks for (job, on_event), and returns their results by rank.
+        world: the ranks that there will be.
+        fetch: downloads the data, and returns what is trained.
+        options: how to run the training.
+        own_observers: the user's observers.
+        is_by_ranks: whether this process is a rank itself, and the ranks upload the files of a sharded checkpoint.
+
+    Returns:
+        The ranks' results, the run's figures, and the paths of model, report and logs.
 
     Raises:
-        RecoverableError: this pod leaves its node, see keep_away.
-        Exception: what `fetch` raises; what `start` raises, on a cluster as the platform's error if it is this
-            library's.
+        RecoverableError: This pod leaves its node, because DDP_AVOID_HOURS avoids the node's hardware.
+        Exception: What `fetch` or `start` raises. On a cluster, an error of this library that `start` raises becomes
+            the platform's error.
     """
     started = time.time()
     avoided = keep_away(platform, options.resume_from)
@@ -161,9 +169,11 @@ def train_by(
 
 
 def describe_run(platform: Platform, subject: Subject, options: RunOptions, run: Run) -> RunInfo:
-    """Return what observers get to know of a run before it starts, such as settings, data and where its logs are.
+    """Return what observers get to know of a run before it starts.
 
-    In a local run without a checkpoint, a new tracking id is also written to a file beside the checkpoint's path.
+    This is its name, settings, options and data, and where its logs and checkpoint are. In a local run, a file beside
+    the checkpoint's path has the run's tracking id. A new id is written to the file if there is no checkpoint or no
+    file.
     """
     return RunInfo(
         name=run.folder.name,
@@ -180,11 +190,16 @@ def describe_run(platform: Platform, subject: Subject, options: RunOptions, run:
 
 
 def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
-    """Return an id shared by all attempts at the training of this key, and by no other training.
+    """Return an id that all attempts at the training of this key share, and that no other training has.
 
-    On a cluster it follows from the execution and the key. Locally it is in a file beside the checkpoint, which is
-    removed with the checkpoint when training has succeeded. If there is no checkpoint or no such file, this function
-    writes it with a new random id.
+    On a cluster, the id is computed from the execution and the key. In a local run, a part of the id is in a file
+    beside the checkpoint, and is removed with it when training has succeeded. If there is no checkpoint or no such
+    file, this function writes the file with a new random part.
+
+    Args:
+        platform: the platform.
+        key: the digest of all that determines the result.
+        beside: the path of the checkpoint, which need not exist.
     """
     if platform.is_local():
         file = beside.with_name("tracking-id")
@@ -199,11 +214,16 @@ def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
 
 
 def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt]:
-    """Return the earlier attempts at this training, which a progress file lists; [] if that cannot be read.
+    """Return the earlier attempts at this training, from a progress file; [] if there is none that can be read.
 
-    On a cluster, the file is that of an earlier process of this attempt or, if this has none, of the previous attempt.
-    In a local run, the file lies beside the checkpoint. It counts only if this run may resume, and its checkpoint is
-    there and is not one that options.resume_from names.
+    On a cluster, the file in this attempt's logs counts, which an earlier process has left. If that file lists no
+    attempts, the file in the previous attempt's logs counts. In a local run, the file beside the checkpoint counts, but
+    only if this run continues from a checkpoint of its own.
+
+    Args:
+        platform: the platform.
+        run: the run.
+        resume: whether a local run may continue from its earlier checkpoint. On a cluster, it has no effect.
     """
     if platform.is_local():
         goes_on = resume and run.store.path.exists() and not run.store.is_given
@@ -227,10 +247,11 @@ def leave_progress(platform: Platform, run: Run) -> None:
 
 
 def share_events(platform: Platform, run: Run, info: RunInfo) -> None:
-    """Put the previous attempt's TensorBoard file, if there is one, into the run's folder, to be continued.
+    """Put the TensorBoard file of an earlier attempt into the run's folder, so that this run continues it.
 
-    Does nothing unless options.tracking is "tensorboard". On a cluster, the file is downloaded. A local run creates it
-    beside the checkpoint and links it to the run's folder, so that the next attempt finds it. All errors are ignored.
+    Nothing happens unless options.tracking is "tensorboard". On a cluster, the file is downloaded from the logs of this
+    attempt, or else of the previous one, if there is one. In a local run, the file lies beside the checkpoint, where it
+    is created if it is missing, and a link in the run's folder leads to it. All errors are ignored.
     """
     if info.options.tracking != "tensorboard":
         return

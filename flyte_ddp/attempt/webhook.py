@@ -28,8 +28,8 @@ POST_SECONDS = 8.0  # the limit for name look-up, connection and a slow answer t
 def notifying_webhook(platform: Platform) -> Iterator[None]:
     """Notify the webhook of an error that ends the block, and raise the error again.
 
-    The webhook is that of DDP_POD_WEBHOOK, else of DDP_WEBHOOK; without one, nothing is sent. Nor is it after Ctrl-C,
-    or if the pod was asked to stop.
+    A context manager. The webhook's URL is in DDP_POD_WEBHOOK, or else in DDP_WEBHOOK; without either, nothing is sent.
+    Nothing is sent after Ctrl-C, or if the pod was asked to stop. A failure to notify is only a warning.
     """
     try:
         yield

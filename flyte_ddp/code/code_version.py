@@ -51,10 +51,11 @@ class Source:
 
 
 def code_version(*modules: str) -> str:
-    """Return the version of these modules and of all first-party modules that they import: 16 hex digits.
+    """Return a hash, 16 hex digits, of the code of these modules and of all first-party modules that they import.
 
     Raises:
-        ReportedError: A module is missing, as in a pod that was sent no code.
+        ReportedError: One of these modules is missing, as in a pod that was sent no code.
+        InputError: A file has a syntax error.
     """
     sources = find_sources(modules)
     for name in modules:
@@ -64,10 +65,14 @@ def code_version(*modules: str) -> str:
 
 
 def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
-    """Return a hash of a code version and the versions of installed distributions, named as for pip.
+    """Return a hash of a code version and of the installed versions of some distributions.
 
-    The two are apart because distributions may differ between hosts, and code must not. A distribution that is not
-    installed is left out.
+    The code version alone must be equal on all hosts; the distributions' versions may differ. That is why the code
+    version does not contain them.
+
+    Args:
+        code: the code version.
+        distributions: their names, as for pip. A distribution that is not installed is left out.
     """
     versions = {"": code}
     for name in distributions:
@@ -83,12 +88,22 @@ def hash_parts(parts: Mapping[str, str]) -> str:
 
 
 def find_sources(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
-    """Return by full name the sources of these modules, their packages and all first-party modules that they import.
+    """Find the sources of these modules, their parent packages and all first-party modules that they import, in turn.
 
-    First party is this library except AROUND_RANKS (its modules that no rank runs), and everything below root that is
-    not installed. If root itself is installed, only the modules' own packages are first party. root is the folder that
-    comes first on the ranks' sys.path. No module is imported, and one that is not found is left out. Raises InputError
-    for a syntax error in a file.
+    No module is imported. A module that is not found is left out. First-party modules are those of this library, and
+    those of the user's project: the modules below `root` that are not installed. Modules of this library that no rank
+    runs count only if `modules` names them.
+
+    Args:
+        modules: the full names of the modules.
+        root: the project's folder, which comes first on the ranks' sys.path. If it is itself installed, only the
+            top-level packages in `modules` belong to the project.
+
+    Returns:
+        The source of each module, by its full name.
+
+    Raises:
+        InputError: A file has a syntax error.
     """
     own = {name.partition(".")[0] for name in modules}
     sources: dict[str, Source] = {}
@@ -190,10 +205,19 @@ def read_script(file: str) -> Source:
 
 @cache
 def _read_source(file: str, package: str, content: bytes) -> Source:
-    """Hash a module's source, and list the full names that it imports. The result is cached.
+    """Hash a module's source, and list the full names of the modules that it may import. The result is cached.
 
-    A file of this library is hashed by its bytes, with Unix line ends, and any other file by its code, without comments
-    and docstrings; a syntax error in it is an InputError. Relative imports start from the package of this full name.
+    A file of this library is hashed by its bytes, with Unix line ends. Any other file is hashed by its code, without
+    comments and docstrings.
+
+    Args:
+        file: the path of the file.
+        package: the full name of the package that the module's relative imports start from. It also tells whether the
+            file belongs to this library.
+        content: the bytes of the file.
+
+    Raises:
+        InputError: A file of the user has a syntax error.
     """
     if package.partition(".")[0] == LIBRARY:
         text = content.replace(b"\r\n", b"\n")  # git may check files out with these ends of lines
@@ -251,10 +275,15 @@ def _imports_of_library(text: str) -> Iterator[str]:
 
 
 def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[str]:
-    """Yield the full names of modules that code may import, by statements or by import_module() of a literal name.
+    """Yield the full names of the modules that code may import.
 
-    A name in a from-import may turn out to be an attribute. Code of a user that imports flyte_ddp itself, or * from it,
-    also yields all public names of flyte_ddp. Relative imports start from the package of this full name.
+    Import statements count, and calls of import_module() or __import__() with a literal name. "from module import name"
+    yields "module.name", whose last part may be an attribute and no module. User code that imports flyte_ddp itself, or
+    * from it, also yields "flyte_ddp.NAME" for each public name of flyte_ddp.
+
+    Args:
+        nodes: the nodes of the code's syntax tree.
+        package: the full name of the package that relative imports start from.
     """
     for node in nodes:
         if isinstance(node, ast.Import):

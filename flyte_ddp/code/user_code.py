@@ -127,13 +127,15 @@ def find_script(script: str | Path, data_files: Sequence[str] = (), ranks: Seque
     Args:
         script: the path of a Python file.
         data_files: files that the script reads, relative to its own folder.
-        ranks: modules of this library that the ranks run.
+        ranks: modules of this library that the ranks run. The version covers their code, too.
 
     Returns:
-        The code. Its root is the folder in which the path was found, and its name the path from there.
+        The code. Its root is the folder in which the path was found, and its name the path from there. For an absolute
+        path or one that begins with "..", the root is the script's own folder.
 
     Raises:
-        InputError: The script or a data file is not there, or a file has a syntax error.
+        InputError: The script is no file NAME.py, the script or a data file is not found, a data file lies outside the
+            root, or a file has a syntax error.
     """
     given = Path(script)
     if not given.name.endswith(".py"):
@@ -185,11 +187,15 @@ def join_codes(codes: Sequence[UserCode]) -> UserCode:
 
 @contextmanager
 def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
-    """Check, at the end of the block, that it imported no first-party module below root that find_code did not find.
+    """Raise InputError at the end of the block if the block imported the user's code by a computed name.
 
-    Raises InputError for such a module, which was imported by a computed name. Modules imported before the block are
-    not checked: they belong to others, such as torchrun's script or Flyte's entry point. If the block raises, or root
-    is "", nothing is checked. `files` are those that find_code has found.
+    A context manager. find_code finds only modules that are imported by their literal names. So the version lacks such
+    a module, and pods would lack its file. Modules that were imported before the block are not checked. If the block
+    raises, nothing is checked.
+
+    Args:
+        root: the project's folder, below which modules are checked; "" checks nothing.
+        files: the absolute paths of the files that find_code has found.
     """
     before = {"__main__", *sys.modules}
     yield
@@ -222,7 +228,14 @@ def loaded_files(others: Collection[str] = ()) -> dict[str, str]:
 
 
 def _not_found(name: str, specs: Sequence[ModuleSpec]) -> InputError:
-    """Return the error for a module that is not found, which names the folders that were searched."""
+    """Return (not raise) the error for a module that is not found.
+
+    The message names the folders that were searched, or the parent that is a module and no package.
+
+    Args:
+        name: "package.module:Name".
+        specs: the specs of the module's parents that were found, from the outermost.
+    """
     parts = name.partition(":")[0].split(".")
     parent = ".".join(parts[: len(specs)])
     missing = parts[len(specs)]

@@ -14,10 +14,10 @@ BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 
 def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's own client for a URL or path, and the path as the client takes it, without the protocol.
+    """Return fsspec's own client for a URL or path, and the path without the protocol, as the client takes it.
 
-    url_to_fs would return the clients that are registered for the whole process. flyte, once imported, registers
-    others, whose options have other names. Exchanging them for a while would disturb other threads.
+    fsspec's url_to_fs would return a client that another package has registered for the whole process: flyte registers
+    clients whose options have other names.
 
     Args:
         url: a URL or path. A relative path becomes absolute.
@@ -25,8 +25,8 @@ def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[Abstrac
 
     Raises:
         InputError: fsspec knows no client for the protocol, the client's package cannot be imported, or the URL of an
-            S3 or Google bucket has keys in it. Other errors of the client, such as a failing connection, are raised as
-            they are.
+            S3 or Google bucket has keys in it.
+        Exception: Another error of the client, such as a failing connection.
     """
     protocol = split_protocol(url)[0] or "file"
     known = known_implementations.get(protocol)

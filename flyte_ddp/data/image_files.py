@@ -57,15 +57,20 @@ class ImageFiles:
 
 
 def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tuple[str, ...] = FORMATS) -> np.ndarray:
-    """Decode an image, or the first one of an animation or of several pages, to (C, H, W) uint8.
+    """Decode an image to (C, H, W) uint8. Of an animation or several pages, take the first image.
 
-    The image is turned upright, loses its transparency, is scaled to cover the shape (C being 1 or 3), and is cropped
-    around its centre. The upper 8 bits of 16 remain. `formats` are Pillow's names of the formats to try.
+    The image is turned upright, loses its transparency, is scaled until it covers H x W, and is cropped around its
+    centre. Values of 16 bits keep their upper 8 bits.
+
+    Args:
+        file: the path of the file, or the opened file.
+        shape: (C, H, W); C is 1 or 3.
+        formats: Pillow's names of the formats to try.
 
     Raises:
-        ValueError: the values are whole numbers of 32 bits, or floats, whose range no file tells; or there are too many
-            pixels.
-        Exception: what Pillow raises for a broken file, such as OSError.
+        ValueError: The values have 32 bits or a sign, or are floats, so their range is unknown; or the image has more
+            than MOST_PIXELS pixels.
+        Exception: What Pillow raises for a broken file, such as OSError.
     """
     from PIL import Image, ImageOps
 
@@ -83,11 +88,17 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tu
 
 
 def _in_8_bits(upright: Any, opened: Any) -> Any:
-    """Return the image, turned upright, with the upper 8 bits of grey values that have more; any other image as it is.
+    """Return the image with 8 bits, if it has grey values of 9 to 16 bits; otherwise return `upright` itself.
 
-    Pillow would clip such values; it converts colours correctly. A TIFF of such values in which 0 is white is inverted.
-    The image as it was opened knows the file's format and tags. Raises ValueError for values of 32 bits, or with a
-    sign.
+    The upper 8 bits remain; Pillow's own conversion would clip the values. A TIFF image in which 0 is white is inverted
+    if its values are reduced.
+
+    Args:
+        upright: the Pillow image, turned upright.
+        opened: the same image as it was opened, which knows the file's format and tags.
+
+    Raises:
+        ValueError: The values have 32 bits or a sign, or are floats.
     """
     from PIL import Image
 

@@ -175,16 +175,20 @@ class Stored:
 
 
 def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> StoredData:
-    """Return a reference to data in a storage: the URL, the options, and a digest that changes when the files change.
+    """Return a reference to data in a storage: URL, options, and a digest that changes when the files change.
 
-    The digest is of the files' names, sizes and times; the files are not read. In a folder with an index of blocks,
-    only the index is read, and its content counts instead of the files. The options, for fsspec and by protocol, stay
-    set in this process, as use_storage_options sets them; without them fsspec takes its own from the environment.
+    The digest is computed from the files' names, sizes and times; the files are not read. In a folder of blocks, the
+    index is read, and its content counts instead of the files beside it.
+
+    Args:
+        url: a folder with files, or a file.
+        options: the options of fsspec's clients, by protocol. They stay set in this process. With None, fsspec takes
+            its options from its own configuration and the environment.
 
     Raises:
-        InputError: there are no data.
-        DataError: an index may not be read.
-        DownloadError: the storage fails.
+        InputError: There are no data.
+        DataError: An index may not be read.
+        DownloadError: The storage fails.
     """
     use_storage_options(options or {})
     stored = Stored(url)

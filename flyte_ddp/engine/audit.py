@@ -95,10 +95,13 @@ class Audit:
     ) -> Totals:
         """Add up the gradients of a step over all ranks, and audit the step if it is due; a collective.
 
-        The audit is due in the first call, and in each step whose number, counted from 1 over all epochs, is a multiple
-        of `every` (never, if that is 0). Several ranks then compute the gradients of the same part of the global batch,
-        and their bits must be equal. When the audit finds a fault, all ranks raise the same error, and the weights are
-        those before the step. In the first call, ranks that differ steadily get a warning only, if `every` is 0.
+        An audit is due in the first call, and in each step whose number over all epochs, counted from 1, is a multiple
+        of `every`. With `every` = 0, only the first call is audited. In an audit, several ranks compute the gradients
+        of the same part of the global batch, and the bits must be equal: all ranks in the first call, and two ranks
+        later.
+
+        If the bits differ, all ranks raise the same error, before the optimizer's step. There is one exception: with
+        `every` = 0, ranks that differ, but compute the same bits each time, get a warning.
 
         Args:
             backward: runs forward and backward passes of the given batches.
@@ -107,9 +110,12 @@ class Audit:
             step: the number of the step in the epoch, from 0.
             call: the number of this call within the step, from 0. A GAN has one for each loss.
 
+        Returns:
+            The step's totals over all ranks.
+
         Raises:
-            InputError: The code computes other bits each time or changes a weight, or audit_every is set on processors
-                of several kinds.
+            InputError: The code computes other bits each time; or `every` is not 0, and the processors are of several
+                kinds; or computing the part changes a weight, which only the ranks with the change raise.
             WrongBitsError: Some ranks compute other bits than the others.
         """
         is_due = self.is_due(epoch, step)
@@ -151,7 +157,13 @@ class Audit:
         return torch.stack([compute_sum(weight.detach()) for weight in self._step.module.model.parameters()]).tolist()
 
     def _refuse_moved_weights(self, before: list[int]) -> None:
-        """Raise InputError if a weight no longer has this digest; weight.data.copy_() leaves no other trace."""
+        """Raise InputError, naming the weight, if a weight of this rank has changed since its digest was taken.
+
+        Only digests show a change by weight.data.copy_(), which torch does not record.
+
+        Args:
+            before: the digest of each weight before the loss was computed.
+        """
         names = [name for name, _ in self._step.module.model.named_parameters()]
         for name, earlier, now in zip(names, before, self._digest_weights(), strict=True):
             if earlier != now:
@@ -193,10 +205,18 @@ class Audit:
         return describe_difference(GRADIENTS, verdict.odd, verdict.others, self._places)
 
     def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
-        """Refuse or accept ranks that computed different gradients of the same samples in the first step.
+        """Raise or warn in the first step because ranks have computed different gradients of the same samples.
 
-        Different processors may compute different bits. If only the first step is audited (`every` is 0), a warning is
-        emitted. Otherwise WrongBitsError is raised if the hardware is the same, and InputError if it differs.
+        With `every` = 0, there is only a warning, because processors of different kinds may compute different bits.
+
+        Args:
+            verdict: names the ranks.
+            epoch: the number of the epoch, from 0.
+            step: the number of the step in the epoch, from 0.
+
+        Raises:
+            WrongBitsError: `every` is not 0, and these ranks have the same hardware.
+            InputError: `every` is not 0, and their hardware differs, so audits are impossible.
         """
         kinds = {self._places[rank].hardware for rank in (*verdict.odd, *verdict.others)}
         if self.every and len(kinds) == 1:
@@ -210,10 +230,15 @@ class Audit:
         self._warn(epoch, step, [reason])
 
     def _send_part(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
-        """Broadcast one part of the global batch from its owner's shares to all ranks, and return a copy; a collective.
+        """Broadcast one part of the global batch from its owner to all ranks, and return a copy; a collective.
 
-        Tensors have the owner's strides on all ranks, because torch chooses kernels by strides. They are on the CPU if
-        the owner has them there, and otherwise on this rank's device.
+        Each tensor has the owner's strides on all ranks, because torch chooses kernels by strides. It is on the CPU if
+        it is there on the owner, and otherwise on this rank's device.
+
+        Args:
+            shares: this rank's shares of the global batch.
+            part: the number of the part.
+            owner: the rank whose shares have the part.
         """
         outlines: list[Any] = [None]
         own = next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None)
@@ -231,9 +256,13 @@ class Audit:
         return replace(batch, tree=pytree.tree_unflatten(sent, structure))
 
     def _send_tensor(self, leaf: Tensor, device: str, owner: int) -> Tensor:
-        """Broadcast a tensor from its owner, and return it, on the CPU if that is its owner's `device`; a collective.
+        """Broadcast a tensor from its owner to all ranks, and return it; a collective.
 
-        On ranks other than the owner, `leaf` is a meta tensor of the same shape and strides.
+        Args:
+            leaf: the tensor on the owner; on other ranks, a meta tensor of the same shape and strides.
+            device: the device that the owner has the tensor on. If it is "cpu", the result is on the CPU, otherwise on
+                this rank's device.
+            owner: the rank that has the tensor.
         """
         sent = torch.empty_like(leaf, device=self._device) if leaf.is_meta else leaf.to(self._device)
         in_memory = sent.as_strided((sent.numel(),), (1,))  # a copy is dense
@@ -265,15 +294,19 @@ def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int
 
 
 def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] = ()) -> Verdict:
-    """Judge why ranks have computed different digests of the same thing, several each, and which ranks are to blame.
+    """Judge why ranks have computed different digests of the same thing, and which ranks are to blame.
 
-    A rank is unsteady if its digests differ from one another. A rank is odd if the digest that it mostly has is another
-    one than that of most ranks. Some ranks multiply two matrices wrongly. The Verdict has one of three causes:
+    A rank is unsteady if its own digests differ. A rank is odd if its usual digest is not that of the majority of
+    ranks. The causes are:
 
-    - PROCESSOR: an odd rank multiplies wrongly, or an unsteady one does where no rank is odd; or a single rank is
-      unsteady, but mostly has the others' digest.
-    - CODE: any other case with unsteady ranks. The verdict names these.
-    - RANKS: no rank is unsteady. The verdict names the odd ranks, and the ranks that agree.
+    - PROCESSOR: an odd rank multiplies wrongly. If no rank is odd: an unsteady rank multiplies wrongly, or only one
+    rank is unsteady and its usual digest is that of the others. The verdict names these ranks.
+    - CODE: other cases with unsteady ranks. The verdict names the unsteady ranks.
+    - RANKS: no rank is unsteady. The verdict names the odd ranks and the majority.
+
+    Args:
+        digests: several digests of each rank, by rank.
+        wrong_products: the ranks that have multiplied two matrices wrongly.
     """
     usual = {rank: _usual(own) for rank, own in digests.items()}
     odd, others = minority(usual)

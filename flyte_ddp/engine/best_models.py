@@ -124,9 +124,13 @@ class BestModels(Observer):
     def _keep(self, number: int, weights: Weights) -> None:
         """Write the weights of evaluation `number` to a file, if it is among the best so far; a collective.
 
-        The evaluation that it displaces no longer counts as kept, but that one's file is deleted only later, once there
-        is a checkpoint that does without it. If the file cannot be written, CheckpointFailed is emitted, and training
-        goes on.
+        An evaluation that is no longer among the best stops counting as kept. Its file is deleted later, once a
+        checkpoint is there that does not need the file. If a file cannot be written, CheckpointFailed is emitted, and
+        training goes on.
+
+        Args:
+            number: the number of the evaluation in the training's history, from 0.
+            weights: the weights that were evaluated.
         """
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:

@@ -7,10 +7,14 @@ from flyte_ddp.recipe import Recipe
 
 
 def code_location(recipe: Any, method: str) -> str:
-    """Return a text that names a method and its place in the user's code: 'Name.method (file, line n)'.
+    """Return a method's name and place in the user's code, for messages: 'Name.method (file, line n)'.
 
-    The place is left out if the method has no Python code. If the recipe has not overridden forward(), "forward" gives
-    'the network of Name.model (file, line n)'. The recipe may also be its class.
+    The place is left out if the method has no Python code. If the recipe does not override forward(), the text for
+    "forward" is 'the network of Name.model (file, line n)'.
+
+    Args:
+        recipe: the recipe or its class.
+        method: the name of the method.
     """
     kind = recipe if isinstance(recipe, type) else type(recipe)
     function = inspect.unwrap(getattr(kind, method))

@@ -11,15 +11,13 @@ from torch import nn
 
 
 def leave_dynamo_out() -> None:
-    """Replace torch._dynamo by a stand-in, unless it is already imported.
+    """Put a stand-in in the place of torch._dynamo, unless that is already imported, because importing it is slow.
 
-    Importing the real module takes longer than importing torch (3.6 s after 2.7 s on two EPYC cores, torch 2.15), and
-    every rank would wait for it. The process that ranks are forked from could import it once for all of them, but the
-    first step would still come that much later. DistributedDataParallel and torch.optim only use the module to exclude
-    themselves from compiling. Torchvision's models hardly ever use it.
+    The real module takes longer to import than torch (3.6 s after 2.7 s on two EPYC cores, torch 2.15), and every rank
+    would wait. DistributedDataParallel and torch.optim import it only to exclude themselves from compiling.
 
-    The stand-in has what these need. It also has the real torch._dynamo.config, which torch.utils.checkpoint and FSDP
-    read. Any other attribute loads the real module.
+    The stand-in has the functions that these need, and the real torch._dynamo.config for torch.utils.checkpoint and
+    FSDP. The first use of any other attribute imports the real module.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules["torch._dynamo"] = torch._dynamo = _Dynamo("torch._dynamo")
@@ -87,13 +85,13 @@ def records_graphs(module: nn.Module) -> bool:
 
 
 def allow_compiling(times: int) -> None:
-    """Let torch.compile compile the same code so many times, and make it choose kernels deterministically.
+    """Let torch.compile compile the same code up to `times` times, and make it choose kernels deterministically.
 
-    Beyond its limit, torch.compile would run the code uncompiled. If it chose kernels by measuring them, the same step
-    would round differently after another start.
+    torch.compile runs code uncompiled once its limit is reached. If it chose kernels by measuring them, a step might
+    round differently after a restart.
 
     Args:
-        times: the limit to set, unless torch's is higher.
+        times: the limit to set. A higher limit of torch's stays.
     """
     config = torch._dynamo.config
     torch._inductor.config.deterministic = True

@@ -26,14 +26,14 @@ AT_ONCE = 64  # so many times as many on a GPU
 
 @torch.no_grad()
 def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "", device: torch.device = CPU) -> str:
-    """Compute the digest of weights, from their names, dtypes, shapes and bits; a collective if there is a group.
+    """Compute a digest of the names, dtypes, shapes and bits of weights; a collective if there is a process group.
 
-    With a process group, all ranks get the digest of rank 0's whole weights and of all ranks' rows of sharded ones. A
-    network has the same digest whole and sharded. The bits of tied weights count once.
+    All ranks get the same digest: of rank 0's whole weights, and of all ranks' rows of sharded ones. A network has the
+    same digest whole and sharded. The bits of tied weights count once.
 
     Args:
         weights: the weights by name. A sharded weight is a Shard with this rank's rows.
-        base_digest: the digest of the frozen weights that are left out.
+        base_digest: the digest of the frozen weights that `weights` leaves out; "" if there are none.
         device: where the collective's tensors are.
 
     Returns:
@@ -51,10 +51,14 @@ def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "",
 
 
 def _compute_own_sum(value: Tensor | Shard) -> Tensor:
-    """Return what this rank adds to one tensor's sum in the digest: () int64, modulo 2^64.
+    """Return what this rank adds to one tensor's checksum, so that the ranks together count each number once.
 
-    The sum over all ranks counts each number once. So only rank 0 counts a whole tensor, and only a rank that writes
-    its Shard to checkpoints counts it. The other ranks return 0.
+    Args:
+        value: a whole tensor, which only rank 0 counts; or a Shard, this rank's rows of a sharded tensor. Of several
+            ranks with the same rows, only the one that writes checkpoints counts them.
+
+    Returns:
+        () int64, modulo 2^64: the checksum of the numbers that this rank counts; 0 if it counts none.
     """
     if isinstance(value, Shard):
         rows = value.rows

@@ -30,19 +30,19 @@ class Drift:
         self._is_told = False
 
     def compare(self, tensors: Iterable[Tensor], what: str, epoch: int, step: int) -> None:
-        """Compare the tensors of all ranks, and raise an error or warn if they differ; a collective.
+        """Compare tensors between the ranks, and raise or warn if they differ; a collective.
 
-        Processors of several kinds may round differently, so ranks on them only get a warning, in the first comparison
-        that finds a difference.
+        Processors of several kinds may round differently. Ranks on them get a warning once, and later differences are
+        ignored.
 
         Args:
             tensors: the tensors to compare, in the same order on all ranks.
             what: the tensors in words, for the message.
             epoch: the number of the epoch, from 0.
-            step: how many steps of the epoch are done.
+            step: the number, from 0, of the step of the epoch that was done last.
 
         Raises:
-            WrongBitsError: Tensors differ although all ranks have one kind of processor. All ranks raise it.
+            WrongBitsError: The tensors differ although all ranks have one kind of processor. All ranks raise it.
         """
         digests = gather_numbers(sum_of_all(tensors, self._device))
         if len({*digests}) == 1 or self._is_told:
@@ -64,10 +64,13 @@ def gather_numbers(own: Tensor) -> list[int]:
 
 
 def describe_difference(what: str, odd: Sequence[int], others: Sequence[int], places: Sequence[Place]) -> str:
-    """Return a clause that names the ranks with other bits, for messages.
+    """Return a clause for messages that names the ranks whose tensors have other bits.
 
-    `what` are the tensors that differ, in words. The odd ranks differ from `others`, which are empty if there is no
-    majority.
+    Args:
+        what: the tensors in words, such as "the weights".
+        odd: the ranks that differ from the majority; without a majority, all ranks.
+        others: the ranks of the majority, of which the clause names the first; empty without a majority.
+        places: the host and device of each rank.
     """
     if others:
         return f"{what} have other bits on {name_ranks(odd, places)} than on {name_ranks(others[:1], places)}"

@@ -44,15 +44,23 @@ class Evaluated(NamedTuple):
 
 
 def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
-    """Load the weights that training returns, and evaluate them on the test split; a collective.
+    """Evaluate the weights that training returns on the test split; a collective.
 
-    With a validation split these are the weights of the best evaluation, and the event EpochChosen tells so with the
-    test measures. Without one, or if no evaluation could be the best, they are those of the last step. Warnings are
-    emitted for measures that are not finite, and if there was no best evaluation. A training with fewer than `epochs`
-    epochs has stopped early.
+    With a validation split, the weights of the best evaluation are loaded first, and the event EpochChosen is emitted.
+    Without one, or if no evaluation could be the best, the last step's weights are evaluated. A warning is emitted for
+    each measure that is not finite, and if there was no best evaluation.
+
+    Args:
+        state: the training, which is over.
+        test: the batches of the test split.
+        epochs: the number of epochs in the settings. If fewer were trained, the event says that training stopped early.
+        link: gets the event, and is told that the process is alive.
+
+    Returns:
+        The evaluation, with this rank's predictions.
 
     Raises:
-        NonFiniteError: A test sample's loss is not finite.
+        NonFiniteError: The loss on the test split is not finite.
         StopRequested: A rank was asked to stop.
     """
     tracker = state.best_tracker
@@ -84,18 +92,24 @@ def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, li
 def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Evaluated:
     """Measure the network on a whole split, in float32; a collective.
 
-    Each rank evaluates its share, the ranks' sums are added up, and each sum is divided once. The network stays in
-    evaluation mode. If the training has a moving average of the weights, the average is measured. The link is told
-    after each batch that the process is alive; its stop_requested asks for a stop.
+    Each rank evaluates its share of the batches. The measures are made from the sums of all ranks. The moving average
+    of the weights is evaluated if the training has one. The network stays in evaluation mode.
+
+    Args:
+        state: the training.
+        split: the batches of the split.
+        link: told after each batch that the process is alive. Its stop_requested says whether this rank is asked to
+            stop.
 
     Returns:
-        All ranks have the same values, except for the predictions, which are those of this rank's samples, on the host.
-        If the loss is not finite, it is the only measure. `stop` says whether a rank was asked to stop too late
-        to leave the evaluation.
+        The evaluation, the same on all ranks, except that `predictions` are those of this rank's samples, on the host.
+        If the loss is not finite, it is the only measure. `stop` is True if the request to stop came too late to leave
+        the evaluation.
 
     Raises:
-        StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with buffers as before.
-        InputError: The rows of the recipe's predictions differ in shape between batches; only on a rank that has them.
+        StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with the buffers as before.
+        InputError: The rows of the recipe's predictions differ in shape between batches. Only a rank with such batches
+            raises it.
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
@@ -136,10 +150,15 @@ def _forward_all(
 ) -> Iterator[tuple[Batch, Any]]:
     """Yield each batch that this rank evaluates, with the outputs of the recipe's forward() for it; a collective.
 
-    With virtual ranks, a global batch has a batch for each part of this rank. If the recipe also calls all_gather(),
-    each batch comes with the rows that the other parts have gathered. Before each yield, recipe.share is set for the
-    batch. After each global batch is_over() is called; if it returns True, which it must do on all ranks alike, the
-    rest is left out.
+    A global batch gives one batch, or with virtual ranks one for each part of this rank. If the recipe calls
+    all_gather() with virtual ranks, each batch also has the rows that all parts have gathered. At each yield,
+    recipe.share and the random generators are set for the batch.
+
+    Args:
+        state: the training.
+        split: the batches of the evaluation.
+        is_over: is called after each global batch. If is_over returns True, no more batches are yielded. The result
+            must be the same on all ranks.
     """
     recipe, model = state.recipe, state.evaluated
 
@@ -167,13 +186,15 @@ def _forward_all(
 
 
 def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows of all ranks, one global batch of the test split after the other; each is a collective.
+    """Yield the rows of all ranks, such as predictions, one global batch of the test split at a time; a collective.
 
-    This rank's rows, (m, ...), such as predictions, are those of its samples in `test`, in their order, on the host;
-    the device sends and receives them.
+    Args:
+        rows: (m, ...), a row for each of this rank's samples in the test split, in their order, on the host.
+        test: the batches of the test split.
+        device: the device that sends and receives the rows.
 
     Yields:
-        The indices of a batch's samples in the split, (n,) int64, and their rows, (n, ...), on the host.
+        The indices of a global batch's samples in the split, (n,) int64, and their rows, (n, ...), on the host.
     """
     for samples, (start, stop) in test.whole():
         gathered = rows.new_zeros(len(samples), *rows.shape[1:], device=device)

@@ -213,9 +213,14 @@ def make_job(
     checkpoint_path: str | Path = "",
     logs: str | Path = "",
 ) -> Job:
-    """Return a Job that has all of the subject's attributes, the options, and the paths as texts.
+    """Return the Job of a training: the subject's attributes, the options, and the paths as texts.
 
-    Its checkpoint_path is empty if this rank writes no checkpoint.
+    Args:
+        subject: the recipe, settings, data and code.
+        options: the options.
+        model_path: the file for the trained weights.
+        checkpoint_path: the checkpoint's file; empty if this rank writes no checkpoint.
+        logs: the folder for all other files, such as predictions.
     """
     return Job(
         **vars(subject),

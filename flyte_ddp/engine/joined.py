@@ -25,12 +25,16 @@ SETTLE_SECONDS = 0.1
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
     """Join the ranks that torchrun has started, train as one of them, and return the result as this rank knows it.
 
-    Every rank calls it in its main thread. The rank's place is in the variables RANK, WORLD_SIZE and so on. A watchdog
-    ends the rank if others hang or are lost. Rank 0 calls on_event with each event.
+    Every rank calls this in its main thread. The variables RANK, WORLD_SIZE and so on tell the rank's place. A watchdog
+    ends the rank if other ranks hang or are lost.
+
+    Args:
+        job: the job, the same on all ranks.
+        on_event: is called on rank 0 with each event; not called on other ranks.
 
     Raises:
         InputError: There are more ranks than can share a batch.
-        PreemptedError: The rank was asked to stop by a signal. If it could, it has written a checkpoint first.
+        PreemptedError: A signal asked the rank to stop. The rank has written a checkpoint before if it could.
         RankError: Another rank is lost, or has been silent for too long.
     """
     settings = job.settings

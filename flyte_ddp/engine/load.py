@@ -29,14 +29,14 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 
 
 def load_named(job: Job) -> Any:
-    """Import the recipe's class, or the function, that job.recipe names as "module:name", and return it.
+    """Import the class or function that job.recipe names as "module:name", and return it.
 
-    Before that, all global random generators are seeded with settings.seed, since data and weights may be drawn from
-    any of them; job.root is put first on sys.path; and HF_HUB_OFFLINE is set to 1 unless it is set, so that not every
-    rank downloads.
+    Before the import, three things of the process are set. The global random generators are seeded with settings.seed,
+    since data and weights may be drawn from any of them. job.root is put first on sys.path. HF_HUB_OFFLINE becomes 1 if
+    it is not set, so that not every rank downloads.
 
     Raises:
-        InputError: The module has no such name, or imports code that the job's files lack.
+        InputError: The module has no such name, or imports code that is not among the job's files.
     """
     seed_all(job.settings.seed)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
@@ -97,10 +97,17 @@ def find_data_path(data: Path | StoredData | None) -> Path | str | None:
 
 
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
-    """Load the samples of a split ("train", "validation" or "test"), with their lengths if the recipe has any.
+    """Load the samples of a split ("train", "validation" or "test"), with the recipe's lengths(split) if it has any.
+
+    Args:
+        recipe: the recipe, whose data(split) returns the samples.
+        split: the name of the split.
+        job: the job, for its options.
+        cache: the cache for samples in Blocks.
 
     Raises:
-        InputError: The data are invalid; the message names the place in the recipe.
+        InputError: The data or lengths are invalid, or samples in Blocks have lengths. The message names the place in
+            the recipe.
     """
     data = recipe.data(split)
     try:
@@ -115,10 +122,15 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
 def make_split(
     data: Any, split: str, device: torch.device, options: RunOptions, cache: BlockCache
 ) -> Streamed | Resident | BlockSplit:
-    """Wrap what Recipe.data returns, so that batches can be read from it.
+    """Wrap what Recipe.data returned in a split, from which batches can be read.
 
-    Blocks become a BlockSplit, arrays in memory or memory-mapped and a TensorDataset a Resident, and any other Dataset
-    a Streamed. Only Blocks need the name of the split, and the cache.
+    Args:
+        data: Blocks, which become a BlockSplit; a Dataset, which becomes a Streamed; or arrays in memory or
+            memory-mapped, or a TensorDataset, which become a Resident.
+        split: the name of the split; used for Blocks alone.
+        device: where batches go.
+        options: the options for reading.
+        cache: the cache for Blocks; used for them alone.
 
     Raises:
         InputError: The data are invalid, such as an IterableDataset, a DataLoader, or a Dataset that is empty or has no
@@ -163,13 +175,17 @@ def is_dataset(data: Any) -> bool:
 
 
 def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:
-    """Set samples.lengths if the recipe has lengths for this split, and return the same samples.
+    """Give samples the lengths that the recipe's lengths(split) returns, and return the same samples.
 
-    The samples of a Dataset are then padded, too, when they are read.
+    Samples of a Dataset are padded from then on when they are read. If lengths(split) returns None, nothing is changed.
+
+    Args:
+        samples: the split, whose `lengths` are set.
+        recipe: the recipe.
+        split: the name of the split.
 
     Raises:
-        InputError: The lengths are not those of these samples, or the recipe has a length_window but no lengths of
-            "train".
+        InputError: The lengths do not fit the samples, or the recipe has a length_window but no lengths of "train".
     """
     each = recipe.lengths(split)
     if each is not None:
@@ -188,14 +204,21 @@ def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Sp
 def split_off_validation(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
     """Return the samples to train on, and the validation split, by which the best epoch is chosen.
 
-    The validation split is the recipe's own, or the share validation_fraction of the training samples.
+    The validation split is the recipe's own. If it has none, the share validation_fraction of the training samples is
+    held out.
+
+    Args:
+        recipe: the recipe.
+        train: the training split.
+        job: the job, with the settings and options.
+        cache: the cache for samples in Blocks.
 
     Returns:
-        The samples to train on: all of `train`, unless a share is held out. And the validation split; None without any.
+        The samples to train on, which are `train` itself unless a share is held out; and the validation split, or None.
 
     Raises:
-        InputError: The recipe has such a split and validation_fraction is set; patience or keep_best is set and there
-            is no such split; or validation_fraction leaves no sample or block on one side.
+        InputError: The recipe has a validation split although validation_fraction is set. Or there is no validation
+            split although patience or keep_best is set. Or validation_fraction leaves no sample or block on one side.
     """
     settings: TrainingSettings = job.settings
     if recipe.has_validation:

@@ -21,19 +21,26 @@ def fit(
 ) -> Evaluated | None:
     """Train a recipe from the state's position until training is over; a collective.
 
-    Training is over after the last epoch, or once best_tracker has seen no improvement for settings.patience
-    evaluations. Each epoch is evaluated settings.evaluations_per_epoch times, on `split`: the validation split if there
-    is one, else the test split. Each evaluation goes into the progress and is followed by a checkpoint.
+    Training is over after the last epoch, or once best_tracker has seen no improvement in settings.patience
+    evaluations. Each epoch has settings.evaluations_per_epoch evaluations. Each evaluation is added to the history and
+    followed by a checkpoint.
+
+    Args:
+        state: the training.
+        train: the batches of the training.
+        split: the batches to evaluate: the validation split if there is one, else the test split.
+        settings: the settings.
+        link: gets events, and says whether this rank is asked to stop.
 
     Returns:
-        The last evaluation; None if the training was over when it was resumed.
+        The last evaluation; None if the training was over already.
 
     Raises:
-        StopRequested: A rank was asked to stop. The checkpoint is saved.
+        StopRequested: A rank was asked to stop; the checkpoint is saved.
         NonFiniteError: A loss or gradient is not finite. After a bad step, the weights are those before it.
-        WrongBitsError: Ranks have other weights, or compute other gradients, than they should. No checkpoint is saved.
-        InputError: Code of the recipe changes a frozen weight that no checkpoint has, or an audit finds that it
-            computes other bits each time.
+        WrongBitsError: The weights of ranks differ, or a rank has computed wrong gradients. No checkpoint is saved.
+        InputError: The recipe's code changes a frozen weight that checkpoints leave out, or computes other bits each
+            time, as an audit has found.
     """
     progress = state.progress
     evaluated: Evaluated | None = None

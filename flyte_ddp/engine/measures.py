@@ -35,13 +35,13 @@ def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
 
 
 def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """Return the recipe's optimizer of the network.
+    """Return the recipe's optimizer for the network, and check that it has only the network's weights.
 
-    The trials before the first step cannot tell whether the optimizer has other weights, because a recipe may keep the
-    network of model(), of which the networks on trial are copies.
+    The trials before the first step cannot check this: they use copies of the network, and a recipe may keep the
+    original.
 
     Raises:
-        InputError: The optimizer has weights that are not the network's.
+        InputError: The optimizer has a weight that is not the network's.
     """
     optimizer = recipe.optimizer(model)
     own = {id(weight) for weight in model.parameters()}
@@ -59,17 +59,17 @@ def augment(recipe: Recipe, tree: Any, seed: int, share: BatchShare, epoch: int 
     """Augment a batch as the recipe does, and return the new batch.
 
     If the recipe does not define augment(), the batch is returned as it is, and nothing else happens. Otherwise
-    recipe.share is set, and the global random generators are seeded, and stay so.
+    recipe.share is set, and the global random generators are seeded.
 
     Args:
         recipe: the recipe.
         tree: the batch.
         seed: the seed of the random numbers that augment() draws.
-        share: the part of the global batch that this is.
+        share: which samples of the global batch this batch has.
         epoch: the number of the epoch, from 0, which augment() finds in its argument `random`.
 
     Raises:
-        InputError: augment() returns no tensors, or a leaf is no tensor, or has another number of samples.
+        InputError: augment() returns anything but tensors, or a tensor with another number of samples.
     """
     if getattr(recipe.augment, "__func__", None) is Recipe.augment:  # as it is: nothing is drawn
         return tree
@@ -95,16 +95,17 @@ def compute_pairs(
     Args:
         recipe: the recipe.
         outputs: what the recipe's forward returned for the batch.
-        batch: n samples. A rank without samples of its own computes borrowed ones, whose entries are left out.
+        batch: n samples. A rank without samples of its own computes borrowed ones, whose entries are left out of the
+            result.
         names: the measures in order; by default all of them, with "loss" first.
 
     Returns:
-        Values and weights by name, (n,) float32 each, or (0,) if the samples are borrowed. Without weights from
-        measure(), the weights are 1.
+        Values and weights by name, (n,) float32 each; (0,) if the samples are borrowed. The weights are 1 if measure()
+        returns none.
 
     Raises:
-        InputError: measure() returns something else, or other measures than `names`; or the outputs are None. The
-            message names the place in the recipe.
+        InputError: The outputs are None, or measure() does not return a dict with "loss" and one value for each sample,
+            or its names are not `names`. The message names the place in the recipe.
     """
     if outputs is None:
         raise InputError(f"{code_location(recipe, 'forward')} must return the network's outputs, got None")

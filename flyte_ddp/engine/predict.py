@@ -23,16 +23,20 @@ from flyte_ddp.whole_files import whole_file, writing_to
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
     """Write a trained network's predictions for a shard of a split to job.logs/predictions-<shard>.npy.
 
-    The network computes in float32. A launcher calls this in a process of its own, without other ranks. The link is
-    told after each batch that the process is alive.
+    The network computes in float32. A launcher calls this in a process of its own, without other ranks. Rows are in the
+    order of the shard's samples.
 
     Args:
         environment: this process's rank, device and threads.
-        link: the way to the parent.
+        link: told after each batch that the process is alive.
         argument: the job, the name of the split, the shard's index from 0, and the number of shards.
 
     Returns:
-        The number of rows in the file: one for each sample of the shard, in order. A shard may have no samples.
+        The number of rows in the file, one for each sample of the shard; it may be 0.
+
+    Raises:
+        InputError: The recipe's predictions() returns None, the recipe or its data are invalid, or the file cannot be
+            written.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)

@@ -94,8 +94,17 @@ class Progress:
     def start(self, environment: Environment, job: Job, plan: Plan, model: nn.Module) -> None:
         """Emit RunStarted, warn of hosts that differ from the others, and start the clock; a collective.
 
-        It must be called before the first step, and after a checkpoint is loaded. It also sets places, the host and
+        Call this before the first step, and after a checkpoint is loaded. The call also sets `places`, the host and
         device of each rank, and adds this attempt's machine to ran_on.
+
+        Args:
+            environment: this rank and its ranks.
+            job: the job.
+            plan: the numbers of epochs, steps and samples, and what else is known before the first step.
+            model: the network, for its layers and the size of its weights.
+
+        Raises:
+            RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
         """
         world = environment.world
         self.places = measure_places(environment, self._device, job, model)
@@ -164,12 +173,14 @@ class Progress:
         self.last = self._told = none
 
     def add_up(self, pairs: Tensor) -> None:
-        """Add up a step's measures and requests over all ranks, and add the result to the sums; a collective.
+        """Sum a step's measures and requests over all ranks, and add the result to the sums of all steps; a collective.
 
-        The requests are this rank's to stop and to write a checkpoint; they are read here. A recipe's own step does not
-        call this method, because it sends its measures together with the gradients. The host does not wait for the
-        device. `pairs` are (2 * measures,) float64, this rank's value and weight of each measure, alternating. A
-        measure that is not finite marks this step and all later ones as bad.
+        The method itself reads this rank's requests to stop and to save. It is for a loop of the user's own: a recipe's
+        step sends its measures together with the gradients instead. The host does not wait for the device. If a measure
+        is not finite, this step and all later ones are marked as bad.
+
+        Args:
+            pairs: (2 * measures,) float64, this rank's value and weight of each measure, alternating.
         """
         assert self.checkpoints
         requests = float(self._link.stop_requested), float(self.checkpoints.due())
@@ -183,17 +194,17 @@ class Progress:
     def end_step(self, training: Training, is_logged: bool) -> Asked:
         """Log the latest steps if they are due, and return the requests of all ranks; a collective.
 
-        Call it after each step. If the latest sums hold a request or a non-finite number, or a log or checkpoint is
-        due, the host waits for the device and reads the sums. These sums may include later steps than the one in which
-        a rank made its request.
+        Call it after each step. The sums over all steps are read, and the host waits for the device, in three cases:
+        is_logged is set, a checkpoint is owed, or the latest sums that have reached the host have a request or a bad
+        number. Sums that are read may include steps after the one in which a rank made its request.
 
         Args:
             training: the training whose sums have the step.
             is_logged: whether the latest steps are to be logged. All ranks pass the same value.
 
         Returns:
-            The requests since the sums were last read, the same on all ranks; NOTHING, without reading the sums, if
-            nothing is due. With a bad_step, the training is back before that step, which is to be taken again.
+            The requests since the sums were last read, the same on all ranks. If the sums are not read, NOTHING: no
+            request.
 
         Raises:
             NonFiniteError: A number of a step was not finite. All ranks raise it.
@@ -214,13 +225,16 @@ class Progress:
         return asked
 
     def obey(self, training: Training, asked: Asked, is_evaluation_next: bool = False) -> None:
-        """Save a checkpoint if a rank has asked for one or for a stop, and stop in the second case; a collective.
+        """Save a checkpoint if a rank has asked to save or to stop, and then stop if asked to; a collective.
 
-        If the training cannot write a checkpoint yet, the method sets owes_checkpoint and returns. The call after a
-        later step then saves the checkpoint, and stops if a stop was asked for. Before saving,
-        training.compare_between_ranks() compares the ranks' weights; its errors are passed on. If an evaluation comes
-        next, a checkpoint follows it anyway, so a mere request to save is not obeyed then. A stop, and a checkpoint
-        that is owed, do not wait.
+        training.compare_between_ranks() is called before saving, and its errors are passed on. If the training must
+        wait before it can write a checkpoint, owes_checkpoint is set, and a call after a later step saves.
+
+        Args:
+            training: the training.
+            asked: the requests of all ranks, as end_step() has returned them.
+            is_evaluation_next: whether an evaluation and its checkpoint follow now. Then a request to save is ignored.
+                A stop, or a checkpoint that is owed, is not.
 
         Raises:
             StopRequested: A rank was asked to stop, and the checkpoint is saved.
@@ -261,8 +275,9 @@ class Progress:
     def _log(self, training: Training) -> None:
         """Emit StepLogged for the steps since the last call, and warnings if there are any; a collective.
 
-        The warnings tell of updates that were left out, of a loss that leaps, and of slow ranks. The method reads the
-        sums that end_step() has fetched; it also adds up tokens, and sets how far the host may run ahead of the device.
+        Warnings are on updates that were left out, a loss that leaps, and slow ranks. Call this after end_step() has
+        read the sums. The call also adds to the count of tokens, and sets how many steps the host may be ahead of the
+        device.
         """
         now, before = self.last, self._told
         self._told = now
@@ -299,10 +314,15 @@ class Progress:
         self.sums.readback.keep_pace(self._time_ranks())
 
     def _count_tokens(self, pairs: Sequence[float], first: int, end: int) -> float:
-        """Return how many tokens all ranks had in the epoch's steps from first up to end; 0 if tokens are not counted.
+        """Return how many tokens all ranks had in some steps of the epoch; 0 if tokens are not counted.
 
-        They are the sum of the measure "tokens" in `pairs`, which have sum and weight of each measure over these steps,
-        if there is one; else the plan counts them, from the samples' lengths.
+        The count is the sum of the measure "tokens", if there is one. Otherwise the samples' lengths give it, if the
+        plan has them.
+
+        Args:
+            pairs: the sum of values and the sum of weights of each measure over these steps, alternating.
+            first: the first step.
+            end: the step after the last one.
         """
         if TOKENS in self.names:
             return pairs[2 * self.names.index(TOKENS)]
@@ -313,9 +333,10 @@ class Progress:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _time_ranks(self) -> float:
-        """Emit warnings of slow ranks, and return the seconds that a step takes on the slowest rank; a collective.
+        """Emit warnings of slow ranks, and return how many seconds a step took on the slowest rank; a collective.
 
-        The times are those since the last call, without what is neither reading data, computing nor waiting.
+        The seconds are an average over the steps since the last call, of reading data, computing and waiting for other
+        ranks together.
         """
         steps, times = self.clock.steps, self.clock.read_all()
         slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
@@ -328,16 +349,16 @@ class Progress:
     # --- evaluations ---
 
     def evaluated(self, finished: EpochFinished, broken: Iterable[str] = (), guessing_loss: float = 0.0) -> None:
-        """Append an evaluation to the history, and emit it, the ranks' times of computing and waiting, and warnings.
+        """Add an evaluation to the history, and emit events: the evaluation, the ranks' times, and warnings.
 
-        Warnings tell of measures that are not finite, of a loss without any weights, and of a loss no better than
-        guessing. They are not raised.
+        There are warnings of measures that are not finite, of a loss whose weights add up to 0, and of a loss no better
+        than guessing.
 
         Args:
             finished: the evaluation, and the training before it.
-            broken: names of measures that samples have made NaN or infinite.
-            guessing_loss: the mean loss of outputs that are paired with other samples. It stands in for an unknown loss
-                of constant predictions; 0 if it is unknown, too.
+            broken: the names of the measures of which a sample's value is NaN or infinite.
+            guessing_loss: the mean loss of outputs paired with other samples. It stands in for an unknown
+                constant_loss; 0 if neither is known.
         """
         self.history.append(finished)
         self._link.emit(finished)

@@ -47,13 +47,13 @@ class Readback:
         self._copies.append((step, copied, event))
 
     def read(self) -> tuple[int, list[float]] | None:
-        """Return the step number and the values of the copy that was started `behind` copies before the newest.
+        """Return the newest copy that is at least `behind` steps old, and drop it and all older copies.
 
-        The host waits until the device has made that copy. It and all older copies leave the queue.
+        The host waits until the device has made that copy. On a CPU `behind` is 0.
 
         Returns:
-            The number of the step, and the tensor's values as a list. None if there have been too few copies since the
-            last call of clear(), or if no copy was started since the last call of read().
+            The number of the step, and the tensor's values as a list. None if no copy is that old, as right after
+            clear() or after another read().
         """
         latest = None
         while len(self._copies) > self.behind:

@@ -32,11 +32,15 @@ MOST_PICTURES = 24
 
 
 def write_last(setup: SetUp, job: Job) -> None:
-    """Write the weights as they are after the last epoch, and the final checkpoint, if they are wanted; a collective.
+    """Write the last epoch's weights and the final checkpoint, if they are wanted; a collective.
 
-    Rank 0 writes both into job.logs. The weights are written if there is a validation split, because another epoch's
-    weights may be returned as the best. The checkpoint is written with options.keep_checkpoint, or if
-    settings.stop_after is set, which ends the training before its last epoch.
+    Rank 0 writes the files into job.logs. The weights are written if there is a validation split, because the training
+    may return another epoch's weights. The checkpoint is written with options.keep_checkpoint or settings.stop_after,
+    so that a later training can continue from it.
+
+    Args:
+        setup: the training, which is over.
+        job: the job.
 
     Raises:
         InputError: The folder cannot be written to. Rank 0 alone raises it.
@@ -55,11 +59,19 @@ def write_last(setup: SetUp, job: Job) -> None:
 
 
 def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
-    """Write a trained network's weights to job.model_path, and predictions and pictures into job.logs; a collective.
+    """Write a trained network's weights, predictions and pictures, and return the digest of the weights; a collective.
 
-    Rank 0 writes the files. Predictions and pictures of an earlier training in the same folder are deleted. Predictions
-    are written if `tested`, the evaluation of these weights on the test split, has them; pictures if the recipe draws
-    some. The result is the digest of the weights, the same on all ranks.
+    Rank 0 writes the files: the weights to job.model_path, the others into job.logs. Predictions and pictures of an
+    earlier training there are deleted. Predictions are written if `tested` has some, and pictures if the recipe draws
+    some.
+
+    Args:
+        setup: the training.
+        tested: the evaluation of these weights on the test split.
+        job: the job.
+
+    Returns:
+        The digest, the same on all ranks.
 
     Raises:
         InputError: A file cannot be written. Rank 0 alone raises it.
@@ -81,11 +93,15 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
 def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
     """Write the predictions of all ranks to an .npy file, a row for each test sample in order; a collective.
 
-    This rank has (n, ...), those of its test samples. Rank 0 writes them batch by batch, so that no rank ever has them
-    all.
+    Rank 0 writes them batch by batch, so no rank ever has all of them in memory.
+
+    Args:
+        predictions: (n, ...), the predictions of this rank's test samples, on the host.
+        setup: the training, with its test split.
+        path: the file.
 
     Raises:
-        OSError: Rank 0 cannot write the file. Rank 0 alone raises it, once it has received the rows of the others.
+        OSError: Rank 0 cannot write the file. Rank 0 alone raises it, after it has received the others' rows.
     """
     test = setup.test
     rows = gather(predictions, setup.test, setup.state.device)
@@ -107,10 +123,17 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
 def write_weights(
     setup: SetUp, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
 ) -> str:
-    """Write weights with their metadata to a file, and return their digest; a collective.
+    """Write weights with their metadata to a file, and return their digest, the same on all ranks; a collective.
 
-    Rank 0 writes the file. The file does not have the weights that model() has frozen: whoever loads the file gets them
-    from model(). By default the weights are those that the training evaluates, which may be an average.
+    Rank 0 writes the file. The file lacks the weights that model() has frozen: model() provides them when the file is
+    loaded.
+
+    Args:
+        setup: the training.
+        job: the job, for the metadata.
+        path: the file.
+        measures: the measures of these weights, for the metadata.
+        weights: the weights; by default those that the training evaluates, which may be the moving average.
 
     Raises:
         OSError: Rank 0 cannot write the file. Rank 0 alone raises it; the other ranks return.
@@ -137,10 +160,16 @@ def build_metadata(
     base_digest: str = "",
     weights_digest: str = "",
 ) -> ModelMetadata:
-    """Return what a weights file says about its weights.
+    """Return the metadata of a weights file: which training its weights come from.
 
-    `training` says what the weights were trained on: world_size, hardware and precision. The base digest is that of the
-    frozen weights that the file leaves out; empty without any.
+    Args:
+        recipe: the recipe, whose facts() are included.
+        job: the job, with settings and data.
+        headline: the name of the main measure.
+        measures: the measures of the weights, by name.
+        training: what the weights were trained on: world_size, hardware and precision.
+        base_digest: the digest of the frozen weights that the file leaves out; "" if there are none.
+        weights_digest: the digest of the weights.
     """
     settings = job.settings
     return ModelMetadata(
@@ -160,14 +189,17 @@ def build_metadata(
 
 @torch.no_grad()
 def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tensor]]:
-    """Draw the recipe's pictures of the first test samples; a collective if the network is sharded.
+    """Let the recipe draw pictures of the first test samples, and return them with their captions.
 
-    The network that is evaluated runs on these samples, and is left in evaluation mode. Otherwise one rank calls it
-    alone.
+    The call is a collective if the network is sharded; otherwise one rank calls it alone. recipe.share is set. The
+    network that is evaluated is left in evaluation mode.
+
+    Args:
+        state: the training.
+        test: the test split.
 
     Returns:
-        At most MOST_PICTURES captions and pictures, as the recipe's pictures() returns them; none if the recipe does
-        not define pictures().
+        At most MOST_PICTURES pairs of a caption and a picture; none if the recipe does not define pictures().
     """
     recipe = state.recipe
     count = min(len(test), MOST_PICTURES)
@@ -197,12 +229,17 @@ def export_model(
 ) -> None:
     """Write weights as a plain state_dict of contiguous CPU tensors; the file appears whole or not at all.
 
-    If a weight is sharded, it is a collective: rank 0 calls this, while the others call fill(None, weights, device),
-    which sends their rows from and to the device. Otherwise one process calls it alone. Tied weights are saved once.
-    Metadata are written into the file, if given.
+    Without sharded weights, one process calls it alone. With sharded weights it is a collective: rank 0 calls it, and
+    each other rank calls fill(None, weights, device), which sends its rows. Tied weights are saved once.
+
+    Args:
+        weights: the weights by name. A sharded weight is a Shard.
+        path: the file.
+        metadata: is written into the file; None for no metadata.
+        device: the device that sends and receives rows.
 
     Raises:
-        OSError: The file cannot be written. The other ranks are not left waiting.
+        OSError: The file cannot be written. The other ranks do not wait any longer then.
     """
     tensors: dict[str, Tensor] = with_room(weights)
     firsts = first_names(tensors)

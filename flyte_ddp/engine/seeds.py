@@ -50,8 +50,11 @@ def seed_all(seed: int) -> None:
 def seed_part(step_seed: int, part: int, call: int = 0) -> None:
     """Seed the global generators of Python, NumPy and torch for one part of a global batch.
 
-    All calls with the same three numbers give the same random numbers, on any rank. The part is the virtual rank's or,
-    without virtual ranks, the rank's. `call` counts the calls of `backward` in a step of a user's own loop, from 1; it
-    is 0 outside of these calls.
+    The same three numbers give the same random numbers on any rank.
+
+    Args:
+        step_seed: the seed of the step.
+        part: the number of the part: the virtual rank or, without virtual ranks, the rank.
+        call: the number, from 1, of a call of loop.backward within the step; 0 outside of these calls.
     """
     seed_all(derive_key(Use.PART, step_seed, part, call))

@@ -70,10 +70,19 @@ def set_up(
     precision: str = "",
     link: Link = SILENT,
 ) -> SetUp:
-    """Load the recipe and its data, try them, and build everything that a training needs; a collective.
+    """Load the recipe and its data, try them on some samples, and build everything that a training needs; a collective.
 
-    The precision, "float32" or "bfloat16", is that of the checkpoint to resume from. If it is empty, the settings
-    decide, and all ranks agree. The training that is returned is at its beginning: its checkpoint is not loaded yet.
+    The training that is returned is before its first step. If init is a checkpoint, the training already continues from
+    that. The training's own checkpoint, for a resume, is not loaded yet.
+
+    Args:
+        environment: this rank and its ranks.
+        device: this rank's device.
+        job: the job.
+        cache: the cache for samples in Blocks.
+        precision: the precision, "float32" or "bfloat16", of the checkpoint to resume from. If it is "", the settings
+            decide, and bfloat16 is chosen only if it suits all ranks.
+        link: told what happens during the start.
 
     Raises:
         InputError: The recipe, its settings or its data are invalid.
@@ -180,11 +189,14 @@ def make_best_tracker(recipe: Recipe, headline: str, settings: TrainingSettings)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """Return the precision that suits this rank, "float32" or "bfloat16"; for "auto" it is what its device is fast in.
+    """Return the precision that suits this rank, "float32" or "bfloat16".
 
-    Ranks with different hardware may get different answers, so the caller has to agree on one. For "auto" it is
-    "bfloat16" if the device, and torch's kernels for it, compute in bfloat16 natively. Emulated bfloat16 is slower than
-    float32.
+    Ranks with different hardware may get different answers, so the caller has to agree on one.
+
+    Args:
+        precision: the setting. "float32" and "bfloat16" are returned as they are. "auto" gives "bfloat16" if the device
+            computes in bfloat16 natively and torch has kernels for it: emulated bfloat16 is slower than float32.
+        device: this rank's device.
     """
     if precision != "auto":
         return precision

@@ -24,9 +24,12 @@ class Spikes:
     def judge(self, norm: Tensor) -> Tensor:
         """Return whether the norm of a step's gradients is a spike, () bool, and add the norm to the running mean.
 
-        The norm, (), is that of all gradients together, before clipping. A spike is more than `deviations` standard
-        deviations above the mean. It is added as this bound. The first FIRST norms are never spikes. The host does not
-        wait for the device.
+        A spike is more than `deviations` standard deviations above the mean of the norms before. The running mean then
+        counts it as that bound, not as its own value. The first FIRST norms are never spikes. The host does not wait
+        for the device.
+
+        Args:
+            norm: (), the norm of all gradients together, before clipping.
         """
         count, mean, variance, spikes = self.values
         value = norm.double()

@@ -167,21 +167,20 @@ class TrainingState:
     def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
         """Take one optimizer step with a global batch, and add its measures and requests to the progress; a collective.
 
-        It computes the gradients of the mean over the global batch, clips them if the recipe asks for it, updates the
-        weights, the learning rate and the moving average, and counts the step in progress.step. Gradients stay until
-        the next step.
+        The step computes the gradients of the mean over the global batch, clips them if the recipe says so, updates the
+        weights, the learning rate and the moving average, and adds 1 to progress.step. Gradients stay until the next
+        step.
 
-        If the loss or a gradient is not finite, no rank changes the weights, in this step and in all later ones. No
-        error is raised here: Progress.end_step() raises it. With settings.skip_spikes, a step whose gradients leap
+        If the loss or a gradient is not finite, weights stay as they are on all ranks, in this step and all later ones.
+        Progress.end_step() raises the error, not this method. With settings.skip_spikes, a step whose gradients leap
         changes neither the weights nor the average.
 
-        The host does not wait for the device, with three exceptions: if the optimizer is not a fused one, which could
-        skip a step by itself; if there are both an average and skip_spikes; and with virtual ranks, unless the step can
-        run ahead (virtual_ranks/ahead.py).
+        The host waits for the device only if the optimizer is not fused, or if there are both an average and
+        skip_spikes.
 
         Args:
-            shares: this rank's samples of the global batch; with virtual ranks one Batch for each of its virtual ranks,
-                otherwise a single one.
+            shares: this rank's samples of the global batch: a single Batch, or with virtual ranks one for each of its
+                virtual ranks.
             stop: whether this rank asks all ranks to stop.
             save: whether this rank asks for a checkpoint.
         """
@@ -255,11 +254,15 @@ class TrainingState:
         return True
 
     def _backward(self, asked: tuple[bool, bool], before: BufferCopy | None, shares: Sequence[Batch]) -> None:
-        """Run the forward and backward passes of this rank's shares, and add up the gradients of their micro-batches.
+        """Run the forward and backward passes of this rank's shares, whose gradients add up in the weights.
 
-        With virtual ranks, each share begins with the buffers as they were before the step, of which `before` is a
-        copy. In the end the buffers are as the first share left them. `asked` says whether this rank asks to stop, and
-        to save.
+        With virtual ranks each share begins with the same buffers, and in the end the buffers are as the first share
+        has left them.
+
+        Args:
+            asked: whether this rank asks to stop, and to save; they are sent with the gradients.
+            before: a copy of the buffers before the step; None without virtual ranks.
+            shares: this rank's shares of the global batch. Each is computed in micro-batches.
         """
         after: BufferCopy | None = None
         clock = self.progress.clock
@@ -291,10 +294,11 @@ class TrainingState:
             after.put_back()
 
     def cut_up(self, share: Batch) -> list[Batch]:
-        """Seed the global random generators for a share of the global batch, and return the share's micro-batches.
+        """Seed the global random generators for a share of the global batch, and cut the share into micro-batches.
 
-        These are batches of at most self.micro_batch samples; a single one if that is 0. In a step that computes the
-        rows of all_gather() first (with virtual ranks), all_gather() returns these rows in each of them.
+        Returns:
+            Batches of at most self.micro_batch samples; a single one if that is 0. If train_step has gathered rows for
+            all_gather(), as it does with virtual ranks, all_gather() returns those rows in each batch.
         """
         seed_part(share.seed, share.share.part)
         parts = self.parallel.parts(share, self.micro_batch)
@@ -302,10 +306,16 @@ class TrainingState:
 
     @torch_compat.only_deterministic()
     def _gather(self, shares: Sequence[Batch], before: BufferCopy) -> Gathered | None:
-        """Compute the rows of the global batch that all_gather() is to return in this step, if any; a collective.
+        """Compute the global batch's rows, which all_gather() will return in this step; a collective.
 
-        Each forward pass begins with the buffers of `before`. The result also has the gradients of the loss by these
-        rows.
+        Call this with virtual ranks only.
+
+        Args:
+            shares: this rank's parts of the global batch.
+            before: a copy of the buffers, with which each forward pass begins.
+
+        Returns:
+            The rows, and the gradients of the loss with respect to them; None if the recipe does not call all_gather().
         """
         step = self.parallel.module
         parts = [*chain.from_iterable(self.parallel.parts(share, 0) for share in shares)]
@@ -446,15 +456,15 @@ class TrainingState:
         return weights
 
     def compare_between_ranks(self) -> None:
-        """Check that all ranks have the same weights, and that frozen ones have not changed; a collective.
+        """Check that all ranks have the same weights, and that frozen weights have not changed; a collective.
 
-        With audits, the average and the state of the optimizer are compared, too. Ranks of a sharded network have
-        different rows, and are not compared. This is called between steps, before each checkpoint and evaluation.
+        Call this between steps, before each checkpoint and evaluation. With audits, the average and the optimizer's
+        state are compared, too. With sharding only the frozen weights are checked, because ranks have different rows.
 
         Raises:
-            InputError: A frozen weight that no checkpoint has was changed.
-            WrongBitsError: The ranks' weights differ, although they have the same hardware. On unlike hardware there is
-                a warning instead.
+            InputError: A frozen weight that checkpoints leave out was changed.
+            WrongBitsError: The ranks' weights differ, although they have the same hardware. On different hardware there
+                is a warning instead.
         """
         now = self._versions_of_base()
         if self._base_versions not in ({}, now) and self.base.has_changed():

@@ -67,8 +67,9 @@ class Step(nn.Module):
             batch: n samples.
 
         Returns:
-            The sum over the samples of the measure that is trained, the loss or objective, (); and (2 k, n) float32,
-                the value and weight of each of the k measures, alternating, without a graph.
+            Two tensors. The first, (), is the sum over the samples of the measure to minimise: the loss, or "objective"
+            if there is one. The second, (2 k, n) float32 without a graph, has the value and weight of each of the k
+            measures, alternating.
         """
         outputs = self.outputs(batch)
         pairs = self.pairs(outputs, batch)
@@ -96,11 +97,15 @@ class Step(nn.Module):
         return torch.autocast(self.carrier.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def forward(self, *of_part: Any) -> Tensor:
-        """Return the loss to call backward() on, (): the loss summed over the samples, times the number of ranks.
+        """Return the loss to call backward() on, (): the sum over the samples, times the number of ranks.
 
-        The factor makes up for DistributedDataParallel, which averages gradients over the ranks. The backward pass also
-        gives the parameter `carrier`, which is 0, the sums of the measures and requests as its gradient, so that they
-        are added up with the gradients. The arguments are those of compute_sums().
+        DistributedDataParallel averages gradients over the ranks, and the factor makes up for that. The backward pass
+        also sets the gradient of the parameter `carrier`, which is 0 itself, to the sums of the measures and requests.
+        So the ranks add these up together with the gradients.
+
+        Args:
+            *of_part: the arguments of compute_sums(): a part of the batch, this rank's requests to stop and to save,
+                and whether it is the last part.
         """
         trained, sums = self.compute_sums(*of_part)
         # backward(gradient) would save this product, but imports sympy

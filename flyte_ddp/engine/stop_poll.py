@@ -39,11 +39,11 @@ class StopPoll:
         self._readback = Readback(device)
 
     def after_batch(self, stop: bool) -> bool:
-        """Exchange stop requests if it is time to, and return whether all ranks leave the evaluation now; a collective.
+        """Exchange stop requests if it is time, and return whether all ranks leave the evaluation now; a collective.
 
-        Each rank calls it after each global batch. The answer is the same on all ranks. A request is obeyed some
-        batches after it was made, except on a single rank. Once a rank has left the evaluation by itself, there are no
-        more exchanges.
+        Each rank calls it after each global batch, and all get the same answer. With several ranks, a request is obeyed
+        some batches after it was made. Once is_shared() returns False, because a rank has ended its evaluation, nothing
+        is exchanged any more.
 
         Args:
             stop: whether this rank was asked to stop.
@@ -56,10 +56,14 @@ class StopPoll:
         return self.is_agreed
 
     def _exchange(self, stop: bool) -> None:
-        """Exchange this rank's stop request and the time of a batch over all ranks; a collective.
+        """Sum this rank's stop request and its seconds for a batch over all ranks; a collective.
 
-        It sets is_agreed if any rank was asked to stop, and the number of batches until the next exchange, alike on all
-        ranks. On a GPU both follow from the exchange before, so that the host does not wait for this one.
+        The call sets is_agreed if any rank was asked to stop, and sets the number of batches until the next exchange.
+        All ranks set the same. On a GPU the two values come from the exchange before this one, so the host does not
+        wait.
+
+        Args:
+            stop: whether this rank was asked to stop.
         """
         now = time.perf_counter()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # filled without a copy that the host awaits

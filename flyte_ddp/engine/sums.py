@@ -75,10 +75,17 @@ class StepSums:
         return _make_sums(step, self.values.tolist(), seconds)
 
     def recent(self, step: int, seconds: float) -> Sums | None:
-        """Start to copy the newest sums to the host, and return those that were copied some steps ago.
+        """Start to copy the newest sums to the host, and return the sums of some steps ago, which have arrived there.
 
-        On a CPU those are the newest. They are of the same step on all ranks, and None if there were not enough steps
-        since now() was last called. The host waits no longer than until the device has reached that older step.
+        On a CPU these are the newest sums. On a GPU the host waits at most until the device has reached that older
+        step, which is the same on all ranks.
+
+        Args:
+            step: the number of the newest step.
+            seconds: the time of the steps so far, for the result.
+
+        Returns:
+            The sums; None if there were too few steps since now() was last called.
         """
         self.readback.copy(step, self.values)
         copied = self.readback.read()

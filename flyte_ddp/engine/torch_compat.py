@@ -35,9 +35,9 @@ def is_batch_norm(layer: nn.Module) -> bool:
 
 @contextmanager
 def any_batch_size() -> Iterator[None]:
-    """Let batch norm train on a batch with a single value per channel while the block runs, which torch refuses.
+    """Let batch norm train on a batch with a single value per channel while the block runs; a context manager.
 
-    It is a context manager. It changes torch in this process, so it holds for all networks.
+    Torch otherwise refuses such a batch by a ValueError. The change holds for all networks in this process.
     """
     check = F._verify_batch_size  # type: ignore[attr-defined]
     F._verify_batch_size = lambda size: None  # type: ignore[attr-defined]
@@ -61,10 +61,13 @@ def name_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def count_in_total(counter: Any) -> Any:
-    """Make a FlopCounterMode count all operations together instead of by layer, and return it.
+    """Make a FlopCounterMode count all operations together instead of by layer, and return the same counter.
 
-    To count by layer, it hooks the inputs of layers. The hooks make torch.autograd.grad() fail for an input that is a
-    leaf, such as the positions of atoms. FlopCounterMode has no public option to leave the hooks out.
+    To count by layer, a FlopCounterMode hooks the inputs of layers. These hooks make torch.autograd.grad() fail for an
+    input that is a leaf, such as the positions of atoms. FlopCounterMode has no public option to leave the hooks out.
+
+    Args:
+        counter: the FlopCounterMode, which is changed in place.
     """
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
@@ -88,7 +91,10 @@ class SettledBuckets(DistributedDataParallel):
 
 
 def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names and parameters in the order in which DistributedDataParallel numbers them, tied ones once."""
+    """Yield the name and parameter of each weight, in the order in which DistributedDataParallel numbers them.
+
+    A tied weight is yielded once, under its first name.
+    """
     seen = set[int]()
     for layer_name, layer in module.named_modules():
         for name, weight in layer.named_parameters(recurse=False):
@@ -99,10 +105,15 @@ def _by_layer(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
-    """Turn DistributedDataParallel's error about unused parameters, if the block raises it, into one with their names.
+    """Turn DistributedDataParallel's error about unused parameters into an InputError with their names.
+
+    It is a context manager. All other errors of the block are raised as they are.
+
+    Args:
+        replicated: the wrapper that the block calls. The names are those of its trained parameters.
 
     Raises:
-        InputError: Parameters had no gradient in the step before.
+        InputError: The block raised torch's error that parameters had no gradient in the step before.
     """
     try:
         yield
@@ -119,9 +130,10 @@ def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
 
 @contextmanager
 def last_layers_first(module: nn.Module) -> Iterator[None]:
-    """Make a network's named_modules() list the layers in reverse order while the block runs.
+    """Make a network's named_modules() list the layers in reverse order while the block runs; a context manager.
 
-    The block wraps the network in DistributedDataParallel, which then fills its buckets with the last layers first.
+    Within the block, the caller wraps the network in DistributedDataParallel. DistributedDataParallel then fills its
+    buckets from the last layers on.
     """
     layers = list(module.named_modules())
     module.named_modules = lambda *_, **__: reversed(layers)  # type: ignore[method-assign]
@@ -138,10 +150,14 @@ def settle_buckets(replicated: DistributedDataParallel) -> None:
 
 
 def copy_network(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
-    """Return a deep copy of a network, which shares the given tensors with it.
+    """Return a deep copy of a network. The copy shares only the given tensors with the original.
 
     Some layers keep tensors that were computed from their weights, such as those of torch.nn.utils.weight_norm.
     deepcopy refuses these tensors, so the copy gets detached copies of their values.
+
+    Args:
+        model: the network, which is not changed.
+        shared: the tensors that are not copied.
     """
     attributes = chain.from_iterable(vars(layer).values() for layer in model.modules())
     kept = [value for value in attributes if isinstance(value, Tensor) and value.grad_fn]
@@ -229,8 +245,8 @@ def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
 def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
     """Let FSDP units gather weights in the weights' own dtype while the block runs; a context manager.
 
-    Without it, a unit with mixed precision gathers them in bfloat16, say. The units' MixedPrecisionPolicy returns at
-    the end of the block. Torch has no public way to change the policy later.
+    Outside of the block, a unit with mixed precision gathers its weights in a lower precision, such as bfloat16. At the
+    end of the block, each unit has its MixedPrecisionPolicy again. Torch has no public way to change the policy later.
     """
     groups = [*chain.from_iterable(unit._get_fsdp_state()._fsdp_param_groups for unit in units)]
     cast = {}
@@ -268,13 +284,15 @@ def _trained_params(unit: Any) -> list[Any]:
 
 
 def after_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
-    """Call a function in each backward pass when one of an FSDP unit's weights has its whole gradient; a collective.
+    """Register a function that torch calls in a backward pass for each trained weight of an FSDP unit; a collective.
 
-    Torch calls the hooks of the sharded weights also where a weight was not used and has a gradient of 0.
+    This function returns at once. Later, torch calls `call` when this rank's gradient of a whole weight is complete,
+    before the ranks share out its rows. A weight that the pass does not use causes no call. (Torch's own hooks of the
+    sharded weights run for unused weights, too.)
 
     Args:
-        unit: a module that fully_shard was applied to, in a network that has computed before.
-        call: gets the number of the weight in trained_weights(unit).
+        unit: a module that fully_shard was applied to, in a network that has run forward before.
+        call: gets the position of the weight in trained_weights(unit).
     """
     unit.unshard()  # the whole weights are tensors of their own, which stay the same ones
     unit.reshard()
@@ -283,20 +301,31 @@ def after_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
 
 
 def leave_graph(unit: Any) -> None:
-    """Let an FSDP unit learn by hooks when its backward pass is over.
+    """Make an FSDP unit notice the end of its backward pass by hooks, instead of by a function in the graph.
 
-    By itself torch puts a function into the graph, through which the unit's inputs go. Gradients of a tensor that is
-    used in the unit and elsewhere are then added up in another order, and layers that look whether two inputs are the
-    same tensor compute otherwise than in a network that is not sharded.
+    The unit is changed in place. By default, torch passes the unit's inputs through an autograd function. This function
+    makes two differences to a network that is not sharded: if a tensor is used in the unit and elsewhere, its gradients
+    are added up in another order; and a layer that checks whether two of its inputs are the same tensor finds that they
+    are not.
     """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         group._register_post_backward_hook = partial(_hook_inputs, group)
 
 
 def _hook_inputs(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the FSDP group's post_backward once the gradients of a unit's inputs are computed, and return these inputs.
+    """Have an FSDP unit add up its gradients across ranks as soon as its inputs' gradients are computed.
 
-    Torch itself calls it at the end of the backward pass if it was not called, as for inputs without gradients.
+    The unit is a layer that torch shards as a whole. Its inputs get a hook that calls group.post_backward. If no input
+    has a gradient, torch itself calls that at the end of the backward pass. No hook is added without gradients, or
+    during a backward pass.
+
+    Args:
+        group: torch's FSDP parameter group of the unit.
+        args: the positional inputs of the unit.
+        kwargs: the keyword inputs of the unit.
+
+    Returns:
+        args and kwargs, unchanged.
     """
     is_in_backward = torch._C._current_graph_task_id() != -1  # where layers compute again, the hooks are there already
     if torch.is_grad_enabled() and not is_in_backward:
@@ -322,12 +351,12 @@ def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
 
 
 def prefer_deterministic() -> None:
-    """Make torch's operations deterministic in this process, and let torch warn of each that cannot be.
+    """Make torch's operations deterministic in this process, and let torch warn of each operation that cannot be.
 
-    Tensors from torch.empty are not filled, as they would be by torch's default then.
+    Tensors from torch.empty stay uninitialized. (With deterministic algorithms, torch would fill them by default.)
 
     torch.use_deterministic_algorithms(True, warn_only=True) is public, but it imports the compiler, which takes longer
-    than torch itself.
+    than importing torch itself.
     """
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -364,10 +393,10 @@ def only_deterministic() -> Iterator[None]:
 
 
 def may_round_to_tf32() -> bool:
-    """Return whether float32 products or convolutions on a GPU may be computed in TF32.
+    """Return whether float32 matrix products or cuDNN's convolutions on a GPU may be computed in TF32.
 
-    The settings are public, but code that asks by one of their names raises an error where another name has been used
-    to set them.
+    Torch has an old and a new name for each of these settings. This function reads the new names (fp32_precision),
+    because an old name raises an error where a recipe has used the new one.
     """
     backends: Any = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return any(backend.fp32_precision == "tf32" for backend in backends)
@@ -411,15 +440,16 @@ def batch_order(loader: DataLoader[Any]) -> tuple[str, Any]:
 
 
 def set_batch_order(loader: DataLoader[Any], order: Iterable[Any]) -> None:
-    """Make a loader read its batches in another order in every iteration that begins after the call.
+    """Make a loader read its batches in another order, in every iteration that begins after the call.
 
-    The loader's batch_sampler, sampler and len() stay as they were: only what it yields changes. DataLoader refuses to
-    set a new sampler, and a new DataLoader would lose what a subclass has.
+    The loader's batch_sampler, sampler and len() stay as they were: only what the loader yields changes. (DataLoader
+    refuses to set a new sampler, and a new DataLoader would lose what a subclass adds.)
 
     Args:
         loader: the loader, which is changed in place.
-        order: is read in place of the loader's batch_sampler, or of its sampler if it has no batch_sampler. Each
-            iteration iterates over it anew.
+        order: replaces the loader's batch_sampler, so it yields a list of indices for each batch. If the loader has no
+            batch_sampler, it replaces the sampler, and yields single indices. Each iteration of the loader iterates
+            over `order` anew.
     """
     name, _ = batch_order(loader)
 

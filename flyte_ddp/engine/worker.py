@@ -76,7 +76,13 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
 
 
 def settle_process(environment: Environment, job: Job) -> None:
-    """Configure torch and memory in this process, before it computes anything: reproducible sums, number of threads."""
+    """Configure torch and memory in this process, before anything is computed.
+
+    TF32 is turned off, and operations are deterministic where torch has a deterministic version. With virtual ranks,
+    torch's fast path for attention is off, too. glibc keeps freed memory. Unless the job compiles, a stand-in replaces
+    torch._dynamo, whose import takes long. The number of threads is settings.threads or, if that is 0, 1 with virtual
+    ranks and environment.threads without them.
+    """
     if not job.options.compile:
         leave_dynamo_out()
     keep_freed_memory()
@@ -147,7 +153,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Job,
 
 
 def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
-    """Return the numbers, names and remarks that a recipe's training tells at its start."""
+    """Return the Plan of a recipe's training: the numbers, names and remarks that are reported at its start."""
     recipe = setup.state.recipe
     return Plan(
         headline=setup.probed.headline,

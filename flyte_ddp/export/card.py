@@ -25,10 +25,12 @@ class Card:
 
 
 def make_card(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
-    """Build the card in Markdown and as HTML, with the measures of each format's file beside those of the weights.
+    """Build the model card in Markdown and as HTML, with the measures of each file beside those of the weights.
 
-    It is the model's card: `written` has the model's facts and the measures of the weights; `formats` those of each
-    file, by its format's name.
+    Args:
+        asked: the export, with the measures that the training reported.
+        written: the model's facts, and the measures of the weights.
+        formats: the measures of each exported file, by the name of its format.
     """
     subject = asked.job
     name = str(written.metadata.facts.get("network") or subject.recipe.rpartition(":")[2])

@@ -89,7 +89,13 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
 
 
 def save_weights(path: Path, model: nn.Module, header: str) -> None:
-    """Save weights as safetensors, tied weights under their first name alone."""
+    """Save a network's state dict to a safetensors file. Of tied tensors, only the first name is saved.
+
+    Args:
+        path: the new file.
+        model: the network, which is not changed.
+        header: a text for the file's header, with the model's metadata.
+    """
     from safetensors.torch import save_file
 
     weights = model.state_dict()
@@ -114,14 +120,15 @@ def save_pretrained(path: Path, model: Any) -> None:
 
 
 def save_program(name: str, path: Path, model: nn.Module, program: torch.export.ExportedProgram, few: Call) -> None:
-    """Save the program in the format of this name.
+    """Save a traced network as a pt2 or an ONNX file.
 
     Args:
-        name: "pt2" or "onnx".
+        name: the format: "pt2" or "onnx".
         path: the new file. ONNX weights of more than MOST_ONNX_BYTES go to a file beside it.
         model: the network that the program was traced from.
-        program: what trace returned.
-        few: a call of the network, whose tensors give the inputs and outputs in ONNX their names.
+        program: what trace() has returned.
+        few: a call of the network. Inputs and outputs in the ONNX file are named after its tensors; pt2 does not use
+            it.
     """
     with suppress(ImportError):  # torch shows progress with tqdm if it is installed
         from tqdm import tqdm
@@ -140,14 +147,17 @@ def save_program(name: str, path: Path, model: nn.Module, program: torch.export.
 
 
 def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
-    """Open a file in the given format, and return a network that can be called like the recipe's own, for evaluation.
+    """Open an exported file, and return a network that can be called like the recipe's own, for evaluation.
 
-    The network is in evaluation mode already; that of pt2 is in the mode in which it was traced, and refuses train()
-    and eval(). That of onnx runs on the CPU, and takes tensors that are there. The path is a folder for "pretrained".
+    The network is in evaluation mode. For "pt2", it is in the mode in which it was traced, and refuses train() and
+    eval(). For "onnx", it runs on the CPU, and takes tensors on the CPU.
 
-    The argument `model` is an untrained network of the recipe, and no longer the caller's: it gets the weights of
-    safetensors and is returned, adapters of pretrained are put into it, and onnx calls it once, to learn how outputs
-    are nested. Only pt2, and pretrained without adapters, leave it alone.
+    Args:
+        name: the format: "safetensors", "pretrained", "pt2" or "onnx".
+        path: the file; for "pretrained", the folder.
+        model: an untrained network of the recipe, which the caller gives away. "safetensors" loads the weights into it,
+            and returns it. "pretrained" puts adapters into its base network, if the folder has adapters. "onnx" calls
+            it once, to learn how outputs are nested. "pt2" does not use it.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
@@ -161,9 +171,14 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 
 
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
-    """Load a folder by the library that wrote it, in evaluation mode: peft if it has adapters, otherwise transformers.
+    """Load a folder that save_pretrained() has written, and return the network in evaluation mode.
 
-    The class of the untrained network loads the folder. Adapters are put into that network's base, which is changed.
+    If the folder has adapters, peft puts them into the base network of `model`, which is changed. Otherwise
+    transformers loads the folder by the class of `model`, which stays as it is.
+
+    Args:
+        path: the folder.
+        model: the recipe's untrained network.
     """
     if (path / "adapter_config.json").exists():
         from peft import PeftModel
@@ -204,10 +219,20 @@ class OnnxNetwork(nn.Module):
 def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Return the name, shape and dtype of each input tensor and each output tensor of the network, in order.
 
-    An input has the name of the parameter of the network's forward, or "input_2" and so on for one of *args. A nested
-    tensor's name also has its place, as in "output_0"; a single output is "output". A dimension that differs between
-    the calls with FEW and MORE samples is "batch" if it is the number of samples, and "any" otherwise; if only the
-    names matter, both calls may be the same. Other values than tensors are left out.
+    An input has the name of the parameter of the network's forward. Arguments of *args are "input_1", "input_2" and so
+    on, by their position from 0. A single output is "output". A tensor in a list or dict also has its place in the
+    name, as in "output_0". Other values than tensors are left out.
+
+    A dimension has its size if both calls have the same, "batch" if its sizes are the numbers of samples, FEW (2) and
+    MORE (3), and "any" otherwise.
+
+    Args:
+        model: the network.
+        few: a call with FEW samples.
+        more: a call with MORE samples. It may be the same as `few` if only the names matter.
+
+    Returns:
+        The inputs, and the outputs.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]

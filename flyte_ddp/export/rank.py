@@ -30,11 +30,21 @@ from flyte_ddp.whole_files import writing_to
 
 
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
-    """Measure the weights of the job on the test split, in float32 on the CPU, and write them in each format.
+    """Measure the job's weights on the test split, in float32 on the CPU, and write the network in each format.
 
-    run_alone calls it in a process of its own. Returns the measures, and the facts that the model card needs. Raises
-    InputError if weights or data cannot be used, the network cannot be exported to a format, or the folder, which must
-    exist, cannot be written to.
+    The function runs in a process of its own, by run_alone.
+
+    Args:
+        environment: the environment of this process.
+        link: gets the signs of life.
+        asked: the job, the formats, and the folder for the files, which must exist.
+
+    Returns:
+        The measures, and the facts that the model card needs.
+
+    Raises:
+        InputError: The weights or data cannot be used, the network cannot be exported to a format, or the folder cannot
+            be written to.
     """
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
@@ -93,11 +103,21 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 
 
 def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str]) -> Measured | str:
-    """Measure an exported file on the test split, after trying a batch of one sample. It runs in a process of its own.
+    """Measure an exported file on the test split; the function runs in a process of its own.
 
-    The argument has the job, the file's format, and its path. Returns the measures, or a text that says why the file
-    cannot be used. Raises ReportedError if the data cannot be read, and InputError if the recipe or its data are
-    invalid.
+    First the file's network computes a batch of one sample, to try whether it can.
+
+    Args:
+        environment: the environment of this process.
+        link: gets the signs of life.
+        argument: the job, the file's format, and its path.
+
+    Returns:
+        The measures, or a text that says why the file cannot be used.
+
+    Raises:
+        ReportedError: The data cannot be read.
+        InputError: The recipe or its data are invalid.
     """
     job, name, path = argument
     torch.set_num_threads(environment.threads)

@@ -102,11 +102,19 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
-    """Check the inputs of an export of an image folder's classifier, before the images are read; a task.
+    """Check the inputs of an export of an image folder's classifier, and return `images`; a task.
 
-    Returns `images`. They are not checked if there are no weights, or no metadata in their file. Raises InputError if a
-    format's library or the file of weights is missing, the weights are not those of a built-in classifier, or the
-    weights were trained on images whose size or number of channels is not that of `images`.
+    The images themselves are not read here. Their size and channels are compared with those in the weights' metadata.
+    If there are no weights, or no metadata in their file, nothing is compared.
+
+    Args:
+        model_state: the weights; None if the same workflow trains them.
+        images: the settings of the images.
+        options: the options of the export.
+
+    Raises:
+        InputError: A format's library or the file of weights is missing, the weights are not those of a built-in
+            classifier, or they were trained on images of another size or number of channels.
     """
     check_formats(options)
     known = classifier_metadata(model_state)
@@ -138,9 +146,19 @@ def export_folder_classifier(
     folder: FlyteDirectory,
     options: FolderExport,
 ) -> ExportOutputs:
-    """Export a classifier of a folder of images, in all formats or none. Never cached, as export_classifier.
+    """Export a classifier of a folder of images in each of options.formats; a task that is never cached.
 
-    The network of the options is used if the weights have no metadata, or if options.model is not "auto".
+    If one format fails, there are no outputs. The network is the one in the weights' metadata. If they have no
+    metadata, or if options.model is not "auto", it is that of the options.
+
+    Args:
+        model_state: the weights.
+        index: the index of the images, from index_images.
+        folder: the images.
+        options: how to export.
+
+    Returns:
+        The folder of files, the figures, and the model card as a page.
     """
     hp = FolderHyperparameters(model=options.network)
     return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
@@ -207,11 +225,23 @@ def _exported(
     known: ModelMetadata | None,
     options: ExportOptions,
 ) -> ExportOutputs:
-    """Export the weights to the folder `model` in a new folder of this run, and verify each file, as export() does.
+    """Export the weights to the folder `model` in a new folder of this run, and verify each file.
 
-    The folder `model` appears whole or not at all. In a local run its path and the report's are printed at the end. If
-    the weights' metadata (known) are those of the subject's recipe, their settings replace `settings`, and their
-    measures are added to `reported` where it lacks them.
+    The folder `model` appears whole or not at all. A local run prints the paths of `model` and of the report at its
+    end. The errors are those of export().
+
+    Args:
+        subject: the recipe, with its data and options.
+        weights: the file of weights.
+        settings: the training's settings, for the card and the files. If `known` is of the subject's recipe, its
+            settings replace these.
+        reported: the measures of the training, which the weights must give again. If `known` is of the subject's
+            recipe, its measures are added where these lack them.
+        known: the weights' metadata; None if the file has none.
+        options: how to export.
+
+    Returns:
+        The folder `model`, the figures, and the model card as a page.
     """
     if known and known.recipe == subject.recipe:
         settings = known.settings

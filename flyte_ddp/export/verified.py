@@ -28,15 +28,21 @@ class Exported(NamedTuple):
 
 
 def export(asked: ExportJob) -> Exported:
-    """Write a model to a new folder in each format with a model card, and verify that each file gives its measures.
+    """Write a model in each format, and a model card, to a new folder, and verify the measures of each file.
 
-    First the weights are measured on the test split, in float32 on the CPU. Their measures must agree with those that
-    the training reported, if these are known. Then each file is opened in a process of its own, and its measures must
-    agree with those of the weights. If something fails, the folder is left incomplete.
+    First the weights are measured on the test split, in float32 on the CPU. If the training's measures are known, those
+    of the weights must agree with them. Then each file is opened in a process of its own, and its measures must agree
+    with those of the weights. If something fails, the folder is left incomplete.
 
     The losses of two runtimes in float32 differ by about 1e-6. The default tolerance for files is 1e-4, which also
     allows for one borderline sample in 10,000. The default tolerance for the training's measures is 1e-3, because torch
     may compute convolutions on a GPU in TF32.
+
+    Args:
+        asked: the model, its job, the new folder, the options, and the measures of the training.
+
+    Returns:
+        The model's facts and measures, the measures of each file by its format, and the card.
 
     Raises:
         InputError: The loss is not finite, the training's measures do not agree, a format does not support the network,
@@ -74,9 +80,14 @@ def export(asked: ExportJob) -> Exported:
 
 
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
-    """Check that an exported file gives the measures of the weights, print so, and return the file's measures.
+    """Check that an exported file gives the measures of the weights, print the result, and return the file's measures.
 
     The file is opened and measured on the test split in a process of its own.
+
+    Args:
+        name: the file's format.
+        asked: the job, the folder of the file, and the tolerance.
+        written: the measures of the weights.
 
     Raises:
         ReportedError: The file cannot be used, or gives a measure that differs by more than options.tolerance.
@@ -106,10 +117,16 @@ def _run(target: str, argument: Any, asked: ExportJob) -> Any:
 def find_difference(
     expected: dict[str, float], measured: dict[str, float], tolerance: float
 ) -> tuple[str, float, float] | None:
-    """Return the name of the first measure that differs, its expected and its measured value; None if none does.
+    """Return the first expected measure that differs by more than the tolerance; None if none does.
 
-    The allowed difference is absolute up to 1, relative above. NaN equals NaN. Raises InputError if `measured` lacks a
-    measure; it may have more.
+    The allowed difference is `tolerance` itself for values up to 1, and `tolerance` times the value for larger ones.
+    NaN equals NaN. `measured` may have more measures than `expected`.
+
+    Returns:
+        The measure's name, its expected value and its measured value.
+
+    Raises:
+        InputError: `measured` lacks a measure of `expected`.
     """
     for name, value in expected.items():
         if name not in measured:

@@ -58,9 +58,12 @@ def local_cache() -> MutableMapping[str, bytes]:
 
 
 def on_cache_hit(callback: Callable[[Mapping[str, Literal]], None]) -> None:
-    """Patch flytekit to call `callback` with a task's outputs, by name, when a local run takes them from its cache.
+    """Patch flytekit to call `callback` when a local run takes a task's outputs from its cache.
 
-    flytekit has no hook for that. A second call replaces the function.
+    flytekit has no hook for that. A second call of this function replaces the first one's callback.
+
+    Args:
+        callback: gets the task's outputs by name.
     """
     flytekits = getattr(LocalTaskCache.get, "flytekits", LocalTaskCache.get)
 

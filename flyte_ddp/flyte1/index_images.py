@@ -45,13 +45,20 @@ class FoundImages(NamedTuple):
 @task(**preparation_resources())
 @platform_errors(platform)
 def find_images(folder: str, backend: str = "auto", nproc: int = 0, batch_size: int = 1) -> FoundImages:
-    """Return the folder of images to train on, and a digest of its files' names, sizes and times. It is never cached.
+    """Return the folder of images to train on, and a digest of its files' names, sizes and times; a task, never cached.
 
-    `folder` is a path or URL; if it is empty, the images are scikit-learn's digits. A cluster uses those in the pods'
-    container image then, and the digest is empty. A local run on this machine's files also drops the cached results of
-    tasks whose output files are gone, and alone checks whether this machine can run backend, nproc and batch_size
-    together. Raises InputError if there are no images, a cluster cannot read the folder, or this machine cannot run the
-    training.
+    A local run first checks that this machine can run the training. If the images are on this machine, a local run also
+    drops cached results of tasks whose output files are gone.
+
+    Args:
+        folder: a path or URL. A cluster needs a URL. If empty, the images are scikit-learn's digits, which are written
+            as PNG files here; on a cluster, their digest is empty.
+        backend: the backend of the training, for the check.
+        nproc: the number of ranks, for the check.
+        batch_size: the batch size, for the check.
+
+    Raises:
+        InputError: There are no images, a cluster cannot read the folder, or this machine cannot run the training.
     """
     if is_local():
         choose_world(backend, nproc, batch_size)
@@ -74,11 +81,16 @@ def find_images(folder: str, backend: str = "auto", nproc: int = 0, batch_size: 
 )
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
-    """Read every image once, and return a folder with an index of the images: names, labels, digest, no pixels.
+    """Read every image once, and return a folder with an index of the images: names, labels and digest, but no pixels.
 
-    The images are downloaded if they are in a storage. `stamp` is the digest from find_images; empty skips the check.
-    Raises ReportedError if the folder has changed since then, and InputError if too many files cannot be read, or too
-    few images or classes are left.
+    Args:
+        folder: the images, which are downloaded if they are in a storage.
+        stamp: the digest that find_images returned. If empty, the folder is not compared with it.
+        images: the settings of the images.
+
+    Raises:
+        ReportedError: The folder has changed since find_images read it.
+        InputError: Too many files cannot be read, or too few images or classes are left.
     """
     name = Path(get_url(folder)).name
     is_stored = FileAccessProvider.is_remote(get_url(folder))

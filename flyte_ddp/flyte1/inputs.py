@@ -84,11 +84,21 @@ def merge_settings(known: ModelMetadata | None, asked: Hyperparameters) -> Hyper
 
 
 def choose_dataset(known: ModelMetadata | None, asked: str, remedy: str) -> str:
-    """Return the name of a built-in dataset: `asked` or, for "auto", that which the weights were trained on.
+    """Return the name of the built-in dataset to use with some weights.
 
-    "auto" without metadata stands for mnist. A local run first deletes a damaged copy of the dataset and cache entries
-    whose files are gone. If it cannot download mnist for "auto", the name is "digits". Raises InputError, which ends
-    with the remedy, if the weights were trained on a folder of images.
+    A local run first deletes a damaged copy of the dataset, and drops cache entries whose files are gone.
+
+    Args:
+        known: the weights' metadata; None without weights or metadata.
+        asked: the dataset that the user asks for, or "auto".
+        remedy: what the user can do instead, for the end of the error's message.
+
+    Returns:
+        `asked`, unless that is "auto". For "auto", the dataset that the weights were trained on or, without metadata,
+        "mnist". A local run prepares mnist then; if the download fails, the name is "digits".
+
+    Raises:
+        InputError: The weights were trained on a folder of images.
     """
     if known and known.settings.get("dataset") == "image_folder":
         raise InputError(

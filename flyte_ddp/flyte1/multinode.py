@@ -65,10 +65,10 @@ TaskPlugins.register_pythontask_plugin(Multinode, MultinodeTask)
 
 
 def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a @task's arguments that makes the task run on all ranks of all nodes, by torchrun.
+    """Return a copy of a @task's arguments with which the task runs on all ranks of all nodes, by torchrun.
 
-    How many nodes (a range, from the fewest to the most) and ranks per node there are, and how long nodes wait for each
-    other, is read from registration(). The copy gets a task_config with these numbers, and more variables in
+    The registered settings say how many nodes there may be, from the fewest to the most, how many ranks each has, and
+    how long nodes wait for each other. The copy gets a task_config with these numbers, and more variables in
     "environment". A node restarts its ranks at most twice within an attempt.
 
     Args:
@@ -101,9 +101,10 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def picklable(outputs: Any) -> Any:
-    """Return a training's outputs as Flyte's plugin can pickle them: a model_state becomes a FlyteFile.
+    """Return a training's outputs in a form that Flyte's plugin can pickle.
 
-    PythonPickledFile cannot be pickled: flytekit creates the class on use.
+    model_state becomes a FlyteFile with the same path. PythonPickledFile cannot be pickled, because flytekit creates
+    the class on use. Outputs without a model_state, such as None, are returned as they are.
     """
     if not hasattr(outputs, "model_state"):  # a script's, or None
         return outputs

@@ -45,13 +45,23 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 )
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Check that the training is possible, and return the name of the dataset to train on: `auto` if hp has "auto".
+    """Check that the training is possible, and return the name of the dataset to train on; a task.
 
-    A cluster caches the result and downloads nothing here. A local run is never cached, because it checks this machine.
-    It deletes a damaged prepared dataset, and drops cache entries whose files are gone. For "auto", it also prepares
-    the dataset; if the download fails, the name is "digits". The options are no part of the cache key. Raises
-    InputError if keep_best or patience is set without a validation split; in a local run also if this machine cannot
-    run the ranks, or they are too many for a batch.
+    On a cluster, the result is cached, and nothing is downloaded here. A local run is never cached, because it checks
+    this machine. It deletes a damaged prepared dataset, and drops cache entries whose files are gone.
+
+    Args:
+        hp: the settings of the training.
+        options: the options of the run. They are no part of the cache key.
+        auto: the dataset that hp.dataset "auto" stands for.
+
+    Returns:
+        hp.dataset, or `auto` if that is "auto". A local run prepares the dataset for "auto"; if the download fails, the
+        name is "digits".
+
+    Raises:
+        InputError: keep_best or patience is set without a validation split. In a local run also: this machine cannot
+            run the ranks, or there are too many ranks for a batch.
     """
     datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)

@@ -53,15 +53,18 @@ def training_sizes(gpus: int) -> dict[str, Any]:
 def resize(task: PythonAutoContainerTask, gpus: int, resume_from: str = "") -> dict[str, Any]:
     """Change a training task to a number of GPUs, and return the arguments of with_overrides for its pod.
 
-    Call this function in a @dynamic, once for a task. It writes the number to the task's own environment, by which the
-    pod knows how many GPUs to expect: with_overrides cannot set variables. With DDP_AVOID_HOURS, it also changes the
-    task's pod template, so that the pod keeps away from nodes whose hardware has failed.
+    Call this function in a @dynamic, once for each task. It also writes the number to the task's environment, which
+    tells the pod how many GPUs to expect, because with_overrides cannot set variables. If DDP_AVOID_HOURS is
+    registered, the task's pod template is changed, too: the pod then keeps away from nodes whose hardware has failed.
 
     Args:
         task: the training task, which is changed.
         gpus: the number of GPUs; 0 for a small pod without any.
-        resume_from: the folder of an earlier execution's checkpoint, which lists the nodes to keep away from. An empty
-            text keeps away from none.
+        resume_from: the folder of an earlier execution's checkpoint, which lists the nodes to keep away from. If empty,
+            the pod keeps away from none.
+
+    Returns:
+        "requests" and "limits".
 
     Raises:
         InputError: gpus is negative, or more than a pod can have.
@@ -179,17 +182,20 @@ def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_avoidance(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a training @task's arguments with what keeps its pods away from nodes, if that is registered.
+    """Return a training @task's arguments with the registered settings by which its pods avoid faulty nodes.
 
-    The pod's template gets the affinity for avoid_hosts, and has Kubernetes tell the pod its node. With avoid_hours,
-    two environment variables tell the pod for how long nodes are avoided, and how many retries the task has. A template
-    in the cluster is not changed.
+    With registered avoid_hosts, the pod template gets an affinity that excludes these hosts. The template also has
+    Kubernetes tell the pod its node. With registered avoid_hours, two environment variables tell the pod for how many
+    hours nodes are avoided, and how many retries the task has. A template in the cluster is not changed.
 
     Args:
         arguments: what with_grace() has returned, and "retries". They are not changed.
 
+    Returns:
+        A new dict, or `arguments` itself if neither avoid_hosts nor avoid_hours is registered.
+
     Raises:
-        InputError: avoid_hosts is registered beside a template in the cluster.
+        InputError: avoid_hosts is registered, and the template is one in the cluster.
     """
     asked = registration()
     if not (asked.avoid_hours or asked.avoid_hosts):

@@ -170,8 +170,19 @@ def _environment(
 ) -> flyte.TaskEnvironment:
     """Return a task environment that ships the library's files and has the registered labels and annotations.
 
-    They are added to the pod template, which may only be a name without them. The user's own resources replace those of
-    the registered size where they are not None. `more` are further arguments of `kind`, the environment's class.
+    Args:
+        name: the environment's name.
+        size: the registered size: CPUs, memory, disk and GPUs.
+        variables: the pod's environment variables.
+        files: files to ship in addition to the library's own.
+        kind: the class of the environment.
+        own: the user's resources. Each value that is not None replaces that of `size`.
+        image: the container image.
+        pod_template: a template, which gets the labels and annotations in a copy; or the name of one in the cluster.
+        more: further arguments of `kind`.
+
+    Raises:
+        InputError: pod_template is a name, although labels or annotations are registered.
     """
     return kind(
         name=name, image=image, resources=resources(size, own), env_vars={**variables}, include=(*shipped(), *files),
@@ -202,13 +213,19 @@ def _labelled(template: PodTemplate) -> PodTemplate:
 
 
 def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
-    """Return the pod template with a grace, and the variables that tell the pod how many seconds of grace it has.
+    """Return a pod template with a grace, and the environment variables that tell the pod its grace in seconds.
 
-    The grace is the time from a SIGTERM until the pod is killed. A PodTemplate that sets a grace is returned as it is,
-    and the variables have the smaller one of its grace and the registered one. A PodTemplate without a grace is copied,
-    and None or an empty name becomes a new template; both the result and the variables then have the registered grace,
-    or the default. The name of a template in the cluster is returned as it is, and the variables have the registered
-    grace, or 30 s.
+    The grace is the time from a SIGTERM until the pod is killed.
+
+    - A PodTemplate with a grace is returned as it is. The variables have the smaller one of its grace and the
+    registered grace.
+    - A PodTemplate without a grace is copied. The copy and the variables have the registered grace, or this library's
+    default.
+    - None or an empty name becomes a new template, with the same grace.
+    - The name of a template in the cluster is returned as it is. The variables have the registered grace, or 30 s.
+
+    Args:
+        template: a PodTemplate, the name of a template in the cluster, or None. It is not changed.
     """
     if template and isinstance(template, str):
         return template, requested.grace_environment(registration().grace_seconds or USUAL_SECONDS)
@@ -251,8 +268,12 @@ def _count_gpus(own: flyte.Resources) -> int:
 def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources:
     """Return Flyte's resources for a size, with the user's own values in place of the registered ones.
 
-    Where an own value is None, the registered one stays. Flyte 2 has only one number for the disk, so the disk's limit
-    is used. A size with GPUs gets shared memory.
+    The GPUs are of the registered accelerator's kind. A size with GPUs gets shared memory. Flyte 2 has only one number
+    for the disk, so the disk's limit is used.
+
+    Args:
+        size: the registered size.
+        own: the user's values. A value of None keeps the registered one.
     """
     kind = registration().accelerator
     gpu = cast(Any, size.gpus or None)

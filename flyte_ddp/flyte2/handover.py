@@ -22,11 +22,12 @@ PLACE, FAILURE = "checkpoints-url", "failure.json"
 def leave_place() -> None:
     """Record in the storage where this action keeps its checkpoints, for the next action of the same training.
 
-    Rank 0 alone calls this function. Nothing is recorded if the action was not started by flyte_ddp.flyte2.sizes, which
-    tries other numbers of nodes.
+    Rank 0 alone calls this function. flyte_ddp.flyte2.sizes starts such actions, one for each number of nodes that it
+    tries. In any other action, nothing is recorded. The place of the previous action's checkpoints is recorded first,
+    because the next action looks only here.
 
     Raises:
-        RecoverableError: the storage fails.
+        RecoverableError: The storage fails.
     """
     if folder := os.environ.get(HANDOVER_VARIABLE):
         point_to_previous(platform)  # before: once the next action knows this place, it looks nowhere else

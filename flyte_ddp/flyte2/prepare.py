@@ -20,12 +20,23 @@ from flyte_ddp.settings import RunOptions
 
 
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Check that the training is possible, and return the name of the dataset to train on: `auto` if hp has "auto".
+    """Check that the training is possible, and return the name of the dataset to train on.
 
-    A local run also checks this machine, and deletes the prepared dataset if that is damaged. For "auto" it prepares
-    the dataset; if the download fails, it returns "digits". The errors are the platform's, made from an InputError:
-    keep_best or patience is set without a validation split or, in a local run, this machine cannot run the ranks or
-    they are too many for a batch.
+    A local run also checks this machine, and deletes the prepared dataset if that is damaged.
+
+    Args:
+        hp: the settings of the training.
+        options: the options of the run.
+        auto: the dataset that hp.dataset "auto" stands for.
+
+    Returns:
+        hp.dataset, or `auto` if that is "auto". A local run prepares the dataset for "auto"; if the download fails, the
+        name is "digits".
+
+    Raises:
+        FinalError: In a local run: keep_best or patience is set without a validation split, this machine cannot run the
+            ranks, or there are too many ranks for a batch. A cluster only checks keep_best and patience, and raises the
+            platform's own error.
     """
     with one_attempt():
         datasets.check_ranks(platform, hp, options)
@@ -50,8 +61,13 @@ def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
 def classifier_settings(model_state: File) -> Hyperparameters:
     """Download a built-in classifier's weights, and return the settings of its training, with the name of its dataset.
 
-    The errors are the platform's, FinalErrors in a local run: the file has no metadata, its weights are not those of a
-    built-in classifier, or the download fails, which a cluster retries.
+    Args:
+        model_state: the file of weights.
+
+    Raises:
+        FinalError: In a local run: the download fails, the file has no metadata, or the weights are not those of a
+            built-in classifier. On a cluster, these are the platform's own errors; Flyte retries only a failed
+            download.
     """
     with one_attempt():
         path = downloaded(model_state)

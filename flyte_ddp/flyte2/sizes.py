@@ -101,10 +101,16 @@ def _describe(avoided: Sequence[AvoidedNode]) -> str:
 
 
 def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str], avoided: Sequence[str]) -> Any:
-    """Return a copy of the task for a number of nodes, without retries: a retry would ask for as many nodes again.
+    """Return a copy of a training's task for a number of nodes.
 
-    The action fails after so many minutes without the nodes; 0 is no limit. The variables are added to those of the
-    pods, which run on none of the avoided nodes, unless their template is one in the cluster.
+    The copy has no retries, because a retry would ask for the same number of nodes again.
+
+    Args:
+        train: the task, which is not changed.
+        nodes: the number of nodes.
+        minutes: how long the action may wait for its nodes before it fails; 0 for no limit.
+        variables: environment variables that are added to those of the pods.
+        avoided: nodes on which the pods do not run. They have no effect if the task's template is one in the cluster.
     """
     template = train.pod_template
     return train.override(

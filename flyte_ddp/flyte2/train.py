@@ -127,14 +127,14 @@ image_training = ImageTraining()
 
 @contextmanager
 def naming_the_cause() -> Iterator[None]:
-    """Run the block on every rank so that, if it fails on a cluster, rank 0 raises the failure that was the cause.
+    """Run the block on every rank and, if it fails on a cluster, let rank 0 raise the error that was the cause.
 
-    Flyte shows rank 0's error alone, and acts upon it. Each rank whose error another rank did not cause writes its
-    failure to the storage. If rank 0 hangs, or has only lost another rank, it raises the earliest of these failures
-    instead of its own. Rank 0 also notifies the webhook, and leaves its failure for the action that tries a smaller
-    number of nodes.
+    Flyte shows only rank 0's error, and decides by this error about a retry. So each rank writes its failure to the
+    storage, unless another rank's failure caused it. If rank 0 hangs, or fails because another rank is lost, it raises
+    the earliest failure in the storage in place of its own. Rank 0 also notifies the webhook, and leaves the failure
+    for the action that tries a smaller number of nodes.
 
-    The other ranks raise their own error unchanged. A local run does so, too, and writes nothing.
+    The other ranks raise their own error unchanged. In a local run, every rank does so, and nothing is written.
     """
     try:
         yield

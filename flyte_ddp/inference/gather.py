@@ -70,11 +70,19 @@ def gather_shards(
     listing: FlyteFile,
     options: InferenceOptions,
 ) -> InferenceOutputs:
-    """Join the rows of all shards in one CSV file, and return it with a summary and a page of the least certain images.
+    """Join the rows of all shards in one CSV file, and return the file, a summary, and a page; a Flyte task.
 
-    This is a Flyte task. A local run also prints the result. `data` is the prepared dataset that the model was trained
-    on; without a folder, the images are those of options.split. Raises ReportedError if an image file that the page
-    shows has changed since it was listed.
+    The page shows the least certain images. A local run also prints the result.
+
+    Args:
+        parts: the CSV files of the shards, in order.
+        data: the prepared dataset that the model was trained on.
+        folder: the images; None if they are those of options.split of `data`.
+        listing: the list of the folder's files.
+        options: the options of the prediction.
+
+    Raises:
+        ReportedError: An image file that the page shows has changed since it was listed.
     """
     description = prepared.read_description(data.download())
     with run_folder(platform, "inference") as work:
@@ -95,11 +103,20 @@ def gather_shards(
 def load_images(
     totals: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
 ) -> list[np.ndarray]:
-    """Return the images (C, H, W) uint8 whose predictions are least certain, in that order, as the network saw them.
+    """Return the images whose predictions are least certain, the least certain first, as the network saw them.
 
-    Without a folder, the images come from the split of the prepared dataset that the options name. Of a folder, they
-    are the files of the listing, in the dataset's image shape. Raises ReportedError if a file has changed since it was
-    listed.
+    Each image is (C, H, W) uint8.
+
+    Args:
+        totals: the counts, with the rows of these images.
+        data: the prepared dataset that the model was trained on.
+        folder: the images, of which the needed files are read in the dataset's image shape. None if the images are
+            those of options.split of `data`.
+        listing: the list of the folder's files.
+        options: the options of the prediction.
+
+    Raises:
+        ReportedError: A file has changed since it was listed.
     """
     numbers = [number for number, _ in totals.least_certain]
     if folder is None:

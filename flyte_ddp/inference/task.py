@@ -108,11 +108,21 @@ def plan_shards(
 ) -> Plan:
     """Check the weights, and split the images into at most options.shards shards of nearly equal size; a Flyte task.
 
-    The images are the folder's or, without a folder, those of options.split. A shard's key is a hash of its images, the
-    weights and the code. The plan is never cached, because contents may have changed. options.model is not "auto" here.
-    Returns the shards, and a file with the listing of the folder's files; the listing is empty without a folder. Raises
-    InputError if the weights do not fit the network or the folder has no files, and DataError if the prepared dataset
-    is damaged.
+    The task is never cached, because contents may have changed. Each shard has a key, by which later runs find its
+    results: a hash of its images, the weights and the code.
+
+    Args:
+        model_state: the weights.
+        data: the prepared dataset that the model was trained on.
+        folder: the images; None for those of options.split of `data`.
+        options: the options. options.model must be a network's name here, not "auto".
+
+    Returns:
+        The shards, and a file that lists the folder's files; the list is empty without a folder.
+
+    Raises:
+        InputError: The weights do not fit the network, or the folder has no files.
+        DataError: The prepared dataset is damaged.
     """
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
@@ -156,11 +166,21 @@ def predict_shard(
     listing: FlyteFile,
     options: InferenceOptions,
 ) -> CSVFile:
-    """Predict the images of one shard, and return a CSV file with a row for each image.
+    """Predict the images of one shard, and return a CSV file with a row for each image; a Flyte task.
 
-    On a cluster, Flyte retries and caches each shard. A local run keeps the file on this machine and returns it at the
-    next call, unless the cache is turned off or overwritten. Without a folder, the images are those of a split of the
-    dataset. Raises ReportedError if an image file has changed since it was listed.
+    On a cluster, Flyte retries and caches each shard. A local run keeps the file on this machine. The next local run
+    with the same shard returns that file, unless the cache is turned off or overwritten.
+
+    Args:
+        shard: the shard.
+        model_state: the weights.
+        data: the prepared dataset that the model was trained on.
+        folder: the images; None for those of options.split of `data`.
+        listing: the list of the folder's files.
+        options: the options of the prediction.
+
+    Raises:
+        ReportedError: An image file has changed since it was listed.
     """
     part = part_path(shard)
     settings = LocalConfig.auto()

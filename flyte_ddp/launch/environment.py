@@ -71,10 +71,17 @@ def host_name() -> str:
 def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int = 0) -> World:
     """Return the ranks to run, all of them on this host.
 
-    The backend "auto" is nccl if there is a GPU, else gloo, under which ranks may share a GPU. nproc=0 means one rank
-    per visible GPU, or two if there is no GPU, but no more than can share a batch. At most virtual_ranks can: the parts
-    into which the training cuts a batch. If that is 0, because it cuts none, batch_size ranks can. Raises InputError if
-    this machine cannot run the ranks, or they are too many for a batch.
+    Args:
+        backend: "nccl", "gloo" or "auto". "auto" is nccl if there is a GPU, and otherwise gloo. Under gloo, ranks may
+            share a GPU.
+        nproc: the number of ranks. 0 means one for each visible GPU, or two without a GPU, but no more than can share a
+            batch.
+        batch_size: the samples of a batch. Without virtual ranks, at most as many ranks can share the batch.
+        virtual_ranks: the number of parts that the training cuts a batch into. At most as many ranks can share the
+            batch. 0 without virtual ranks.
+
+    Raises:
+        InputError: This machine cannot run the ranks, or there are too many for a batch.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:
@@ -171,7 +178,10 @@ def environment_from_variables(backend: str) -> Environment:
 def _whole_number(name: str, default: int, minimum: int, maximum: float = math.inf) -> int:
     """Return an environment variable as a whole number, or the default if it is not set.
 
-    Raises InputError outside of the range, where ranks would fail deep down, or wait for a rank that never comes.
+    The range is checked because ranks with other numbers would fail deep in torch, or wait for a rank that never comes.
+
+    Raises:
+        InputError: The variable is not a whole number, or is below `minimum` or above `maximum`.
     """
     text = os.environ.get(name, str(default))
     try:

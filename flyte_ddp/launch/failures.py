@@ -135,7 +135,8 @@ def from_exception(error: BaseException, rank: int | None, host: str) -> Failure
     """Return the failure for an exception that ended a rank, or the process that starts the ranks.
 
     The failure's message is the exception's, with a remedy where torch's message has none. Its details are the
-    traceback, unless the exception is an InputError or ReportedError, whose messages say everything.
+    traceback; they are empty for an InputError or ReportedError, whose messages say everything. Its bad_nodes are the
+    nodes whose hardware is surely to blame.
 
     Args:
         error: the exception.
@@ -166,11 +167,11 @@ def _find_bad_nodes(error: BaseException, host: str, may_be_hardware: bool) -> t
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Format an error's traceback without the frames of launch/ and engine/ that lead to the user's code.
+    """Format an error's traceback without this library's frames that lead to the user's code.
 
-    The last of these frames stays: it shows what called the user's code. Code outside of launch/ and engine/, such as
-    torch's, counts as the user's. All frames stay if there is no such code. The tracebacks of the error's causes stay
-    whole.
+    Frames of launch/, engine/ and script/ are left out, except for the last one, which shows what called the user's
+    code. Any other code, such as torch's, counts as the user's. If there is no such code, all frames stay. The
+    tracebacks of the error's causes stay whole.
     """
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/", f"{ROOT}/script/")
     caller = error.__traceback__

@@ -45,9 +45,15 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
     """Return a Failure of kind "hang" that names the ranks for which the others wait, with the stacks of all ranks.
 
     All ranks call the same collectives in the same order. So the culprits are the ranks that do not answer. If all
-    answer, they are the ranks that have reached the fewest collectives; among these, the ones whose GPU is still busy.
-    If all ranks are equally far, all are named. The failure's `rank` is the lowest of these ranks, `others` are the
-    rest. `answers` has at least one; the message names the limit of the timeouts that was exceeded.
+    answer, they are the ranks that have reached the fewest collectives; if the GPU of some of these is still busy, only
+    those. If all ranks are equally far, all are named. The failure's `rank` is the lowest of the culprits, and its
+    `others` are the rest.
+
+    Args:
+        answers: the answer of each rank, at least one. One whose `reached` is below 0 stands for a rank that has not
+            answered.
+        hosts: the host of each rank.
+        timeouts: the limits, one of which was exceeded. The message names that limit.
     """
     progress = {rank: (answer.reached, answer.is_idle) for rank, answer in answers.items()}
     by_progress = sorted(progress, key=lambda rank: (progress[rank], rank))
@@ -72,8 +78,12 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
     """Format the host, last collective and stacks of each rank, in the order of the answers.
 
-    Ranks of one host with the same collective and stacks share one entry. For a rank that has not answered, whose
-    Answer has a `reached` below 0, a line says so in place of its stacks, unless the launcher has read these.
+    Ranks of one host with the same collective and the same stacks share one entry. If a rank has not answered and the
+    launcher has no stacks of it either, a line says so.
+
+    Args:
+        answers: the answer of each rank. One whose `reached` is below 0 stands for a rank that has not answered.
+        hosts: the host of each rank.
     """
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, answer in answers.items():

@@ -19,11 +19,11 @@ from flyte_ddp.launch.hangs import Answer
 
 
 def locate_rank(local_rank: int) -> Answer:
-    """Return how many collectives this rank has reached, which one is the last, and whether its GPU is idle.
+    """Return how many collectives of all ranks this rank has reached, the last one's name, and whether its GPU is idle.
 
-    Any thread may call this function, which is no collective and does not import torch. The answer's stack and phase
-    are left empty. Without a process group, or without torch, no collective is reached. The collective's name is empty
-    if torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0) or cannot be read.
+    Collectives of smaller groups are not counted. Any thread may call this function, which is no collective and does
+    not import torch. The answer's stack and phase are left empty. Without torch or a process group, the number is 0.
+    The name is empty if torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0) or cannot be read.
 
     Args:
         local_rank: this rank's number on its host, from which its GPU's number follows.
@@ -70,8 +70,11 @@ def run_exit_handlers() -> None:
 def _last_collective(torch: Any) -> str:
     """Return the collective that this rank waits in, such as "gloo:all_reduce of Float [8]"; empty if none is recorded.
 
-    The function reads the flight recorder of the module torch, which this file does not import. NCCL's lists only
-    collectives that have not ended, so the first one is meant. gloo's lists ended ones, too, so the last is.
+    The function reads torch's flight recorder. With NCCL, the record has only collectives that have not ended; the
+    first of them is returned. With gloo, the record also has ended collectives; the last one is returned.
+
+    Args:
+        torch: the module torch, which this file does not import.
     """
     recorders = torch._C._distributed_c10d
     is_nccl = torch.distributed.get_backend() == "nccl"
@@ -94,10 +97,10 @@ def read_stack(thread: int | None) -> str:
 
 @contextmanager
 def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
-    """Let torch's elastic_launch restart failed ranks only if is_worth_it says so, for calls within the with statement.
+    """Let torch's elastic_launch restart failed ranks only if is_worth_it returns True; a context manager.
 
-    The block replaces torch's agent class: max_restarts alone would also restart ranks after an error in the user's
-    code, and neither the agent nor elastic_launch has a setting for that (torch 2.15).
+    It holds for calls of elastic_launch within the block. The block replaces torch's agent class. (max_restarts alone
+    would also restart ranks after an error in the user's code, and torch 2.15 has no setting for that.)
 
     Args:
         is_worth_it: gets the ChildFailedError of a node's ranks, and returns whether to restart them.

@@ -137,9 +137,9 @@ def run_alone(
     world: World = ALONE,
     root: str = "",
 ) -> Any:
-    """Run target(environment, link, argument) in a single process of its own, as launch() does, and return its value.
+    """Run target(environment, link, argument) in a single process of its own, and return its value.
 
-    The world is of one rank, by default on the CPU.
+    The other arguments, and the errors, are those of launch(). The world has one rank, by default on the CPU.
     """
     return launch(target, world, argument, timeouts, on_event, root=root)[0]
 
@@ -243,11 +243,25 @@ class _Rank:
 def _supervise(
     ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None], signals: list[int], grace: Grace
 ) -> list[Any]:
-    """Listen to the ranks until all are done, and return their values by rank; raise the errors that launch lists.
+    """Listen to the ranks until all have ended, and return their values by rank.
 
-    After an error ranks may still run: the caller kills them. Signal handlers append the stop signals to `signals`
-    while this runs. The grace learns where the checkpoints are, and says how long ranks may go on after the first
-    signal.
+    After an error, ranks may still run: the caller kills them.
+
+    Args:
+        ranks: the ranks of this host.
+        timeouts: limits after which a silent rank counts as hung.
+        on_event: called for each event of rank 0 and each printed line.
+        signals: the stop signals so far. Signal handlers append to this list while the function runs.
+        grace: is told where the checkpoints are, and says how long ranks may go on after the first signal.
+
+    Returns:
+        The value of each rank.
+
+    Raises:
+        RankError: A rank has failed or hangs.
+        InputError: A rank raised an InputError.
+        PreemptedError: A SIGTERM or SIGHUP arrived.
+        KeyboardInterrupt: The user pressed Ctrl-C.
     """
     noticed = math.inf
     give_up_at = 0.0
@@ -293,9 +307,15 @@ def _supervise(
 def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: float) -> BaseException:
     """Return, without raising it, the error of a run that was asked to stop.
 
-    It is a KeyboardInterrupt if the first signal was Ctrl-C. Else it is a PreemptedError that says what a rank that
-    still runs, and has used up the grace, last did or, if all have ended, why a rank stopped. `signals` is empty if
-    only a rank got a SIGTERM. `until` is when to stop waiting for the upload of a checkpoint, as of time.monotonic().
+    Args:
+        ranks: the ranks of this host.
+        signals: the signals that this process got, in their order. They are empty if only a rank got a SIGTERM.
+        grace: the time that the ranks had, and where the checkpoints are.
+        until: when to stop waiting for the upload of a checkpoint, as of time.monotonic().
+
+    Returns:
+        A KeyboardInterrupt if the first signal was Ctrl-C. Otherwise a PreemptedError. If all ranks have ended, its
+        message says why one of them stopped. If not, it says what a rank was still doing when the grace was over.
     """
     number = signals[0] if signals else signal.SIGTERM  # sent to a rank alone, as by a guard of the host's memory
     if number == signal.SIGINT:
@@ -310,9 +330,15 @@ def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: 
 
 
 def _error_of_hang(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:
-    """Ask the running ranks where they are, and return the error (not raised) that names those the others wait for.
+    """Ask the running ranks where they are, and return, without raising it, the error of a hang.
 
-    The error has the Python stacks of every running rank. The ranks have ANSWER_SECONDS to answer.
+    The error names the ranks for which the others wait, and has the Python stacks of every running rank. The ranks have
+    ANSWER_SECONDS to answer.
+
+    Args:
+        ranks: the ranks of this host.
+        timeouts: the timeouts by phase, for the message.
+        on_event: called for each event that arrives in the meantime.
     """
     running = [rank for rank in ranks if not rank.outcome]
     for rank in running:
@@ -365,11 +391,12 @@ def _room_for_sockets() -> Iterator[None]:
 
 @contextmanager
 def _importable(root: str = "") -> Iterator[None]:
-    """Put `root` (unless empty) and this package on sys.path within the block, and hide the main module from children.
+    """Put `root` and this package's parent folder on sys.path while the block runs; a context manager.
 
-    A rank inherits sys.path as it is when it starts, even if it is forked from another process. `pyflyte run` has the
-    project root on sys.path only while it loads the workflow. If the parent's main module was not hidden, a child would
-    import it: flytekit takes 2 s.
+    The block also hides the main module from child processes. An empty `root` is left out. A rank inherits sys.path as
+    it is when the rank starts, even if the rank is forked from another process. `pyflyte run` has the project root on
+    sys.path only while it loads the workflow. If the main module were visible, a child would import the parent's main
+    module: flytekit takes 2 s.
     """
     main = sys.modules["__main__"]
     library = str(Path(flyte_ddp.__path__[0]).parent)

@@ -63,8 +63,12 @@ def peak_memory(of_children: bool = False) -> int:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups for "cpu" or "memory", each before its parents.
 
-    A container often sees its own group as the root, but under the path that the group has on the host. So the paths
-    between may be missing.
+    Some of the folders may not exist. A container often sees its own group as the root of the file system, but under
+    the path that the group has on the host.
+
+    Args:
+        controller: "cpu" or "memory".
+        root: the folder that has proc and sys.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -73,11 +73,12 @@ class ParentLink(Link):
             self.send("heartbeat", (phase, peak_memory()))
 
     def send(self, kind: str, content: Any) -> None:
-        """Pickle (kind, content) and send it to the parent, after all earlier messages. Any thread may call the method.
+        """Pickle (kind, content), and send it to the parent after all earlier messages. Any thread may call the method.
 
-        The call waits while the pipe is full. While another call is sending, this call only queues its message, which
-        the other call sends, and returns at once. The other call may be in the same thread, if a finalizer prints while
-        the thread sends. If the parent is gone, the call never returns: listen() kills this rank then.
+        The call waits while the pipe is full. If another call is sending at this moment, this call queues its message
+        and returns at once; the other call then sends the message. (Both calls may be in the same thread: a finalizer
+        may print while the thread sends.) If the parent is gone, the call never returns, because listen() kills this
+        rank.
 
         Args:
             kind: what the message is, such as "event" or "done".

@@ -28,12 +28,20 @@ BEYOND_SECONDS = 60.0  # a collective waits so much longer than the launcher, wh
 def process_group(
     environment: Environment, timeouts: Timeouts | RunOptions | float, store: Store | None = None
 ) -> Iterator[torch.device]:
-    """Create torch's default process group for a with statement, and yield this rank's device.
+    """Create torch's default process group while the block runs, and yield this rank's device; a context manager.
 
-    The group is destroyed at the end. All ranks enter the block. On a GPU, the device becomes torch's current one. If
-    the block raises, the group stays as it is, because the process ends anyway. Collectives wait BEYOND_SECONDS longer
-    than the longest of the timeouts, after which the launcher ends the ranks. `store` is what meet() has returned; None
-    calls meet() here. Raises InputError under gloo if a network interface that the user names does not exist.
+    All ranks enter the block together. On a GPU, the device becomes torch's current one. The group is destroyed at the
+    end of the block. If the block raises, the group stays as it is, because the process ends anyway.
+
+    A collective times out BEYOND_SECONDS after the longest of the timeouts. Before that, the launcher ends the ranks.
+
+    Args:
+        environment: this rank's environment.
+        timeouts: the timeouts by phase, the run's options that have them, or one number of seconds for all phases.
+        store: the store that meet() has returned. None calls meet() here.
+
+    Raises:
+        InputError: The backend is gloo, and GLOO_SOCKET_IFNAME names a network interface that this host does not have.
     """
     device = torch.device(environment.world.device)
     if device.type == "cuda":
@@ -93,10 +101,11 @@ def _off_network(world: World) -> AbstractContextManager[None]:
 
 
 def meet(environment: Environment, timeouts: Timeouts) -> Store:
-    """Return a new torch store that all ranks share, through which they set up one process group.
+    """Return a new torch store that all ranks share, through which they then set up one process group.
 
-    All ranks must call it, equally often and in the same order. A rank may wait here for the others. If one does not
-    come within the timeout for a start plus BEYOND_SECONDS, torch raises an error, here or when the store is used.
+    All ranks must call this function, equally often and in the same order. A rank may wait here for the others. If a
+    rank does not come in time, torch raises an error, here or when the store is used. The time is the timeout for a
+    start plus BEYOND_SECONDS.
 
     Args:
         environment: this rank's environment.

@@ -26,11 +26,14 @@ SET_FOR_RANKS = {"GOMP_SPINCOUNT"}
 
 
 def _detach_child(connection: Connection) -> None:
-    """Undo, in a forked child of a rank such as a loader worker, what serve() has set up for the rank itself.
+    """Undo in a forked child of a rank what serve() has set up for the rank. A fork hook calls this function.
 
-    SIGTERM ends the child again, and its output goes straight to the original files. The child's copy of the pipe to
-    the rank's parent is closed, so that the parent notices the end of the rank even if children live on. A fork hook
-    calls it.
+    Such a child is a loader worker, for example. SIGTERM ends the child again. The child's output goes straight to the
+    original files. The child's copy of the pipe to the rank's parent is closed, so that the parent notices the end of
+    the rank even if children live on.
+
+    Args:
+        connection: the pipe.
     """
     connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

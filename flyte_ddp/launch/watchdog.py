@@ -106,9 +106,10 @@ def under_watchdog(
 
 
 def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall", timeouts: Timeouts) -> None:
-    """Wait until the work has ended, with a value or an error, which stays in `value`. Raise an error if a rank hangs.
+    """Wait until the work has ended, and return; raise an error if a rank hangs, or if the grace of a stop is over.
 
-    After an error here, the interpreter ends with status 1, without waiting for the work's thread.
+    The work's own value or error stays in `value`: this function does not raise it. After an error here, the
+    interpreter will end with status 1, without waiting for the work's thread.
 
     Args:
         value: the future of the work.
@@ -117,8 +118,8 @@ def _wait(value: "futures.Future[Value]", link: DirectLink, roll_call: "RollCall
         timeouts: how long this rank may be silent, by phase.
 
     Raises:
-        RankError: this rank or another one hangs.
-        PreemptedError: this rank was asked to stop, and the grace has ended.
+        RankError: This rank or another one hangs.
+        PreemptedError: This rank was asked to stop, and the grace has ended.
     """
     silent_seconds = 0.0
     steps = link.steps
@@ -204,10 +205,11 @@ class RollCall:
         self._woken.set()
 
     def close(self, has_succeeded: bool = False) -> None:
-        """End the thread, unless the store blocks it.
+        """Tell the thread to end, and wait for it for at most ALIVE_SECONDS, since the store may block it.
 
         Args:
-            has_succeeded: whether this rank's work is done: the others must not take it for a rank that is silent.
+            has_succeeded: whether this rank's work is done. If so, the other ranks do not take this rank for a silent
+                one.
         """
         self._has_succeeded = has_succeeded
         self._closed = True
@@ -223,9 +225,11 @@ class RollCall:
         return self._conclude(self._reason, answers, hosts)
 
     def _run(self) -> None:
-        """Wait until any rank asks, then answer and set the finding; end without one if the roll call is closed before.
+        """Wait until any rank asks where the ranks are, then answer, and set `finding` to what all ranks agree on.
 
-        A thread of each rank runs this method. If the store is gone, the thread ends without a finding, too.
+        A thread of each rank runs this method. The thread ends without a finding if close() comes first, or if the
+        store is gone. If close() says that this rank has succeeded, the thread notes so in the store, for ranks that
+        ask later.
         """
         with suppress(DistError):  # torch raises it if the store is gone, or a key is not there in time
             self._store.set(f"host {self._rank}", self._host)
@@ -238,11 +242,11 @@ class RollCall:
                 self._leave(None)
 
     def _exchange_answers(self) -> Finding:
-        """Add this rank's answer to those in the store, and return the finding that all ranks agree on.
+        """Write where this rank is to the store, and return the finding, which says which ranks are to blame.
 
-        The first rank that has asked waits ANSWER_SECONDS for answers and then writes the finding to the store. The
-        others wait for the finding, and write it themselves if that rank takes longer than GRACE_SECONDS. If several
-        write, the first one counts.
+        The finding is the same on all ranks. The first rank that asked waits ANSWER_SECONDS for the answers, and then
+        writes the finding to the store. The other ranks wait for the finding for at most GRACE_SECONDS, and then write
+        it themselves. If several ranks write, the first finding counts.
         """
         own = f"{self._reason} {self._rank}"
         first = self._store.compare_set("asked", "", own).decode()
@@ -263,12 +267,12 @@ class RollCall:
         self._store.append("answers", f"{json.dumps([self._rank, self._host, answer])}\n")
 
     def _gather(self, reason: str) -> Finding:
-        """Return the finding from the answers that are in the store now; ranks without an answer count as silent.
+        """Return the finding, which says which ranks are to blame, from the answers that are in the store now.
 
-        Ranks whose work has succeeded are left out.
+        Ranks without an answer count as silent. Ranks whose work has succeeded are left out.
 
         Args:
-            reason: why a rank has asked: "hang" or "loss".
+            reason: why a rank has asked: "hang", or "loss" if it has lost another rank.
         """
         answers = dict.fromkeys(range(self._size), Answer())
         hosts = dict.fromkeys(range(self._size), UNKNOWN)

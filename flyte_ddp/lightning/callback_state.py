@@ -45,11 +45,11 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 
 
 def callback_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what callbacks have changed that Lightning's checkpoints lack, for restore_callbacks().
+    """Return what callbacks may have changed and Lightning's checkpoints lack, for restore_callbacks().
 
     Returns:
-        "stops_early": whether a callback has ended the training. "frozen": one dict of flags, with requires_grad under
-        the name of each weight, and track_running_stats under the name of each layer that has that attribute.
+        "stops_early": whether a callback has ended the training. "frozen": a dict of flags, with requires_grad under
+        the name of each weight, and track_running_stats under the name of each layer that has this attribute.
     """
     switches = _switches(trainer.lightning_module)
     frozen = {name: getattr(owner, attribute) for name, (owner, attribute) in switches.items()}
@@ -66,13 +66,18 @@ def restore_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
 def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
     """Call on_train_epoch_start of the user's callbacks and of the module, after a resume within an epoch.
 
-    Lightning doesn't do so, because the epoch has begun already. Of Lightning's own callbacks, only
-    GradientAccumulationScheduler and StochasticWeightAveraging are called. Each user's callback gets its state back
-    afterwards. Weights are not put back: a hook may change those that the checkpoint has already restored.
+    Lightning does not call these hooks then, because the epoch has begun already. Among Lightning's own callbacks, only
+    GradientAccumulationScheduler and StochasticWeightAveraging are called. Subclasses of BaseFinetuning are not called.
+    Each user's callback gets its state back after its call. A hook may change weights that the checkpoint has restored;
+    these stay changed.
+
+    Args:
+        trainer: the trainer.
+        observer: this library's own callback, which is not called.
 
     Returns:
-        Whether weights, buffers, or the state or settings of optimizers have changed on this rank, so that the caller
-        has to restore them from the checkpoint.
+        Whether weights, buffers, or the state or settings of optimizers have changed on this rank. If so, the caller
+        restores them from the checkpoint.
     """
     module = trainer.lightning_module
     before = _versions(trainer)
@@ -89,9 +94,11 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
 
 
 def _versions(trainer: Trainer) -> list[Any]:
-    """Return what changes with a tensor of the module, or the state or settings of an optimizer.
+    """Return values by which the caller can tell whether the module's tensors or the optimizers have changed.
 
-    Of a tensor it is the id, and how often it was changed in place.
+    Two results are equal if nothing has changed between the two calls. For each parameter, buffer and tensor of an
+    optimizer, the list has the tensor's id and how often it was changed in place. Other settings of optimizers, such as
+    the learning rate, are copied.
     """
     module = trainer.lightning_module
     states = chain.from_iterable(one.state.values() for one in trainer.optimizers)

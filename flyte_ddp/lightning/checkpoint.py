@@ -116,11 +116,20 @@ class CheckpointFiles(TorchCheckpointIO):
         return self._path if self._state else None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """Return the state that find() has kept or, for another path, what Lightning reads from there, as torch.load.
+        """Return the state of the checkpoint at a path.
 
-        Lightning calls this on all ranks. For the path of find() it is a collective, and each call needs a call of
-        find() before it: the state is handed out and no longer kept. Rank 0 also puts the files that ModelCheckpoints
-        had saved back into the logs, warns of each file that is gone, and raises OSError if it cannot write one.
+        For the path that find() returned, the result is the state that find() has kept. For any other path, it is what
+        Lightning reads from there. Lightning calls this on all ranks. For the path of find(), the call is a collective.
+        Each such call needs a call of find() before it, because the kept state is given away. Rank 0 also puts the
+        files that ModelCheckpoints had saved back into the logs, and warns of each file that is gone.
+
+        Args:
+            path: the checkpoint.
+            map_location: as in torch.load; not used for the path of find().
+            weights_only: as in torch.load; not used for the path of find().
+
+        Raises:
+            OSError: Rank 0 cannot write a file to the logs.
         """
         if path != self._path:
             return super().load_checkpoint(path, map_location, weights_only)

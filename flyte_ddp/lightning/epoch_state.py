@@ -39,9 +39,14 @@ class EpochState:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore what gather() has returned in an earlier attempt: gradients, logged values and metrics.
 
-        Call it after the hooks that begin an epoch, which may set metrics and gradients to zero. On another number of
-        ranks, only the gradients are restored while the epoch has steps left, and logs and metrics begin anew. If no
-        steps are left, each rank takes what one of the earlier ranks had.
+        Call it after the hooks that begin an epoch, because they may set metrics and gradients to zero.
+
+        The gradients are always restored. Logged values and metrics are restored if the number of ranks is the same as
+        before. On another number of ranks, they begin anew as long as the epoch has steps left. If it has none left,
+        each rank takes what one of the earlier ranks had.
+
+        Args:
+            saved: what gather() has returned, and "is_trained": whether the epoch has no steps left.
         """
         self._optimizers.put_back(saved["gradients"])
         ranks = saved["ranks"]
@@ -68,9 +73,10 @@ class EpochState:
     def waits(self, steps: int) -> bool:
         """Return whether a checkpoint must wait for a later step; a collective.
 
-        With automatic optimization it waits while gradients are being accumulated. With manual optimization this calls
-        gradients.wait(), which gives up after some steps and sets the gradients that gather() returns. So call gather()
-        only after this method has returned False.
+        With automatic optimization, the checkpoint waits while gradients are being accumulated. With manual
+        optimization, the checkpoint waits while the gradients that no optimizer has applied differ between ranks; after
+        MOST_WAITED steps the wait ends. When this method returns False, it has also stored the gradients that gather()
+        returns.
 
         Args:
             steps: the number of the epoch's batches that are done.
@@ -83,10 +89,13 @@ class EpochState:
     def gather(self) -> dict[str, Any]:
         """Return what a checkpoint within the epoch needs besides Lightning's state; a collective.
 
+        Call it after waits() has returned False.
+
         Returns:
-            "gradients": those that no optimizer has applied, as the last waits() found them the same on all ranks, by
-            the position of their weight; empty with automatic optimization. They are not copied. "ranks": for each
-            rank, on the CPU, the states of its metrics, what its steps have logged, and the values that callbacks see.
+            "gradients": the gradients that no optimizer has applied yet, by the position of their weight. waits() has
+            checked that these gradients are the same on all ranks. They are not copied. The dict is empty with
+            automatic optimization, and if waits() has given up. "ranks": for each rank, on the CPU, the states of its
+            metrics, what its steps have logged, and the values that callbacks see.
         """
         own = {
             "metrics": {name: metric_state(metric) for name, metric in self._metrics().items()},

@@ -25,12 +25,15 @@ class KeptFiles:
         self._logs = os.path.realpath(job.logs)  # as ModelCheckpoint has it
 
     def keep(self, callbacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Link or copy the files of ModelCheckpoints beside the checkpoint, and return what restore() needs.
+        """Link or copy the files that ModelCheckpoints have saved to the folder beside the checkpoint.
 
         Only files in this attempt's logs are kept.
 
         Args:
             callbacks: the state of the callbacks, which names the files.
+
+        Returns:
+            What restore() needs: "logs", the folder of the logs, and "files", the name of each kept file by its path.
 
         Raises:
             OSError: A file could not be linked or copied.
@@ -56,10 +59,19 @@ class KeptFiles:
                 file.unlink(missing_ok=True)
 
     def restore(self, callbacks: dict[str, Any], kept: Mapping[str, Any]) -> list[str]:
-        """Put the kept files into this attempt's logs, and rename their paths in the callbacks' state; a collective.
+        """Put the kept files into this attempt's logs, and change their paths in the callbacks' state; a collective.
 
-        Only rank 0 links or copies files. All ranks change the paths in the state. `kept` is what keep() returned in
-        the attempt before. Returns the names of files that are gone; on ranks other than rank 0 there are none.
+        Rank 0 alone links or copies files. All ranks change the paths.
+
+        Args:
+            callbacks: the state of the callbacks, which is changed in place.
+            kept: what keep() returned in the attempt before.
+
+        Returns:
+            On rank 0, the names of files that are gone. On other ranks, an empty list.
+
+        Raises:
+            OSError: Rank 0 cannot link or copy a file.
         """
         gone = []
         before, now = kept["logs"], broadcast_value(self._logs)
@@ -76,7 +88,11 @@ class KeptFiles:
 
 
 def _put(file: Path, place: Path) -> None:
-    """Link or copy a file to a place, in place of what is there, whole or not at all."""
+    """Make `place` a hard link to a file, or a copy of the file where no link is possible.
+
+    What is at `place` is replaced in one step, so `place` never has a part of a file. Raises FileNotFoundError if the
+    file is gone.
+    """
     beside = temporary_beside(place)
     try:
         link_or_copy(file, beside)

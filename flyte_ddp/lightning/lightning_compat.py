@@ -20,9 +20,9 @@ from flyte_ddp.engine.torch_compat import last_layers_first, settle_buckets
 def settle_strategy_buckets(strategy: Strategy) -> None:
     """Make a DDP strategy fix the buckets of gradients when it wraps the network.
 
-    DistributedDataParallel would choose them anew after the first step of each attempt, and a bucket's gradients are
-    added up in an order of their own. With fixed ones, a resumed training ends with the same bits. Other strategies are
-    left alone.
+    DistributedDataParallel would otherwise choose new buckets after the first step of each attempt. The buckets decide
+    the order in which gradients are added up. With fixed buckets, a resumed training ends with the same bits as an
+    undisturbed one. Other strategies are left alone.
 
     Args:
         strategy: the trainer's strategy; its _setup_model is replaced.
@@ -43,8 +43,8 @@ def settle_strategy_buckets(strategy: Strategy) -> None:
 def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
     """Make the trainer call `call` before each training step, after all hooks of the step before.
 
-    Lightning has no hook there: on_train_batch_end of the module comes after those of callbacks. The function also
-    turns off Lightning's own check for SIGTERM, because the host waits for that in each step.
+    Lightning has no such hook: callbacks' on_train_batch_end runs before the module's. The function also turns off
+    Lightning's own check for SIGTERM, because that check makes the host wait for the device in each step.
     """
     loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
@@ -78,7 +78,13 @@ def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
 
 
 def begin_with_validation(checkpoint: dict[str, Any]) -> None:
-    """Change Lightning's checkpoint in place, so that a resume begins with the validation after its last step."""
+    """Change a checkpoint of Lightning in place, so that a resume begins with the validation.
+
+    The checkpoint is one from just before that validation.
+
+    Args:
+        checkpoint: the dict that Lightning would save.
+    """
     none_done = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = {
         "total": dict(none_done),
@@ -121,9 +127,15 @@ REDUCTIONS: dict[str, Any] = {
 
 
 def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return what this rank's training steps of the epoch have logged so far, as restore_logged() takes it.
+    """Return what this rank's training steps of the epoch have logged so far, for restore_logged().
 
-    What is logged with sync_dist_group is left out, because a checkpoint cannot hold a group of ranks.
+    Values logged with sync_dist_group are left out, because a checkpoint cannot hold a group of ranks. A metric object
+    that was logged is only named, by its attribute in the module, without its state. A metric object that is no
+    attribute of the module is left out.
+
+    Returns:
+        A dict for each logged value, with its key, how it was logged, and its sums as tensors. The tensors are not
+        copied.
     """
     results = trainer.fit_loop.epoch_loop._results
     modules = dict(trainer.lightning_module.named_modules(remove_duplicate=False))

@@ -57,14 +57,22 @@ class Loaders:
     def adapt_methods(
         self, owner: LightningModule | LightningDataModule, seed: Callable[[], None], begin_order: Callable[[], None]
     ) -> None:
-        """Wrap the owner's methods that make DataLoaders, so that loaders are made alike on all ranks, and checked.
+        """Wrap the owner's methods that make DataLoaders, so that all ranks make the same loaders, and check them.
 
         The methods train_dataloader, val_dataloader and test_dataloader are replaced on the object `owner`. A wrapped
-        one calls `seed`, makes the loaders, and puts the global random generators back. Then it checks each loader: it
-        raises InputError for a sampler that no resume could restore or, on several ranks, that Lightning would replace.
-        Two faults of training loaders only add a warning to `problems`: a loader that cannot continue within an epoch,
-        for which begins_epochs_anew is set, too, and a Dataset with a random generator of its own. In the end
-        train_dataloader calls begin_order, which seeds the generators for the order of the samples; its effect stays.
+        method calls `seed`, makes the loaders, and puts the global random generators back. train_dataloader then calls
+        `begin_order`, whose effect on the generators stays. At last each loader is checked:
+
+        - InputError is raised for a sampler that no resume could restore. On several ranks it is also raised for a
+        sampler whose choice of samples Lightning would discard.
+        - A training loader that cannot continue within an epoch adds a warning to `problems`, and sets
+        begins_epochs_anew.
+        - A training Dataset with a random generator of its own adds a warning to `problems`.
+
+        Args:
+            owner: the module or its data.
+            seed: seeds the global generators alike on all ranks.
+            begin_order: seeds the global generators for the order of the training samples.
         """
 
         def settled(name: str, method: Callable[[], Any]) -> Callable[[], Any]:
@@ -89,11 +97,17 @@ class Loaders:
             setattr(owner, name, settled(name, getattr(owner, name)))
 
     def _check(self, loader: object) -> None:
-        """Check a loader, or whatever the method self._method has just returned in its place.
+        """Check one loader that the method self._method has just returned.
 
-        For a training loader it adds to `problems` a warning for what a resume would not bring back: the loader's
-        position, which also sets begins_epochs_anew, or a Dataset's own random number generator. Raises InputError for
-        a sampler that no resume could restore or, on several ranks, that Lightning would ignore.
+        A training loader whose position a resume cannot restore adds a warning to `problems`, and sets
+        begins_epochs_anew. A training Dataset with a random generator of its own adds a warning, too.
+
+        Args:
+            loader: a DataLoader, or any other iterable that the method returned.
+
+        Raises:
+            InputError: the loader can begin within an epoch, but its sampler draws from a generator that a resume
+                cannot restore; or there are several ranks, and Lightning would ignore what the sampler chooses.
         """
         where = f"{self._owner}.{self._method}"
         if self._world_size > 1:
@@ -121,11 +135,10 @@ class Loaders:
     def adapt_trainer(self, trainer: Trainer) -> None:
         """Wrap process_dataloader of the trainer's strategy, so that loaders read in a repeatable order.
 
-        After a resume they read what is left.
-
-        Each DataLoader that can skip batches gets an order of samples that follows from the seed and the epoch. The
-        training loader skips the steps that are done, and Lightning's counts of steps are set. Samplers are told the
-        epoch, because Lightning tells them once workers have begun to read, which is too late.
+        Each loader that can skip batches gets an order of samples that follows from the seed and the epoch. If the
+        training begins within an epoch, its training loader skips the batches that are done, and Lightning's counts of
+        steps are set to match. Each sampler with set_epoch() is told the epoch here. Lightning would tell it only after
+        the workers have begun to read.
         """
         process = trainer.strategy.process_dataloader
 
@@ -149,11 +162,11 @@ class Loaders:
 
 
 def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
-    """Raise InputError for a sampler whose choice of samples Lightning would discard on several ranks.
+    """Raise InputError for a sampler whose choice of samples Lightning would discard. Call this only on several ranks.
 
-    There Lightning replaces each RandomSampler and SequentialSampler by one that passes over all samples. Accepted are
-    None, these two classes with their defaults, and samplers that derive from neither, which Lightning keeps. Refused
-    are subclasses of the two, replacement=True, and a num_samples other than the number of samples.
+    On several ranks Lightning replaces each RandomSampler and SequentialSampler by a sampler that passes over all
+    samples. So subclasses of these two are refused, and so are replacement=True and a num_samples other than the number
+    of samples. The two classes with their defaults, other samplers, and None are accepted.
 
     Args:
         sampler: the loader's sampler, if it has one.

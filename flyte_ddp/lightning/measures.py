@@ -14,8 +14,8 @@ FORKS = ("_step", "_epoch")  # what Lightning appends to the name of what is log
 def read_measures(logged: Mapping[str, Any]) -> dict[str, float]:
     """Return the logged numbers by names without the split: "val_loss" and "val/loss" become "loss".
 
-    A name keeps its prefix if the short name is logged, too. A number that Lightning logs both by step and by epoch
-    appears once.
+    A name keeps its prefix if the short name is logged, too. If Lightning logs a number by step and by epoch, as NAME,
+    NAME_step and NAME_epoch, only NAME is returned.
 
     Args:
         logged: what a module has logged, by name. Tensors of several numbers are left out.
@@ -62,12 +62,18 @@ class LoggedByValidation(DummyLogger):
 def problems_of_names(
     headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool, has_batches: bool
 ) -> list[str]:
-    """Return warnings of measures that the module does not log as a report needs them; empty if there are none.
+    """Return a warning for each measure that the module does not log as a report needs it; [] if all is well.
 
-    There is a warning if the headline is logged neither in training nor in validation, and one for each of the headline
-    and the loss that is logged, but not for the validation as a whole. A measure of a single validation loader
-    (NAME/dataloader_idx_N) counts as logged, but not for the validation as a whole. If there are loaders for the
-    validation, but no batches, that is the only warning.
+    The headline gets a warning if neither training nor validation logs it. With a validation, "loss" and the headline
+    each get a warning if they are logged, but not for the validation as a whole. A measure of a single validation
+    loader (NAME/dataloader_idx_N) is logged, but not for the validation as a whole.
+
+    Args:
+        headline: the name of the main measure.
+        trained: names that training steps have logged.
+        validated: what the validation has logged, by name.
+        has_validation: whether a validation has run.
+        has_batches: False if there are validation loaders without any batch. The only warning then says so.
     """
     if not has_batches:
         return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]

@@ -44,8 +44,9 @@ def build(job: LightningJob) -> Parts:
     Data and callbacks are optional. Progress bars among the callbacks are left out.
 
     Raises:
-        InputError: one of them is of another type, or has a parameter without default that is no setting; a setting is
-            used by none of them; or none has train_dataloader.
+        InputError: the module, the data or the callbacks are of another type than Lightning's; one of them has a
+            parameter that has no default and is no setting; none of them takes one of the user's settings; neither
+            module nor data define train_dataloader; or a file was imported by a computed name.
     """
     with checked_imports(job.root, job.files):
         kind = _find_class(job.recipe, LightningModule)
@@ -81,7 +82,15 @@ def _without_progress_bars(job: LightningJob, callbacks: Any) -> list[Callback]:
 
 
 def _find_class(name: str, base: type) -> type:
-    """Import and return the class "package.module:Name". Raises InputError unless it derives from `base`."""
+    """Import and return a class. Errors of the import pass unchanged.
+
+    Args:
+        name: the class, as "package.module:Name".
+        base: a class of Lightning that it must derive from.
+
+    Raises:
+        InputError: the class does not derive from `base`.
+    """
     kind: Any = pkgutil.resolve_name(name)
     own_lock_of_tqdm()
     if not (isinstance(kind, type) and issubclass(kind, base)):
@@ -119,7 +128,15 @@ def _call_with_settings(name: str, kind: Callable[..., Any], job: LightningJob) 
     """Call a class or function with the values that its parameters' names ask for, and return the result.
 
     A parameter may have the name of a field of the settings, or be `settings`, `data_path`, `loader_workers` or
-    `pin_memory`. Raises InputError for another one without a default.
+    `pin_memory`. A parameter of any other name keeps its default.
+
+    Args:
+        name: the name of the class or function, for messages.
+        kind: the class or function.
+        job: the training, with the values.
+
+    Raises:
+        InputError: a parameter of another name has no default.
     """
     arguments = {
         "settings": job.settings,

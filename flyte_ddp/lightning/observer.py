@@ -144,10 +144,10 @@ class RankObserver(Checkpoint):
     def start(self, trainer: Trainer) -> None:
         """Check the data and schedules, then start the progress, which emits RunStarted and warnings; a collective.
 
-        It runs before the first step or, if a resumed training has no steps left, before the test.
+        Call this before the first step. If a resumed training has no steps left, call it before the test.
 
         Raises:
-            InputError: A rank has no training batch, or a schedule would end before the training.
+            InputError: this rank has no training batch, or a learning rate schedule would end before the training.
         """
         if not trainer.num_training_batches:  # Lightning ends at once then, without training
             raise InputError(
@@ -295,7 +295,8 @@ class RankObserver(Checkpoint):
     def gather_within(self) -> None:
         """Store in `within` what a checkpoint within the epoch needs besides Lightning's state; a collective.
 
-        The last loss and the weights are checked first.
+        The last loss and the weights are checked first. A warning is emitted once if gradients were left out, since
+        waiting for their optimizer took too long.
 
         Raises:
             NonFiniteError: a loss or weight is not finite; on all ranks.
@@ -327,10 +328,14 @@ class RankObserver(Checkpoint):
     # --- epochs ---
 
     def _before_validation(self, trainer: Trainer) -> None:
-        """Keep what a checkpoint needs, so that a request to stop can end the validation; a collective.
+        """Prepare a validation that a request to stop can end; a collective. Rank 0 keeps a checkpoint from before it.
 
-        Rank 0 keeps it. Nothing is kept if a checkpoint cannot be written now: loaders allow resumes at ends of epochs
-        alone, or gradients are being accumulated. The validation then cannot be left.
+        The validation can be left early only with such a checkpoint. None is kept if a loader cannot resume within an
+        epoch, gradients are being accumulated, the epoch's end needs what only its steps have left, or a hook of the
+        user's code fails while the checkpoint is made on any rank.
+
+        Raises:
+            NonFiniteError: a loss or weight is not finite. All ranks raise this.
         """
         self._last_step = None
         self._begin_evaluation(trainer.num_val_batches, trainer.val_dataloaders)
@@ -356,10 +361,10 @@ class RankObserver(Checkpoint):
             )
 
     def _needs_steps(self, trainer: Trainer) -> bool:
-        """Return whether a resume could not begin with the validation; a collective.
+        """Return whether the epoch's end needs more than a checkpoint before the validation could hold; a collective.
 
-        It could not if the epoch's end needs what its steps have left, and no checkpoint has that: lists in a metric,
-        or what a hook at the epoch's end may read. Nor could it if a callback has ended the training in a step.
+        If so, a resume cannot begin with the validation. All ranks return True if, on any rank, a callback has ended
+        the training in a step, a metric keeps lists, or the module or a user's callback has on_train_epoch_end.
         """
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         theirs = [one for one in callbacks if one is not self and not type(one).__module__.startswith("lightning.")]
@@ -451,8 +456,14 @@ class Checkpoints:
     def save(self, training: Resumable, is_last: bool = False) -> None:
         """Write a checkpoint of the training as it is now; a collective. Rank 0 writes the file.
 
-        Within an epoch it does nothing if a loader allows resumes at ends of epochs alone, and raises NonFiniteError on
-        all ranks if a loss or weight is not finite. Whether it is the last checkpoint makes no difference.
+        Nothing is written within an epoch if a loader cannot resume within an epoch.
+
+        Args:
+            training: the training; only its progress is used.
+            is_last: has no effect.
+
+        Raises:
+            NonFiniteError: within an epoch, a loss or weight is not finite. All ranks raise this.
         """
         progress = training.progress
         if progress.step and self._loaders.begins_epochs_anew:

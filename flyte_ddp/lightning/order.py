@@ -59,14 +59,15 @@ class Order:
         self._first: dict[int, tuple[int, int]] = {}  # by epoch, the pass that is gone on with, and what it leaves out
 
     def begin_at(self, step: int, has_cycles: bool) -> None:
-        """Make the next iteration begin in the middle of its epoch, after `step` steps.
+        """Make the next iteration of the current epoch begin after `step` steps.
 
-        Later iterations begin at the start, and so does the next one if it is in another epoch.
+        All other iterations begin at the start of their order.
 
         Args:
             step: how many batches training has read in this epoch. The iteration leaves them out.
-            has_cycles: whether training starts this loader again when it ends before a longer one. Batches of its
-                complete passes then count in `step`, too, if the loader has a length.
+            has_cycles: whether training reads this loader several times in an epoch, because another loader is longer.
+                `step` then also counts the batches of the complete passes. A loader without a length is taken to have
+                made none.
         """
         length = sized_len(self._batches) if has_cycles else 0
         # An epoch without a step left may read nothing, and then the next one must not begin so

@@ -67,8 +67,9 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
         What this rank knows of the result: the epochs, the test measures and the digest of the weights.
 
     Raises:
-        InputError: Something is wrong with the module, its data or callbacks, or with the settings.
-        NonFiniteError: The loss is not finite.
+        InputError: something is wrong with the module, its data or callbacks, or with the settings.
+        NonFiniteError: a loss or weight is not finite.
+        StopRequested: the ranks were asked to stop, and have written a checkpoint.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no word on the accelerators that there are not
@@ -142,7 +143,16 @@ def make_trainer(
     validation: LoggedByValidation,
     callbacks: list[Callback],
 ) -> Trainer:
-    """Create Lightning's Trainer for this rank, by the job's settings and options; validation.trainer is set to it."""
+    """Create Lightning's Trainer for this rank, and store it as validation.trainer, too.
+
+    Args:
+        environment: this rank and the number of ranks.
+        device: this rank's device.
+        job: the training, whose settings and options become the trainer's arguments.
+        files: the plugin by which the trainer reads and writes checkpoints.
+        validation: the trainer's logger.
+        callbacks: all callbacks of the trainer.
+    """
     settings, world = job.settings, environment.world
     limits: dict[str, Any] = {name: getattr(settings, name) for name in LIMITS}
     limits = {name: int(limit) if limit > 1 else limit for name, limit in limits.items()}  # a float is a share
@@ -171,10 +181,16 @@ def make_trainer(
 
 
 def test(trainer: Trainer, parts: Parts, link: Link, observer: RankObserver) -> dict[str, float]:
-    """Evaluate the module, with the weights of the last epoch, on its test split, and emit the result; a collective.
+    """Evaluate the module on its test split, with the weights of the last epoch, and emit EpochChosen; a collective.
 
-    Returns the measures by name; they are empty if the module has no test_step, or neither it nor its data a
-    test_dataloader. Measures that are not finite are warned of; a loss is a NonFiniteError.
+    Nothing is evaluated or emitted if the module has no test_step, or if neither the module nor its data have
+    test_dataloader. A measure other than a loss gets a warning if it is not finite.
+
+    Returns:
+        The measures by name; empty if nothing was evaluated.
+
+    Raises:
+        NonFiniteError: a test loss is not finite.
     """
     has_split = any(is_overridden("test_dataloader", one) for one in parts.owners)
     if not (has_split and is_overridden("test_step", parts.module)):

@@ -25,7 +25,7 @@ def with_remedy(error: Exception) -> InputError | None:
 
 
 def problem_of_ranks(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
-    """Return a warning if a training goes on on another number of ranks than before, else an empty text.
+    """Return a warning if a training continues on another number of ranks than before, else an empty text.
 
     Args:
         ran_on: the machines that the training has run on, latest last, each with its number of "ranks"; empty at first.
@@ -42,14 +42,16 @@ def problem_of_ranks(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
 
 
 def check_schedules(trainer: Trainer, step: int, other_ranks: str) -> None:
-    """Raise InputError if a schedule would end before a training that goes on on another number of ranks.
+    """Raise InputError if a learning rate schedule would end before the training does.
 
-    Only schedules with total_steps, such as OneCycleLR, can be too short: on fewer ranks an epoch has more steps.
+    Only schedules with total_steps, such as OneCycleLR, can be too short. That happens when a training continues on
+    fewer ranks than before, because an epoch then has more steps.
 
     Args:
         trainer: the trainer, at the start of this attempt, with the schedules restored.
         step: how many batches of the current epoch are done.
-        other_ranks: the text from problem_of_ranks(), which ends the message. If it is empty, nothing is checked.
+        other_ranks: the text from problem_of_ranks(), which ends the message. If it is empty, the number of ranks is
+            the same as before, and nothing is checked.
     """
     epochs = range(trainer.current_epoch, trainer.max_epochs or 0)
     for config in trainer.lr_scheduler_configs if other_ranks else ():

@@ -110,10 +110,14 @@ class LightningOptions(RunOptions):
 
 
 def _hint(name: str, other: type[Settings]) -> str:
-    """Return a hint, in brackets, about a name that settings or options don't have; empty if it is unknown.
+    """Return a hint, in brackets, about a name that the settings or the options don't have.
 
-    The name may be an argument of Lightning's Trainer, or a field of the `other` class: that of options, or of
-    settings.
+    Args:
+        name: the unknown name. It may be an argument of Lightning's Trainer, or belong to the `other` class.
+        other: the class of options if the name was given as a setting, else that of settings.
+
+    Returns:
+        The hint with a space before it; "" if the name is not known there either.
     """
     if name in CALLED:
         return f" (the Trainer's {name} is {CALLED[name]})"

@@ -85,6 +85,11 @@ class ModelMetadata:
 def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
     """Return the class "package.module:Name", after importing its module.
 
+    Args:
+        name: the class, in the form above.
+        base: the class that it must be derived from.
+        what: what the message calls the class.
+
     Raises:
         InputError: the class cannot be imported, or is not derived from base.
     """

@@ -25,6 +25,12 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 
     Tied weights may be in the file under one name. Frozen weights that the file leaves out are the network's own.
 
+    Args:
+        model: the network, which is changed.
+        path: a file of weights, of torch.save or safetensors.
+        called: what messages call the file.
+        remedy: what messages tell the user to do.
+
     Raises:
         InputError: the file cannot be read, or its weights do not fit the network.
     """
@@ -40,9 +46,14 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 def read_weights(path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> dict[str, Tensor]:
     """Read the state dict of a model_state or safetensors file to the CPU. Nothing in the file is executed.
 
-    Messages call the file `called`, and `remedy` is what they tell the user to do if it has no state dict that can be
-    read. Raises InputError if the file is missing or damaged, cannot be read safely or has anything but tensors, or if
-    the safetensors library is missing.
+    Args:
+        path: the file, of torch.save or safetensors.
+        called: what messages call the file.
+        remedy: what the message tells the user to do if the file has no state dict that can be read.
+
+    Raises:
+        InputError: the file is missing or damaged, cannot be read safely, or has something other than tensors; or the
+            safetensors library is missing.
     """
     try:
         if is_safetensors(path):
@@ -86,11 +97,16 @@ def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
 
 
 def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None = None) -> dict[Name, Tensor]:
-    """Copy weights to the host's memory, and wait until the copies are complete. Tied weights share one copy.
+    """Copy weights to the host's memory, wait until the copies are complete, and return them by name.
 
-    `room` is a dict to reuse between calls, empty at first. Its tensors are overwritten where shape and dtype fit, and
-    new ones are added to it; it has the returned copies. Those for weights on a GPU are page-locked, which makes the
-    copy about ten times as fast. With None, all copies are new and in ordinary memory.
+    Tied weights share one copy.
+
+    Args:
+        weights: the weights by name.
+        room: a dict to reuse between calls, empty at first. A tensor in this dict is overwritten if its shape and dtype
+            fit, and replaced otherwise. The returned copies are the tensors in this dict, so the next call overwrites
+            them. Copies of weights on a GPU are page-locked, which makes copying about ten times as fast. With None,
+            all copies are new and in ordinary memory.
     """
     firsts = first_names(weights)
     is_kept = room is not None
@@ -118,11 +134,19 @@ def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
 def with_base(
     weights: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
 ) -> dict[str, Tensor]:
-    """Return a file's weights, completed by the network's frozen weights if the training left those out of the file.
+    """Return a file's weights, with the network's frozen weights added if the training left those out of the file.
 
-    The file's metadata then have a digest of what was left out. Without such a digest, `weights` are returned as they
-    are. Raises InputError, which calls the file `called`, if the network's frozen weights differ from those of the
-    training.
+    The file's metadata have a digest of the frozen weights that were left out. Without such a digest, `weights` are
+    returned unchanged.
+
+    Args:
+        weights: the file's weights.
+        model: the network, with the frozen weights that the user's model() gives it.
+        path: the file, whose metadata are read.
+        called: what the message calls the file.
+
+    Raises:
+        InputError: the network's frozen weights differ from those of the training.
     """
     base = {name: value for name, value in frozen_weights(model).items() if name not in weights}
     metadata = read_metadata(path) if base else None

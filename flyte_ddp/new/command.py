@@ -53,7 +53,7 @@ TEMPLATE_NAME = "my_project"
 
 
 def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
-    """Write the whole project or nothing.
+    """Write the whole project, or nothing if that fails.
 
     Args:
         folder: the new folder, whose name is the package's.
@@ -61,7 +61,7 @@ def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
         flyte2: whether the project is for Flyte 2.
 
     Raises:
-        InputError: the name is invalid, or the folder exists.
+        InputError: the name is invalid, the folder exists, or it cannot be written.
     """
     folder = absolute(folder, "NAME")
     check_name(folder.name)

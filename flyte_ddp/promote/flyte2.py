@@ -68,10 +68,21 @@ def resolve_place(place: str) -> str:
 def promote_images(
     model_state: File, data: Dir, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
-    """Promote the image classifier's weights if they beat those promoted at the place, on the test split of the data.
+    """Promote the image classifier's weights if they are better on the test split than the weights promoted at a place.
 
-    Call it inside a task: it does the work itself, and starts no other task. A cluster gets an error of
-    promotion.promote as the platform's own; a local run gets a FinalError, which is not retried.
+    Call this function inside a task: it does the work itself, and starts no other task. It returns the same outputs as
+    promote_model(): whether the candidate was promoted, the weights that are promoted now, the figures and a report.
+
+    Args:
+        model_state: the candidate's weights.
+        data: the prepared dataset, which has the test split.
+        hp: the settings that the candidate was trained with.
+        place: where models are promoted: a URL or an absolute path.
+        options: the measure, the margin and further options of the promotion.
+
+    Raises:
+        Exception: the promotion failed. On a cluster it is the platform's own error for that. A local run raises
+            FinalError, which is not retried.
     """
     with one_attempt():
         check_gpus(visible_gpus())

@@ -64,12 +64,20 @@ class Verdict:
 
 
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
-    """Compare the candidate with the promoted model by options.measure or, if that is empty, the recipe's main measure.
+    """Decide whether the candidate is better than the promoted model, and return the verdict with both values.
 
-    Both have been measured on the test split by the same recipe. The candidate wins if it is better by more than the
-    margin, against None, and against a measure or loss that is not finite. Raises InputError if the measure is unknown,
-    its better direction is not given, or the candidate's value or loss is not finite. The loss is checked, too, because
-    a model whose outputs are NaN still has an accuracy.
+    The candidate wins if its measure is better by more than the margin. It also wins if there is no promoted model, or
+    if the promoted model's measure or loss is not finite. The candidate's own loss must be finite even if another
+    measure decides, since a model whose outputs are NaN still has an accuracy.
+
+    Args:
+        candidate: the candidate's measures on the test split.
+        current: the promoted model's measures, by the same recipe; None if there is no promoted model.
+        options: the margin, and the measure that decides; "" is the recipe's main measure. `better` may be "auto".
+
+    Raises:
+        InputError: the measure is unknown, nothing says whether higher or lower is better, or the candidate's measure
+            or loss is not finite.
     """
     name = options.measure or candidate.headline
     if name not in candidate.measures:

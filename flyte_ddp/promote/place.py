@@ -158,9 +158,11 @@ class Place:
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copy a version's weights to a file, verify their SHA-256, and return the content of version.json.
 
-        Raises ReportedError if version.json is missing or unreadable, or model.pt is missing or has changed; the file
-        then has the wrong content. Raises InputError if the place cannot be read, or the file cannot be written, and
-        RecoverableError if the storage fails.
+        Raises:
+            ReportedError: version.json is missing or unreadable, or model.pt is missing or has changed. If model.pt has
+                changed, its wrong content stays in the file.
+            InputError: the place cannot be read, or the file cannot be written.
+            RecoverableError: the storage fails.
         """
         facts = self.facts(version)
         path = f"{self.root}/versions/{version}/model.pt"
@@ -176,9 +178,18 @@ class Place:
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
         """Copy a model into the place as a new version, without promoting it. A version of this name is overwritten.
 
-        version.json is written last, so versions() never lists an incomplete version. It has the facts, among which
-        "sha256" must be, and "format" and "name". In a new place, an empty current.json is written first. Raises
-        InputError if the place cannot be written to, and RecoverableError if the storage fails.
+        version.json is written last, so versions() never lists an incomplete version. In a new place, an empty
+        current.json is written first.
+
+        Args:
+            version: the name of the version.
+            model: the file of weights to copy.
+            facts: the content of version.json. "sha256", the digest of the weights, must be among them. "format" and
+                "name" are added.
+
+        Raises:
+            InputError: the place cannot be written to.
+            RecoverableError: the storage fails.
         """
         self.begin()
         path = f"versions/{version}/model.pt"
@@ -191,11 +202,23 @@ class Place:
         self._write(f"versions/{version}/version.json", encoded({"name": version, **facts}))
 
     def point(self, seen: Pointer, version: str, how: str) -> Pointer | None:
-        """Promote a complete version, unless the pointer has changed since the caller has `seen` it.
+        """Promote a complete version, unless the pointer has changed since the caller read it.
 
-        Returns the new pointer, or None without a change. In a folder, a lock makes this exact. In object storage, two
-        promotions can both find the pointer unchanged. The last write then wins, and the history lacks the other
-        promotion, but its version stays in the place. `how` is PROMOTED or ROLLED_BACK, for the history.
+        In a folder, a lock makes this exact. In object storage, two promotions can both find the pointer unchanged. The
+        last write then wins, and the history lacks the other promotion, whose version stays in the place.
+
+        Args:
+            seen: the pointer that the caller read.
+            version: the version to promote.
+            how: PROMOTED or ROLLED_BACK, for the history.
+
+        Returns:
+            The new pointer; None if the pointer had changed, and nothing was written.
+
+        Raises:
+            InputError: the place cannot be read or written, or a newer program has written current.json.
+            ReportedError: current.json is damaged. RecoverableError, which derives from this error, means that the
+                storage fails.
         """
         with self._locked():
             if self.read() != seen:
@@ -274,10 +297,10 @@ class Place:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Replace errors of storage and disk in the block by this library's errors; those of click pass unchanged.
+        """Replace errors of storage and disk in the block by this library's errors.
 
-        They are an InputError for what a retry would not mend, such as want of permission or space, else a
-        RecoverableError.
+        An error that a retry would not mend, such as a missing permission or a full disk, becomes an InputError. Any
+        other becomes a RecoverableError. Errors of this library are click's, and pass unchanged.
         """
         try:
             yield

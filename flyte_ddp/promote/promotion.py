@@ -68,8 +68,18 @@ class Promotion:
 def writable_place(platform: Platform, place: str) -> Place:
     """Open the place that models are promoted to, and check that it can be read and written to.
 
-    A training calls it before it starts, so that a bad place is not found only at its end. In a new place it writes an
-    empty current.json. It raises what open_place() and Place.read() raise.
+    A training calls this function before it starts, so that a bad place is found early. A new place gets an empty
+    current.json.
+
+    Args:
+        platform: the platform.
+        place: a URL. A local run also takes a folder, and has a default for "".
+
+    Raises:
+        InputError: the place is empty outside of a local run, is no valid URL, cannot be read or written, or has a
+            current.json of a newer program.
+        ReportedError: current.json is damaged, or missing although there are versions. RecoverableError, which derives
+            from this error, means that the storage fails.
     """
     models = open_place(platform, place)
     models.read()
@@ -97,10 +107,17 @@ def open_place(platform: Platform, place: str) -> Place:
 def promote(platform: Platform, subject: Subject, model: Path, place: Place, options: PromotionOptions) -> Promotion:
     """Measure a candidate beside the promoted model, and promote it if it is better or if there is no promoted model.
 
-    If another process promotes a model in the meantime, the candidate is compared again, with that model. A retry of a
-    task whose earlier attempt has promoted the candidate does not promote it twice: it repeats the comparison for the
-    report. The function also writes a page, prints the outcome and, if options.registered_model is set, registers a
-    promoted candidate in MLflow. `subject` is the candidate's training, and `model` its weights.
+    If another process promotes a model in the meantime, the candidate is compared again, with that model. If an earlier
+    attempt of this run has already promoted the candidate, nothing is promoted again; only the comparison is repeated,
+    for the report. The function also writes a page and prints the outcome. If options.registered_model is set, a
+    promoted candidate is registered in MLflow.
+
+    Args:
+        platform: the platform.
+        subject: the candidate's training.
+        model: the candidate's weights.
+        place: where models are promoted.
+        options: the measure, the margin, the time limit and the name in MLflow.
 
     Returns:
         The figures, the weights that are promoted now (the candidate's or the previous ones), and the page.
@@ -203,11 +220,23 @@ def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
 def measure_both(
     subject: Subject, model: Path, place: Place, against: str, copy: Path, options: PromotionOptions
 ) -> list[tuple[str, Measured]]:
-    """Measure the candidate, and the version `against` unless that is "", in one new process.
+    """Measure the candidate and the version that it is compared with, on the test split, in one new process.
 
-    The version's weights are copied to the file `copy`. Returns the name and the measures of each model: "Candidate",
-    then the version if there is one. Raises InputError if the version has another recipe or other data, ReportedError
-    if it is damaged, or this code does not know its settings, and RankError if the process fails or takes too long.
+    Args:
+        subject: the candidate's training.
+        model: the candidate's weights.
+        place: the place that has the version.
+        against: the name of the version; "" if there is none, and only the candidate is measured.
+        copy: the file that the version's weights are copied to.
+        options: the options, with the time limit.
+
+    Returns:
+        The name and the measures of each model: first "Candidate", then the version if there is one.
+
+    Raises:
+        InputError: the version has another recipe or other data, or the place cannot be read.
+        ReportedError: the version is damaged, or this code does not know its settings.
+        RankError: the process fails or takes too long.
     """
     jobs = {"Candidate": make_job(subject, model_path=model)}
     if against:
@@ -222,8 +251,15 @@ def measure_both(
 def load_settings(subject: Subject, place: Place, version: str, facts: dict[str, Any]) -> TrainingSettings:
     """Return the settings that a promoted version was trained with, in the class of the candidate's settings.
 
-    `facts` are the content of its version.json. Raises InputError if it has another recipe or other data than the
-    candidate, and ReportedError if this code does not know its settings.
+    Args:
+        subject: the candidate's training.
+        place: the place, for messages.
+        version: the name of the promoted version, for messages.
+        facts: the content of the version's version.json.
+
+    Raises:
+        InputError: the version has another recipe or other data than the candidate.
+        ReportedError: this code does not know the version's settings.
     """
     own = describe_data(subject)
     saved = {name: facts.get(name) for name in own}
@@ -240,9 +276,14 @@ def load_settings(subject: Subject, place: Place, version: str, facts: dict[str,
 
 
 def describe_promotion(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]:
-    """Return the content of version.json, without hash, run, metadata and registered model.
+    """Return most of the content of version.json: time, settings, dataset, code, measure, scores and margin.
 
-    `against` is the version that the candidate was compared with, "" if it is the first.
+    The caller adds the hash, the run, the metadata and the registered model.
+
+    Args:
+        subject: the candidate's training.
+        verdict: the decision, with both scores.
+        against: the version that the candidate was compared with; "" for the first model.
     """
     return {
         "time": now(),

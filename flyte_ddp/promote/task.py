@@ -91,13 +91,22 @@ def mlflow_secret() -> list[Secret] | None:
 def check_promotion(
     place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
-    """Check the inputs of a promotion, and fill in those that were left out from the metadata of the weights.
+    """Check the inputs of a promotion, and fill in what was left out from the metadata of the weights; a Flyte task.
 
-    It is a task that runs before anything is downloaded or trained. The place is a URL, or a folder in a local run,
-    where "" is the default place; a new one gets an empty current.json. If model_state is None, the candidate is yet to
-    be trained, and the options are only checked then. Returns the name of the dataset, the root of the place, and the
-    complete hyperparameters. Raises InputError if an input is wrong, such as a place that cannot be written to; on a
-    cluster it is the platform's error for that.
+    This task runs first, so that a wrong input is found before a training. A new place gets an empty current.json.
+
+    Args:
+        place: where to promote: a URL. A local run also takes a folder, and has a default for "".
+        model_state: the candidate's weights; None if the candidate is yet to be trained.
+        hp: the settings. Those that have their default are taken from the metadata.
+        options: the options of the training. They are checked only if model_state is None.
+
+    Returns:
+        The name of the dataset, the root of the place, and the complete settings.
+
+    Raises:
+        InputError: an input is wrong, such as a place that cannot be written to. On a cluster it is the platform's
+            error for that.
     """
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root
@@ -123,9 +132,23 @@ def promote_model(
 ) -> PromotionOutputs:
     """Promote a training's weights if they are better on its test split than those promoted at the place.
 
-    The place is a URL, or an absolute path. The first model there is always promoted. The function downloads the
-    weights, and writes a report. A task calls it. Returns whether the candidate was promoted, the weights that are
-    promoted now, the figures and a report.
+    A task calls this function. It downloads the weights, measures both models, writes a report and prints the outcome.
+    The first model at a place is always promoted. On a cluster, the errors below are raised as the platform's own.
+
+    Args:
+        subject: the training of the candidate.
+        model_state: the candidate's weights.
+        place: a URL or an absolute path.
+        options: the measure, the margin and further options of the promotion.
+
+    Returns:
+        Whether the candidate was promoted, the weights that are promoted now, the figures and a report.
+
+    Raises:
+        InputError: the place or the measure cannot be used, the candidate's measure is not finite, or the promoted
+            model has another recipe or other data.
+        ReportedError: what is promoted at the place is damaged or, as a RecoverableError, the storage fails.
+        RankError: the process that measures has failed.
     """
     promotion = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
     model = output_file(promotion.model, PythonPickledFile)

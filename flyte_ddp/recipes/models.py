@@ -143,9 +143,9 @@ def load_model(
 ) -> nn.Module:
     """Load the trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-    Nothing in the file is executed. But if a user's recipe trained the network and `name` is None, the modules of this
-    recipe and its settings, which the file names, are imported: any modules that this process can import. If you do not
-    trust a file, look at read_metadata(path).recipe and .settings_class first.
+    Nothing in the file is executed. But the file names the recipe that trained the network. If this is a user's recipe
+    and `name` is None, its module and that of its settings are imported, which may be any modules that this process can
+    import. If you do not trust a file, look at read_metadata(path).recipe and .settings_class first.
 
     Args:
         path: the file.
@@ -157,7 +157,8 @@ def load_model(
         init_path: the training's init, if the model() of a user's recipe needs it.
 
     Raises:
-        InputError: the file is damaged or doesn't fit the network, or its recipe cannot be imported or lacks its data.
+        InputError: the file is missing, damaged or doesn't fit the network, or its recipe cannot be imported or lacks
+            its data.
     """
     check_is_file(path)
     metadata = read_metadata(path)

@@ -82,7 +82,8 @@ def warn(text: str) -> None:
 def say_last(text: str) -> None:
     """Print the text when the click command ends, after the long line of outputs of `pyflyte run`.
 
-    It is printed earlier if another message comes before that, and at once if no command runs.
+    If any other message is printed before the command ends, the text is printed just before that message. If no command
+    runs, the text is printed at once.
     """
     command = click.get_current_context(silent=True)
     if command is None:
@@ -215,7 +216,11 @@ class Console(Remarks):
     ) -> str:
         """Format the headline, the loss and the measures `others`: "test accuracy 98.10%, test loss 0.0512".
 
-        Names that `measures` lacks are left out.
+        Args:
+            split: the word before each measure; "" for none.
+            measures: the values by name.
+            decimals: the decimals of a loss. A percentage has two less.
+            others: names of further measures. A name that `measures` lacks is left out.
         """
         return ", ".join(
             f"{split} {in_words(name)} {format_measure(name, measures[name], self._run.percent, decimals)}".lstrip()
@@ -375,7 +380,9 @@ def _plain_download(filename: str, done: int, total: int | None) -> None:
 
 
 def _progress(*columns: Any) -> Any:
-    """Return a live display on standard error that vanishes at the end: per task a line of its description and columns.
+    """Return a live display of rich on standard error, which is entered by `with` and vanishes at the end of the block.
+
+    Each task that is added to the display has a line: its description, then the columns.
 
     Args:
         columns: columns of rich, or their formats. Rich is always installed, because pyflyte needs it.

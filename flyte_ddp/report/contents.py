@@ -24,8 +24,10 @@ MOST_ATTEMPTS = 8
 def tiles(record: Record) -> list[tuple[str, str]]:
     """Return (value, label) of each key number at the top of the page, the most important first, all as formatted text.
 
-    The measures are those of the test split if it has been evaluated, else those of the chosen epoch or, before one is
-    chosen, of the last one.
+    The first are the headline and the loss on the test split. If the test split has not been evaluated, they are those
+    of the chosen epoch. If no epoch is chosen yet, they are those of the last one. A script's run shows its newest
+    figures instead. Then come the chosen epoch, the time, the speed, the time left of a running training, the ranks and
+    the total time, as far as they are known.
     """
     run = record.started
     description = record.info.description
@@ -148,8 +150,9 @@ def data_lines(record: Record) -> list[tuple[str, Any]]:
     """Return (label, value) pairs that describe the data.
 
     Returns:
-        For an image dataset its description: name, counts, shape, classes and digest. Otherwise the name and the number
-            of samples of each split. [] if there is no description and the training has not started.
+        For an image dataset its description: name, counts, shape, classes, mean and standard deviation, remarks and
+            digest. For other data the name and the number of samples of each split. [] if there is no description and
+            the training has not started.
     """
     run = record.started
     description = record.info.description
@@ -215,7 +218,11 @@ def _network(record: Record) -> list[tuple[str, str]]:
 
 
 def _memory(record: Record) -> list[tuple[str, str]]:
-    """Return (label, peak memory) of the rank that used most, on host and GPU; none until training has finished."""
+    """Return lines (label, text) with the peak memory of a rank on the host and on the GPU.
+
+    Each line is the maximum over all ranks. A peak of 0 is left out, so a run without GPUs has one line. Before the
+    training has finished there are no lines.
+    """
     results = record.finished.results if record.finished else []
     peaks = {
         "Peak memory of a rank": max((result.peak_bytes for result in results), default=0),

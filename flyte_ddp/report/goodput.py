@@ -66,26 +66,33 @@ class Attempt:
         self.seconds[target] += moved
 
     def mark(self, epoch: int, step: int, written_since: float = 0.0) -> None:
-        """Append a mark: a position from which training can continue, with the seconds of WORK done until then.
+        """Append a mark: a position from which training can continue, with the seconds of work done until then.
 
-        `marks` keeps the first mark and the newest MOST_MARKS.
+        `marks` keeps the first mark and the newest MOST_MARKS. Work is all causes in WORK, such as "steps".
 
         Args:
             epoch: the position's epoch.
             step: the position's step.
             written_since: how many seconds the checkpoint took to write. Work in this time comes after the position, so
-                it is subtracted, at most the seconds of "steps".
+                these seconds are subtracted, at most as many as "steps" has.
         """
         done = self.work - min(written_since, self.seconds["steps"])
         self.marks.append((epoch, step, done))
         del self.marks[1:-MOST_MARKS]
 
     def lose(self, epoch: int, step: int) -> bool:
-        """Count this attempt's work after a position as lost, because the training continues from there.
+        """Count this attempt's work after a position as lost, because the training continues from that position.
 
-        The seconds of work since the last mark at or before the position move to the cause "lost". Later marks are
-        deleted. Work after a checkpoint that left no mark counts as lost, too. Returns whether this attempt began at or
-        before the position. If not, or if it never started, earlier attempts have lost work, too.
+        The work counts from the last mark at or before the position, or from the first mark if all are later. These
+        seconds move to the cause "lost". Later marks than the first are deleted if they are after the position.
+
+        Args:
+            epoch: the position's epoch.
+            step: the position's step.
+
+        Returns:
+            True if this attempt began at or before the position. False if it began later or never started: work of
+            earlier attempts is then lost, too.
         """
         if not self.marks:
             return False
@@ -140,10 +147,11 @@ class Goodput:
         now.ended = max(now.ended, at)
 
     def add(self, event: Any, at: float) -> None:
-        """Count the seconds until an event for the current cause, except those that the event itself has for another.
+        """Add the seconds since the previous event to the current cause.
 
-        A start, an evaluation and a restart of ranks also change the current cause. A start counts the work after its
-        position as lost, in earlier attempts, too.
+        Some events report seconds of another cause, such as an evaluation's. These seconds are then moved to that
+        cause. A start, an evaluation, the choice of an epoch and a restart of ranks also set the current cause for what
+        follows. A start counts the work after its position as lost, in earlier attempts, too.
 
         Args:
             event: the event.

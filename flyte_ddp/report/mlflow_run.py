@@ -85,11 +85,15 @@ class MlflowRun(Tracker):
         self._tags |= world
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Queue numbers as metrics of a step and texts as tags of the run, and send the queue if a request is due.
+        """Queue numbers as metrics and texts as tags of the run, and send the queue if a request is due.
 
-        A request is due SEND_SECONDS after the previous one, or as soon as MOST_METRICS metrics wait. After a failed
-        request, which raises nothing, the next one is due RETRY_SECONDS later. The queue holds MOST_WAITING metrics. If
-        there are more, the oldest are dropped and counted as lost.
+        A request is due SEND_SECONDS after the previous one, or as soon as MOST_METRICS metrics wait. A failed request
+        raises nothing, and the next one is due RETRY_SECONDS later, however many metrics wait. The queue holds
+        MOST_WAITING metrics. If there are more, the oldest are dropped and counted as lost.
+
+        Args:
+            step: the step of the metrics.
+            values: the numbers and texts by name.
         """
         now = int(time.time() * 1000)
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
@@ -147,8 +151,8 @@ class MlflowRun(Tracker):
         """Find the MLflow run of this training, or create it, and begin to log to it.
 
         The method marks the run as running, and logs the parameters that the run lacks. It reads which steps earlier
-        attempts have sent, and removes these from the queue of metrics. It prints and reports the run's URL if the
-        server's address is one. Errors of MLflow are raised; _send() calls again until the run is found.
+        attempts have sent, and removes these from the queue of metrics. If the server's address begins with http, it
+        prints and reports the run's URL. Errors of MLflow are raised; _send() calls again until the run is found.
         """
         client = self._client
         info = self.info

@@ -100,8 +100,8 @@ class Observers:
     def end(self, event: RunFinished | RunFailed) -> None:
         """Forward the last event, and close all observers: wait until each has finished or is out of time.
 
-        The report is closed before the trackers, which may send it. If the report could not be written, a placeholder
-        is, because the task would fail without that output.
+        The report is closed before the trackers, which may send it. If the report was not written, a placeholder is
+        written in its place, because the task would fail without this output.
         """
         self._last = event
         self._forward(event)
@@ -131,10 +131,13 @@ class Observers:
 
 
 def _own_observers(codes: Sequence[UserCode]) -> list[Background]:
-    """Create the user's observers, "package.module:Name", each in a thread of its own.
+    """Create the user's observers, each in a thread of its own.
 
-    This function imports the modules itself, because in a process that is a rank a later import would count as the
-    recipe's. A module that cannot be imported is reported, and its observer left out.
+    The modules are imported before the threads start: in a process that is a rank, a later import would count as one of
+    the recipe's. A warning is printed for a class that cannot be imported, and its observer is left out.
+
+    Args:
+        codes: the observers, each with its name "package.module:Name" and the root folder to import from.
     """
     opened = []
     for code in codes:

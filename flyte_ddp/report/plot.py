@@ -57,12 +57,18 @@ def make_axis(
     integer: bool = False,
     ticks: Sequence[float] = (),
 ) -> Axis:
-    """Build an axis from position `begin` to `end` that spans the values, with a margin and labels at round numbers.
+    """Build an axis that spans the values, with a margin and labels at round numbers.
 
-    Values that are not finite are ignored. A logarithmic axis also ignores values that are not positive; without any
-    that is, it is linear. With from_zero the axis begins at 0, and a logarithmic one at 1. With integer, which a
-    logarithmic axis ignores, only whole numbers get labels. `ticks` are the values to label, in place of round numbers;
-    `write` formats a label.
+    Args:
+        values: the values. Those that are not finite are ignored; on a logarithmic axis also those that are not
+            positive.
+        begin: the position of the axis's first end in the drawing.
+        end: the position of the other end.
+        write: formats a label.
+        logarithmic: whether the axis is logarithmic. Without positive values it is linear all the same.
+        from_zero: whether the axis begins at 0; a logarithmic one then begins at 1.
+        integer: whether only whole numbers get labels. A logarithmic axis ignores this.
+        ticks: the values to label; by default round numbers.
     """
     shown = [value for value in values if math.isfinite(value)]
     logarithmic = logarithmic and any(value > 0 for value in shown)

@@ -135,8 +135,9 @@ def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
 def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
     """Return training images of an image classifier, some of each class: pairs of a data URI and the class's name.
 
-    Each class has the same number of images, or fewer if it has fewer among 10,000 images at equal distances. There are
-    at most MOST_SAMPLES images, so classes after the first MOST_SAMPLES have none. The list is empty for other recipes.
+    The images are chosen among at most about 20,000 at equal distances. Each class has the same number of them, unless
+    fewer of it were found. There are at most MOST_SAMPLES in all. With more classes than that, the last ones have none.
+    The list is empty for other recipes.
     """
     if not info.data or not info.description:
         return []

@@ -126,10 +126,15 @@ def select_fields(event: Any) -> dict[str, Any]:
 
 
 def parse_event(line: dict[str, Any]) -> Any:
-    """Rebuild an event from its parsed line in progress.jsonl, which names it under "event".
+    """Rebuild an event from a line of progress.jsonl.
 
-    A measure that is null becomes NaN. A field that the line lacks takes its default or, if it is in LEFT_OUT, the
-    value there. Returns None for "attempt", "finished", "failed", and events of newer versions.
+    A measure that is null becomes NaN. A field that the line lacks takes the value in LEFT_OUT, or else its default.
+
+    Args:
+        line: the parsed line. Its "event" is the event's name.
+
+    Returns:
+        The event; None for "attempt", "finished", "failed", and events of newer versions.
     """
     kind = EVENTS.get(line["event"])
     if kind is None:

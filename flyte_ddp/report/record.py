@@ -72,7 +72,9 @@ def step_figures(step: events.StepLogged) -> dict[str, float]:
 
 
 def tracking_id(key: str, first: str) -> str:
-    """Return the id of a tracker's run, which is the same for all attempts at one training: 8 and 8 hex digits.
+    """Return the id of a tracker's run, which is the same for all attempts at one training.
+
+    The id has 8 hex digits, a hyphen and 8 hex digits.
 
     Args:
         key: the digest of what determines the training's result, in hex.

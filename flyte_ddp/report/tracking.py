@@ -135,10 +135,10 @@ def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> 
 
 
 def choose_tracking(wish: str) -> str:
-    """Return the value of RunOptions.tracking that takes the place of "auto"; any other is returned as it is.
+    """Return the kind of tracking for RunOptions.tracking: the wish itself, unless it is "auto".
 
-    With a key for W&B this is "online", or "offline" or "off" if WANDB_MODE is "offline" or "disabled". Without a key
-    it is "off", and a message is printed.
+    "auto" stands for "online" if there is a key for W&B. With WANDB_MODE=offline it stands for "offline", with
+    WANDB_MODE=disabled for "off". Without a key it stands for "off", and a message is printed.
     """
     if wish != "auto":
         return wish

@@ -79,8 +79,9 @@ class WandbRun(Tracker):
         wandb.watch needs the network itself, which this process does not have.
 
         Args:
-            world: facts about the attempt by name, such as the backend. One with the name of a setting is renamed,
-                unless it replaces an "auto".
+            world: facts about the attempt by name, such as the backend. A name that a setting has, too, gets the prefix
+                "run.". But backend and precision replace the settings of this name, which may be "auto". So does the
+                dataset of an image classifier.
             layers: name, type and number of parameters of each layer.
         """
         settings = {field.name for field in fields(self.info.settings)}

@@ -45,9 +45,15 @@ def start_position(run: RunStarted) -> str:
 def format_measure(name: str, value: float, percent: Container[str], decimals: int = 4) -> str:
     """Format a measure's value.
 
-    One whose name is in `percent` is written as a percentage, 0.5 as "50.00%", with two decimals less than a loss has.
-    The measure named "loss" has fixed decimals, and any other four significant digits. A value that is not finite is
-    written as "nan", "inf" or "-inf".
+    A measure named in `percent` is written as a percentage: 0.5 as "50.00%". The measure "loss" has a fixed number of
+    decimals. Any other measure has four significant digits. A value that is not finite is written as "nan", "inf" or
+    "-inf".
+
+    Args:
+        name: the measure's name.
+        value: the value.
+        percent: names of the measures that are written as percentages.
+        decimals: the decimals of a loss. A percentage has two less.
     """
     if not math.isfinite(value):
         return str(value)

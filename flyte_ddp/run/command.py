@@ -135,9 +135,13 @@ def as_typed(message: str) -> str:
 def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
     """Return the command-line option for a field of the settings or options.
 
-    If the user leaves the option out, its value is None. A given value is parsed as JSON, for a bool in any case of its
-    letters; if the field's default is text, the value is taken as it is. The type of the parsed value is not checked
-    here: the settings check it, in the same words as everywhere.
+    An option that the user leaves out has the value None. If the field's default is text, a given value is taken as it
+    is. Any other value is parsed as JSON; true and false of a bool may be in upper or lower case. The type of the
+    parsed value is not checked here, since the settings check it.
+
+    Args:
+        field: the field.
+        said: the option's help.
 
     Raises:
         InputError: From click, when it parses the command line: the given value is no JSON.

@@ -42,9 +42,10 @@ TIMEOUT = RunOptions().write_timeout_seconds
 def script(nproc: int, output: Path, timeout_seconds: float, tracking: str, script: str, arguments: Any) -> None:
     """Run a script that torchrun could run, on this machine.
 
-    What follows SCRIPT are its own arguments. It finds the folder for its checkpoints as $DDP_CHECKPOINT_DIR, which is
-    OUTPUT/checkpoints, and goes on from what an earlier run has left there if it does so under torchrun. Lines of JSON
-    that it appends to $DDP_EVENTS, such as {"step": 10, "loss": 1.2}, are figures of the report and trackers.
+    What follows SCRIPT are the script's own arguments. The script finds the folder for its checkpoints,
+    OUTPUT/checkpoints, as $DDP_CHECKPOINT_DIR. A script that resumes from its own checkpoints under torchrun does so
+    here, too. Lines of JSON that the script appends to $DDP_EVENTS, such as {"step": 10, "loss": 1.2}, are figures of
+    the report and trackers.
     """
     check_variables()
     started = time.time()

@@ -85,10 +85,15 @@ class CheckpointMirror:
         self._emit: Callable[[Event], None] = lambda event: None
 
     def restore(self) -> None:
-        """Make the folder what the manifest names, and nothing else; without a manifest it stays as it is.
+        """Make the folder what the manifest names, and nothing else.
+
+        The method also sets `step` and `figures` to those in the manifest. Files that are there already in the right
+        version are kept. Nothing is done without a manifest, or in a local run whose folder has files from an earlier
+        run.
 
         Raises:
-            InputError: the manifest is not that of a script, which resume_from may name, or lacks a file.
+            InputError: the manifest, which resume_from may name, is not that of a script; or a file that it names is
+                gone.
             RecoverableError: the storage does not deliver a file.
         """
         is_own = self._storage is None and any(self._folder.iterdir())  # an earlier local run has left it
@@ -121,7 +126,13 @@ class CheckpointMirror:
             say(f"Files of the script's checkpoints that were restored: {len(wanted)}")
 
     def _read_manifest(self) -> dict[str, Copy]:
-        """Return the copies that the manifest on this machine names, by relative path. Raises InputError."""
+        """Return the copies that the manifest on this machine names, by relative path.
+
+        The method also sets `step` and `figures` to those in the manifest.
+
+        Raises:
+            InputError: the manifest is not that of a script's checkpoints, or names a path outside of their folder.
+        """
         try:
             found = read_manifest(self._manifest) or {}
             urls = found["objects"]
@@ -140,7 +151,16 @@ class CheckpointMirror:
         return copies
 
     def _fetch(self, copy: Copy, path: Path) -> None:
-        """Restore one file or link, with its time of change. Raises InputError, or RecoverableError."""
+        """Restore one file from the storage, or one link, with its time of change.
+
+        Args:
+            copy: the URL and version of the file. A link has no URL; its version has the target.
+            path: where to put the file or link.
+
+        Raises:
+            InputError: the file in the storage was removed or replaced.
+            RecoverableError: the storage fails.
+        """
         changed, size, target = copy.version
         if target:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,15 +176,17 @@ class CheckpointMirror:
 
     @contextmanager
     def following(self, emit: Callable[[Event], None], whole_until: Callable[[bool], float]) -> Iterator[None]:
-        """Upload what is quiet while the block runs, and at its end, also that of an error, once more.
+        """Upload checkpoints in a thread while the block runs, and once more at its end, even if it raises.
+
+        An entry is uploaded when it has been quiet for QUIET_SECONDS. Without a storage nothing is uploaded. After a
+        PreemptedError the last upload may take only until the grace of the platform ends. If it takes longer, a warning
+        is printed. Errors of the block are raised unchanged.
 
         Args:
-            emit: gets a CheckpointWritten when the manifest has moved, from a thread of its own.
-            whole_until: returns, after the block, the time in nanoseconds since 1970 until which entries must have
-                changed last to be complete at that end. It gets whether the ranks were asked to stop.
-
-        Raises:
-            PreemptedError: The block raised it. If the last upload took longer than the grace, the message says so.
+            emit: gets a CheckpointWritten after each new manifest, from the thread.
+            whole_until: is called after the block, and gets whether the ranks were asked to stop. It returns a time in
+                nanoseconds since 1970. Entries that have last changed before this time are complete, so the last upload
+                includes them even if they are not quiet.
         """
         if self._storage is None:
             yield
@@ -202,17 +224,18 @@ class CheckpointMirror:
             warn(text)
 
     def upload_quiet(self, whole_until: float = 0.0) -> None:
-        """Upload the entries that are quiet, and then the manifest if it names others than before.
+        """Upload the entries that are quiet and have changed, then a manifest that names the new copies.
 
-        An entry that is gone stays in the manifest until a new one arrives: a script may remove its last checkpoint
-        before it writes the next one.
+        An entry is a file or folder at the top of the checkpoints. It is quiet if nothing has changed it for
+        QUIET_SECONDS. Without any change, no manifest is written. An entry that was deleted stays in the manifest until
+        a new entry arrives: a script may remove its last checkpoint before it writes the next one.
 
         Args:
-            whole_until: entries that have last changed until then, in nanoseconds since 1970, are complete, even if
-                they are not quiet. With math.inf all are, and the manifest names nothing else.
+            whole_until: a time in nanoseconds since 1970. Entries that have last changed before it count as quiet. With
+                math.inf all do, and deleted entries leave the manifest, unless no entry is left.
 
         Raises:
-            OSError: The storage fails, or has not taken an entry. The others are uploaded first.
+            OSError: the storage fails, or has not taken an entry. All other entries are uploaded first.
         """
         now = self._now()
         started = time.time()
@@ -246,7 +269,15 @@ class CheckpointMirror:
             raise OSError(problem)
 
     def _note_busy(self, busy: set[str], now: float) -> None:
-        """Warn of an entry that has not been quiet for long, once."""
+        """Warn, once for each, of entries that have not been quiet for BUSY_SECONDS.
+
+        An entry is a file or folder at the top of the checkpoints. It is quiet if nothing has changed it for
+        QUIET_SECONDS.
+
+        Args:
+            busy: the entries that are not quiet now.
+            now: the time in seconds.
+        """
         self._busy = {one: self._busy.get(one, now) for one in busy}
         for one, since in self._busy.items():
             if now - since >= BUSY_SECONDS:
@@ -257,13 +288,17 @@ class CheckpointMirror:
                 )
 
     def _put_entry(self, entry: str, files: Mapping[str, Version]) -> dict[str, Copy] | None:
-        """Upload the files of an entry that the storage lacks.
+        """Upload the files of an entry that the storage lacks. Links are not uploaded.
+
+        Args:
+            entry: a file or folder at the top of the checkpoints.
+            files: the version of each file and link of the entry, by relative path.
 
         Returns:
-            The copies of all of its files, by relative path; None if the entry has changed meanwhile.
+            The copies of all files and links, by relative path; None if the entry has changed meanwhile.
 
         Raises:
-            OSError: The storage has not taken a file. Those before it are not uploaded again.
+            OSError: the storage has not taken a file. The files before it are not uploaded again.
         """
         assert self._storage is not None
         before = {**self._copies.get(entry, {}), **self._fresh}
@@ -286,10 +321,16 @@ class CheckpointMirror:
         return copies if copies == self._copies.get(entry) or self._scan().get(entry) == files else None
 
     def _move_manifest(self, copies: dict[str, dict[str, Copy]], step: int) -> None:
-        """Replace the manifest in the storage, then here. The names that it no longer needs are free from then on.
+        """Write a new manifest of these copies to the storage, and then to this machine.
+
+        Names of objects that the new manifest does not need may then be used again.
+
+        Args:
+            copies: all copies that the manifest names, by entry and relative path.
+            step: the script's newest step, which is written, too.
 
         Raises:
-            OSError: The storage fails. It is unknown then which manifest it has, so no name is free.
+            OSError: the storage fails. Which manifest the storage has is then unknown, so no name may be used again.
         """
         assert self._storage is not None
         named = {name: copy for files in copies.values() for name, copy in files.items()}
@@ -314,7 +355,11 @@ class CheckpointMirror:
         return {copy.url.removeprefix(own) for copy in copies if own and copy.url.startswith(own)}
 
     def _scan(self) -> Entries:
-        """Return the version of each file and link below the folder, by entry and path relative to the folder."""
+        """Return the version of each file and link in the folder of checkpoints.
+
+        The outer dict is by entry: the file or folder at the top. The inner one is by path relative to the folder of
+        checkpoints. A version is the time of change in nanoseconds, the size, and the target of a link.
+        """
         found: Entries = {}
         for parent, folders, names in os.walk(self._folder):
             for path in (Path(parent, name) for name in (*folders, *names)):
@@ -325,9 +370,17 @@ class CheckpointMirror:
 
 
 def _version(path: Path, folder: Path) -> Version | None:
-    """Return the version of a file or link; None for what is neither, such as a socket, or has been removed just now.
+    """Return the version of a file or link: its time of change in nanoseconds, its size, and the target of a link.
 
-    The target of a link that stays in the folder is relative, because the next pod may have the folder elsewhere.
+    A file has the target "", and a link the size 0. The target of a link that stays in the folder is relative, because
+    the next pod may have the folder elsewhere.
+
+    Args:
+        path: the file or link.
+        folder: the folder of checkpoints.
+
+    Returns:
+        The version; None for anything else, such as a folder or a socket, and for what has just been removed.
     """
     with suppress(FileNotFoundError):
         status = os.lstat(path)

@@ -37,7 +37,8 @@ class ScriptStopped(StopRequested):
 def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptResult:
     """Run the script as this rank, and return what it has told of itself.
 
-    The process group is the script's own. SIGTERM and SIGINT do what they do in any Python program.
+    The script makes its own process group. SIGTERM and SIGINT do what they do in any Python program. For the script the
+    function changes the working folder, the environment variables, sys.argv and sys.path of this process.
 
     Args:
         environment: this rank.
@@ -126,7 +127,20 @@ def refuse_status(link: ParentLink, error: SystemExit, call: str) -> None:
 
 
 def conclude(environment: Environment, link: ParentLink, job: ScriptJob, companion: "Companion") -> ScriptResult:
-    """Return the result of a script that has come to its own end. Raises ScriptStopped if it was asked to stop."""
+    """Return the result of a script that has come to its own end.
+
+    The function ends the companion, and marks this rank as ended in the folder job.ended. Rank 0 warns if the script
+    has saved no checkpoint.
+
+    Args:
+        environment: this rank.
+        link: knows whether the ranks were asked to stop.
+        job: the script.
+        companion: the thread that has followed the script.
+
+    Raises:
+        ScriptStopped: the script was asked to stop.
+    """
     companion.close()
     Path(job.ended, str(environment.rank)).touch()
     if link.stop_requested:
@@ -145,7 +159,11 @@ def fill_in(argument: str, values: dict[str, str]) -> str:
 
 
 def torchrun_variables(environment: Environment, job: ScriptJob) -> dict[str, str]:
-    """Return the variables that torchrun sets for this rank, as far as it has not set them, and this package's two."""
+    """Return the environment variables that torchrun would set for this rank, and two of this package.
+
+    The two are DDP_CHECKPOINT_DIR and DDP_EVENTS; DDP_EVENTS is /dev/null on all ranks but 0. On several nodes torchrun
+    has already set the address of the store and some others, which are then left out.
+    """
     world = environment.world
     values: dict[str, Any] = {
         **dict.fromkeys(("RANK", "ROLE_RANK"), environment.rank),
@@ -231,10 +249,11 @@ class Companion:
             self._tell()
 
     def _stop(self) -> None:
-        """Send this process a SIGTERM, as torchrun does.
+        """Stop the script: send this process a SIGTERM, as torchrun does.
 
-        A script without a handler ends at once, here as an answer to the request: by the signal it would count as
-        killed, and the launcher would not wait for ranks whose handler saves a checkpoint.
+        A script that has no handler for SIGTERM is ended without the signal: the method tells the launcher that the
+        rank has stopped as asked, and exits. Death by the signal would count as a failure, and the launcher would then
+        not wait for other ranks, whose handlers may be saving a checkpoint.
         """
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._link.send("stopped", "SIGTERM has ended the script, which has no handler for it")
@@ -243,7 +262,13 @@ class Companion:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _tell(self, is_last: bool = False) -> None:
-        """Emit an event for each new line of the events, and for the first one that cannot be read."""
+        """Emit a StepLogged for each new line of the script's events.
+
+        The first line that cannot be read is warned of. All such lines are left out.
+
+        Args:
+            is_last: whether the script has ended, so that a last line without a line break counts, too.
+        """
         for line in self._events.read_lines(is_last) if self._events else ():
             found = read_event(line)
             if isinstance(found, StepLogged):
@@ -262,7 +287,13 @@ class EventsFile:
         self._begun = b""
 
     def read_lines(self, is_last: bool = False) -> list[bytes]:
-        """Return the new lines that are not empty. With is_last, a last line without an end counts, too."""
+        """Return the lines that the script has written since the last call, without empty ones.
+
+        A file that has become shorter is read anew. Without a file there are no lines.
+
+        Args:
+            is_last: whether a last line without a line break counts, too.
+        """
         with suppress(FileNotFoundError), open(self._path, "rb") as file:
             if os.fstat(file.fileno()).st_size < self._read:  # the script has begun the file anew
                 self._read, self._begun = 0, b""

@@ -159,10 +159,13 @@ class CommonScriptTraining(Training[Given, Outputs]):
     ) -> list[TrainingResult]:
         """Run the ranks of this node, and return their results.
 
+        The first node mirrors its checkpoints to the storage. Every other node begins with a copy of the checkpoints in
+        a temporary folder, which is deleted at the end.
+
         Args:
             environment: the node's first rank.
             job: the run.
-            on_event: takes the events of rank 0; None on other nodes.
+            on_event: takes the events of rank 0; None on all nodes but the first.
         """
         if on_event:
             return self.ranks.start(environment.world, job, on_event)
@@ -191,7 +194,9 @@ class Ranks:
     def start(self, world: World, job: Job, on_event: Callable[[Event], None], first: int = 0) -> list[TrainingResult]:
         """Restore the checkpoints, run the ranks, mirror what they leave, and return their results by rank.
 
-        In the end the checkpoints are in the folder CHECKPOINT beside the job's model_path.
+        The script writes checkpoints to the folder "script" beside the job's checkpoint_path. A local run without
+        resume begins with an empty folder. If all ranks succeed, the folder is moved to CHECKPOINT beside the job's
+        model_path.
 
         Args:
             world: all ranks.
@@ -230,12 +235,17 @@ class Ranks:
 
 
 def whole_until(ended: Path, size: int, is_stop: bool) -> float:
-    """Return the time in nanoseconds since 1970 until which the checkpoints that ranks have written are complete.
+    """Return the time before which all checkpoints that the ranks have written are complete.
 
     Args:
-        ended: the folder ScriptJob.ended.
+        ended: the folder in which each rank whose script has come to its own end leaves a file.
         size: the number of ranks on this host.
-        is_stop: whether they were asked to stop. Rank 0 may have saved and left then, while others were killed.
+        is_stop: whether the ranks were asked to stop.
+
+    Returns:
+        Nanoseconds since 1970. math.inf if all ranks have ended by themselves. After a request to stop, the time at
+        which rank 0 has ended, since other ranks may have been killed. Otherwise 0.0: no checkpoint is known to be
+        complete.
     """
     if len(os.listdir(ended)) == size:
         return math.inf
@@ -282,7 +292,11 @@ def describe_script(code: UserCode, arguments: Sequence[str]) -> Subject:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return a script's arguments with *** for the values of those whose names are of secrets, such as --api_key."""
+    """Return a script's arguments with *** in place of secret values.
+
+    A value is secret if the option before it, or in the same argument before "=", ends in token, key, secret, password
+    or passwd, such as --api_key.
+    """
     shown: list[str] = []
     is_secret = False
     for argument in arguments:

@@ -56,11 +56,16 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[
 
 
 def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
-    """Train one trial of a rung on the prepared dataset, and return its result.
+    """Train one trial of a rung, a stage of the sweep, on the prepared dataset, and return its result.
 
     The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
-    the same result. If the loss is not finite, the result is a failure. Any other failure is raised, because Flyte
-    would cache the result, and failures such as a full disk do not follow from the settings.
+    the same result. A training whose loss is not finite returns a result that is a failure. Any other failure is
+    raised: Flyte would cache the result, and a full disk does not follow from the settings.
+
+    Args:
+        entrant: the trial: its settings as JSON, and its checkpoint.
+        data: the prepared dataset.
+        options: how to run the training.
     """
     started = time.time()
     hp = Hyperparameters.from_json(entrant.settings)

@@ -103,8 +103,9 @@ def value_text(value: Any) -> str:
 def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
     """Return the rungs of the sweep, as many as the numbers of epochs and trials allow; one if no trials are cut.
 
-    With n rungs and a reduction factor f, the first rung has all trials and stops after epochs / f^(n - 1). Each next
-    one has an f-th of the trials and stops after f times the epochs. The last one trains to the end.
+    A rung is a stage of the sweep, after which only the best trials go on. With n rungs and a reduction factor f, the
+    first rung has all trials and stops after epochs / f^(n - 1). Each next one has an f-th of the trials and stops
+    after f times the epochs, all rounded down. The last one trains to the end, which is stop_after 0.
     """
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
@@ -146,8 +147,11 @@ def classifier_trials(
 ) -> list[Hyperparameters]:
     """Return the hyperparameters of each trial of an image classifier, after checking all of them.
 
-    Nothing has been downloaded or spawned at that point. Raises InputError if the sweep's measure is not the accuracy,
-    a value cannot be tried, the reduction factor does not fit, or this machine cannot do a local run.
+    Call this function before anything is downloaded or spawned.
+
+    Raises:
+        InputError: the sweep's measure is not the accuracy with the largest first, a value cannot be tried, the
+            reduction factor does not fit the trials, or this machine cannot do a local run.
     """
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
@@ -161,8 +165,18 @@ def classifier_trials(
 def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialResult]) -> Rungs:
     """Run the trials of each rung one after another, and return the results of each rung's entrants, in their order.
 
-    Each trial's values are printed before `run` trains it. If that raises InputError or RankError, the trial has
-    failed, and the sweep continues. Other exceptions end it, and so does a ReportedError if all trials have failed.
+    A rung is a stage of the sweep, after which only the best trials go on. Each trial's values are printed before `run`
+    trains it. If `run` raises InputError or RankError, this trial has failed, and the sweep continues. Any other
+    exception of `run` ends the sweep.
+
+    Args:
+        sweep: the sweep.
+        trials: the settings of each trial.
+        run: trains a trial and returns its result.
+
+    Raises:
+        ReportedError: all trials have failed, and there is another rung to run.
+        InputError: the results have measures, but none has the sweep's measure.
     """
     rungs: Rungs = []
     for rung in plan_rungs(sweep, trials):
@@ -243,6 +257,10 @@ def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[Tri
     The result's seconds are the sum over the trial's rungs. A lost result (None) is a failure, and so is a result in
     which the sweep's measure is missing or not finite. A trial that was in no rung yet has an empty TrialResult, which
     is no failure.
+
+    Raises:
+        InputError: there are several rungs, and the first one's results have measures, but none has the sweep's
+            measure.
     """
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(plan_rungs(sweep, trials), rungs, strict=False):
@@ -272,10 +290,13 @@ def _check_measure(sweep: Sweep, result: TrialResult) -> TrialResult:
 
 
 def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:
-    """Return the best `rung.trials` trials of all, without failed ones, by number in ascending order.
+    """Return the best `rung.trials` trials by their latest results, without failed ones, by number in ascending order.
 
-    All trials are ranked by their latest results, so one that was cut in an earlier rung takes part again if too many
-    others have failed. The rung's stop_after, unless it is 0, goes into the entrants' settings.
+    A trial that was cut in an earlier rung takes part again if too many others have failed. If rung.stop_after is not
+    0, it goes into the entrants' settings.
+
+    Raises:
+        InputError: the trials have measures, but none has the sweep's measure.
     """
     best = rank_trials(sweep, latest)[: rung.trials]
     stop = {"stop_after": rung.stop_after} if rung.stop_after else {}
@@ -287,11 +308,14 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
 
 
 def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
-    """Sort the trials, as latest_results returns them, from best to worst; failed ones come last.
+    """Sort the trials, as latest_results returns them, from best to worst.
 
-    Trials that were not stopped early come first, then those that were stopped after more epochs, however many epochs
-    their settings have. Equal ones are sorted by the sweep's measure, and then keep their order. Raises InputError if
-    the trials have measures, but none has the sweep's.
+    Failed trials come last. Trials that were not stopped early come first. The others follow by the number of epochs
+    after which they were stopped, the largest first. Trials that are equal in this are sorted by the sweep's measure;
+    those without a finite measure come after the others. Ties keep their order.
+
+    Raises:
+        InputError: the trials have measures, but none has the sweep's measure.
     """
 
     def order(trial: Ranked) -> tuple[bool, float, float]:

@@ -39,8 +39,19 @@ class Best(NamedTuple):
 def write_comparison(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
     """Rank the trials by the sweep's measure, write trials.csv and the page, and print which trial is the best.
 
-    `rungs` has the results of each rung's entrants, in their order; `subject` names what the trials train on. Raises
-    ReportedError if all trials have failed.
+    Args:
+        platform: the platform.
+        sweep: the sweep.
+        trials: the settings of each trial.
+        rungs: the results of each rung's entrants, in their order.
+        subject: the name of what the trials train on.
+
+    Returns:
+        The number of the best trial, and the paths of the table and the page.
+
+    Raises:
+        ReportedError: all trials have failed.
+        InputError: the trials have measures, but none has the sweep's measure.
     """
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = latest_results(sweep, trials, rungs)

@@ -96,9 +96,15 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
 
 
 def _ends(sweep: Sweep, name: str, space: Any) -> list[Any]:
-    """Return a setting's list of values as it is, or the ends [minimum, maximum] of a range for a random search.
+    """Return a setting's list of values as it is, or the ends [minimum, maximum] of a range.
 
-    Raises InputError for an empty list, and for what is neither.
+    Args:
+        sweep: the sweep. Only a random search may have ranges.
+        name: the name of the setting, for the message.
+        space: the list, or the range as a dict.
+
+    Raises:
+        InputError: the list is empty, or `space` is neither a list nor an allowed range.
     """
     ends = space
     if sweep.search == "random" and isinstance(space, dict):

@@ -53,10 +53,18 @@ class SweepComparison(NamedTuple):
 def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **inputs: Any) -> Any:
     """Run the trials and compare them, in a @dynamic, and return the promise of a SweepComparison.
 
-    On a cluster each rung is a map task, which fails only if all of its pods fail for good. A local run trains one
-    trial after another. `run` is a task that trains a trial. It has an input `entrant`, besides those in `inputs`, and
-    returns a TrialResult. `trials` has the settings of each trial, and the report says that `subject` is trained.
-    Raises InputError if the sweep's reduction factor does not fit its trials.
+    On a cluster each rung, a stage of the sweep, is a map task over its trials. It fails only if all of its pods fail
+    for good. A local run trains one trial after another.
+
+    Args:
+        sweep: the sweep.
+        trials: the settings of each trial.
+        run: a task that trains one trial and returns a TrialResult. Its inputs are `entrant` and those in `inputs`.
+        subject: the name of what the trials train on, for the report.
+        inputs: inputs of `run` that all trials have in common.
+
+    Raises:
+        InputError: the sweep's reduction factor does not fit its trials.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_reduction_factor(sweep, settings)
@@ -81,13 +89,21 @@ def _read_value(result: Any) -> TrialResult:
 def try_out(
     run: Callable[..., TrainingOutputs | RecipeOutputs], kind: type[AnySettings], entrant: Entrant, **inputs: Any
 ) -> TrialResult:
-    """Train one trial of a rung, and return its result.
+    """Train one trial of a rung, a stage of the sweep, and return its result.
 
     The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
-    the same result. If the loss is not finite, the result is a failure. Any other failure is raised, because Flyte
-    would cache the result, and failures such as a full disk or GPU memory do not follow from the settings. `run` is
-    called as run(settings, **inputs), with init=... if there is a checkpoint, and returns the outputs; settings are of
-    class `kind`.
+    the same result. A training whose loss is not finite returns a result that is a failure. Any other failure is
+    raised: Flyte would cache the result, and a full disk or GPU memory does not follow from the settings.
+
+    Args:
+        run: trains, and returns the outputs. It is called as run(settings, **inputs), with init=... if there is a
+            checkpoint.
+        kind: the class of the settings.
+        entrant: the trial: its settings as JSON, and its checkpoint.
+        inputs: further inputs of `run`.
+
+    Raises:
+        RankError, TaskError: the training has failed for another reason than a value that is not finite.
     """
     started = time.time()
     storage = FlyteContextManager.current_context().file_access

@@ -117,10 +117,21 @@ def watch(place: str, timeout: float | None) -> None:
 def show(
     file: File, console: Any, timeout: float | None, read: Callable[[dict[str, Any]], None] = lambda line: None
 ) -> RunFailed | float:
-    """Pass each event to the console, and each parsed line to `read`, until the training ends.
+    """Pass each event of a training to the console, and each parsed line to `read`, until the training ends.
 
-    Returns how the training failed, or how many seconds it took. Raises ReportedError if nothing new has come for
-    `timeout` seconds, the file is no progress file or of a newer format, or the terminal can no longer be written to.
+    Args:
+        file: the progress file, which is followed while it grows.
+        console: takes the events.
+        timeout: give up after this many seconds without a new line; None waits for ever.
+        read: takes every line as a dict.
+
+    Returns:
+        A RunFailed with the reason if the training has failed, else how many seconds it took.
+
+    Raises:
+        InputError: the file cannot be read at first.
+        ReportedError: nothing new has come for `timeout` seconds, the file can no longer be read, is no progress file
+            or of a newer format, or the terminal can no longer be written to.
     """
     for text in follow_lines(file, timeout):
         try:

@@ -94,14 +94,14 @@ def read(place: str) -> Recorded:
 @click.argument("second", metavar="RUN")
 @click.pass_context
 def compare(context: click.Context, first: str, second: str) -> None:
-    """Say from which evaluation on the weights of two trainings differ, and which settings, data or hardware do.
+    """Print where the weights of two trainings first differ, and which settings, data or hardware differ.
 
-    If both were trained with the option trace_every, it also names the first traced step that differs, and its first
-    layer.
+    The first evaluation with other weights is named. If both were trained with the option trace_every, so are the first
+    traced step that differs and its first layer.
 
     RUN is a training's folder, its output `logs`, the `output` of train(), or the URL of one in Flyte's storage. The
-    exit status is 0 if both have finished with the same weights at each evaluation and in model.pt, 1 if not, and 2 for
-    what is no training.
+    exit status is 0 if both have finished with the same weights at each evaluation and in model.pt, 1 if not, and 2 if
+    a RUN is no training.
     """
     runs = [read(place) for place in (first, second)]
     for place, run in zip((first, second), runs, strict=True):

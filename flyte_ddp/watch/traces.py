@@ -68,8 +68,14 @@ def read_trace(progress_path: str) -> dict[int, Step]:
 def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
     """Return a sentence on the first traced step that differs, and on what differs first in it.
 
+    If all steps that both have are equal, or there are no such steps, the sentence says so.
+
+    Args:
+        one: the steps of one trace by number.
+        other: those of the other trace.
+
     Raises:
-        InputError: The traces are of networks with other weights.
+        InputError: the traces are of networks with other weights.
     """
     both = sorted(one.keys() & other.keys())
     if not both:
@@ -86,10 +92,15 @@ def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
 def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
     """Return a sentence on what differs first in a step of two traces; "" if all is equal.
 
+    The order is: the weights before the step, the outputs, the gradients.
+
     Args:
         one: the step in one trace.
         other: the same step in the other one.
         before: the traced step before, which is equal in both; None for the first one.
+
+    Raises:
+        InputError: the steps have weights of other names, so the networks are not the same.
     """
     if one.weights.keys() != other.weights.keys():
         names = sorted(one.weights.keys() ^ other.weights.keys())
@@ -125,12 +136,13 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
 
 
 def _first_output(one: Step, other: Step) -> str:
-    """Return a text that names the first output that differs between two traces of a step, and the parts of the batch.
+    """Return a text that names the first output that differs between two traces of a step; "" if all are equal.
 
-    It is such as "the output of layer1, in part 0, 2 of the batch", or "" if all outputs are equal. The outputs of each
-    part are compared in the order in which they were computed, from the batch to the loss. The output with the lowest
-    place in any part, in the first call of backward that has one, is named with all parts that first differ there. If
-    the traces have other parts, the text says so instead.
+    The text also names the parts of the batch: "the output of layer1, in part 0, 2 of the batch". Each call of backward
+    and each part of the batch has its own outputs, from the batch to the loss, in the order in which they were
+    computed. The first call of backward with a difference counts, and in this call the output with the lowest place in
+    any part. All parts that first differ in this output are named. If the two traces have different parts or calls, the
+    text says so instead.
     """
     if one.parts.keys() != other.parts.keys():
         counts = [f"{len({part for _, part in step.parts})} parts of a batch" for step in (one, other)]
@@ -149,7 +161,15 @@ def _first_output(one: Step, other: Step) -> str:
 
 
 def _first_difference(outputs: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]) -> tuple[int, str]:
-    """Return the index of the first output that differs, and what it is; "" if all are equal."""
+    """Return the index of the first output that differs between two traces, and a text that names this output.
+
+    If all are equal, the index is the number of outputs, and the text is "". An output that only one trace has differs,
+    too.
+
+    Args:
+        outputs: pairs of a layer's name and the digest of its output, in the order of the forward pass.
+        others: those of the other trace.
+    """
     for index, (one, other) in enumerate(zip(outputs, others, strict=False)):
         if one[0] != other[0]:
             return index, f"{one[0]} in one training where the other has {other[0]}"

@@ -53,18 +53,21 @@ class Blocks:
         return f"block {number}"
 
     def fetch(self, number: int, path: Path) -> None:
-        """Write a block to a new file: an .npy of the rows that to_rows() makes from the block's tree of arrays.
+        """Write a block to a new .npy file.
 
-        By default, the function `read` given to Blocks returns that tree. A subclass without `read` overrides this
-        method, and must write lengths[number] rows. A rank calls it in several threads at a time.
+        By default, the function `read` given to Blocks returns the block as a tree of arrays. to_rows() makes one row
+        of each sample, and these rows are written. A subclass without `read` overrides this method, and must write
+        lengths[number] rows. A rank calls this method in several threads at a time.
 
         Args:
             number: the number of the block, from 0.
             path: the path of the file, which must not exist yet.
 
         Raises:
-            DataError: `read` failed with another error than InputError and ReportedError (DownloadError is one), which
-                are raised as they are; or the block has another number of samples than lengths says.
+            DataError: `read` failed, the tree is not one of arrays of numbers, or the block has another number of
+                samples than lengths[number].
+            InputError: `read` raised it.
+            ReportedError: `read` raised it. DownloadError is a subclass.
             OSError: The file could not be written.
         """
         assert self._read is not None
@@ -88,11 +91,17 @@ def check_count(name: str, value: Any) -> None:
 
 
 def to_rows(tree: Any, name: str) -> np.ndarray:
-    """Pack a tree of arrays (n, ...) in dicts, lists and tuples into one structured array (n,), with one row a sample.
+    """Pack a tree of arrays (n, ...) into one structured array (n,), in which a row has one sample.
 
-    A tree that is a single array is returned as it is, but contiguous. Raises DataError, with the block's name, if the
-    arrays differ in their number of rows, a leaf is no array of numbers, or a dict has keys that are no strings or look
-    like a tuple's.
+    A tree that is a single array is returned as it is, (n, ...), but contiguous.
+
+    Args:
+        tree: arrays in dicts, lists and tuples, or a single array.
+        name: the name of the block, for messages.
+
+    Raises:
+        DataError: The arrays differ in their number of rows, a leaf is no array of numbers, or a dict has a key that is
+            no string, or keys like those that a tuple gets here.
     """
     length = count_rows(tree, name)
     kind = _row_kind(tree, name)

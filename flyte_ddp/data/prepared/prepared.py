@@ -85,14 +85,21 @@ def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFiles, np.ndarray]:
-    """Open the images and labels of one split of a prepared dataset.
+    """Open the images and labels of one split, "train" or "test", of a prepared dataset.
 
-    What open_split opens, it opens in the same way. It also opens a dataset that was prepared from a folder of image
-    files.
+    The dataset may have been prepared from arrays or from a folder of image files.
+
+    Args:
+        directory: the folder of the dataset.
+        split: "train" or "test".
 
     Returns:
-        The images and the labels. The images are indexed, each (C, H, W) uint8: a memory map or, for image files, an
-        object that decodes a file when its index is asked for. The labels are (N,) int64.
+        The images, from which an index gets an image (C, H, W) uint8; and the labels, (N,) int64. The images are a
+        copy-on-write memory map, or, for image files, an object that decodes a file at each access.
+
+    Raises:
+        InputError: There is no such split.
+        DataError: A file is missing or damaged.
     """
     path = Path(directory) / f"{split}_files.npy"
     if not path.exists():

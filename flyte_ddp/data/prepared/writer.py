@@ -30,14 +30,24 @@ def write_prepared(
     test_labels: np.ndarray,
     passes_per_epoch: int = 1,
 ) -> DatasetDescription:
-    """Write the dataset to a folder, and return its description.
+    """Write an image dataset to a folder, and return its description.
 
-    The folder is created if it is missing. If it exists, it is left alone if it has this very dataset, intact.
-    Otherwise it is replaced, with all that is in it. Concurrent writers of the same dataset don't disturb each other.
+    The description has the mean and standard deviation of the training images. A dataset with the same content that is
+    already there, intact, stays. Anything else at that path is removed, with all that is in it. Several processes may
+    write the same dataset at once.
 
-    Images are (N, C, H, W) uint8, with the same C, H and W in both splits. Labels are (N,) of any integer type: places
-    in `classes`, the names. An epoch goes over the training images passes_per_epoch times. Raises InputError if an
-    array is not as described, or the disk is full or read-only.
+    Args:
+        directory: the folder. It is created if it is missing.
+        name: the name of the dataset.
+        classes: the names of the classes.
+        train_images: (N, C, H, W) uint8.
+        train_labels: (N,) of any integer type, the index of each image's class in `classes`.
+        test_images: (M, C, H, W) uint8, with the same C, H and W.
+        test_labels: (M,), as train_labels.
+        passes_per_epoch: how often an epoch goes over the training images.
+
+    Raises:
+        InputError: An array is not as described, or the disk is full or read-only.
     """
     arrays = dict(zip(FILES, (train_images, train_labels, test_images, test_labels), strict=True))
     _check_arrays(name, len(classes), arrays)
@@ -58,10 +68,15 @@ def write_prepared(
 def write_dataset(
     directory: Path, arrays: Mapping[str, np.ndarray], description: DatasetDescription
 ) -> DatasetDescription:
-    """Write a dataset's arrays to a folder, which appears at once when all is written, and return its description.
+    """Write a dataset's arrays and description to a folder, which appears only when all is written.
 
-    Whatever is at that path is replaced, with all that is in it, unless it is a dataset with the same content, intact.
-    One-dimensional arrays of integers are written as int64.
+    A dataset with the same content that is already there, intact, stays. Anything else at that path is removed, with
+    all that is in it.
+
+    Args:
+        directory: the folder. Its parents are created.
+        arrays: the arrays by file name, NAME.npy. One-dimensional arrays of integers are written as int64.
+        description: the description, whose sha256 is replaced.
 
     Returns:
         The description with the SHA-256 of each file.
@@ -116,10 +131,14 @@ def pixel_counts(images: np.ndarray) -> np.ndarray:
 
 
 def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel, for pixels scaled to 0 to 1, from histograms (C, 256).
+    """Return mean and standard deviation of each channel, for pixels scaled from 0..255 to 0..1.
 
-    Both are rounded to 4 decimals, or to as many as give 4 digits of the standard deviation, so they are equal on every
-    machine. A channel with one value only has a standard deviation of 1 instead of 0.
+    The numbers are rounded, so that they are equal on every machine: to 4 decimals, or to more where the standard
+    deviation would otherwise have fewer than 4 significant digits. A channel with a single value has a standard
+    deviation of 1 instead of 0.
+
+    Args:
+        counts: (C, 256), how often each channel has each value.
     """
     means, stds = [], []
     for channel in counts:
@@ -151,9 +170,15 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 
 
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
-    """Rename the folder `temporary` to `directory`, in place of whatever is there, unless that is this dataset, intact.
+    """Rename the folder `temporary` to `directory`, and remove whatever was there.
 
-    If another writer has put the dataset of this digest there, `temporary` stays, for the caller to remove.
+    If another writer has put this dataset there, and it is intact, it stays. Then `temporary` stays, too, for the
+    caller to remove.
+
+    Args:
+        temporary: the folder with the dataset.
+        directory: the path that the dataset is to have.
+        digest: the digest of this dataset's description, by which another writer's is recognised.
     """
     sync_folder(directory.parent)
     with _locked(directory):

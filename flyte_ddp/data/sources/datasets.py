@@ -54,7 +54,11 @@ def prepared_dir(name: str) -> Path:
 
 
 def discard_damaged(name: str) -> None:
-    """Remove a prepared dataset that is there but damaged, and log a warning. All of its files are read."""
+    """Remove the prepared dataset of this name if it is damaged, and log a warning.
+
+    All files of the dataset are read. Nothing happens if there is none, or if it is intact. Raises InputError if the
+    name is unknown, or the dataset cannot be removed.
+    """
     directory = prepared_dir(name)
     if directory.exists():
         try:
@@ -90,10 +94,18 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
 
 
 def _mnist(class_name: str, ask: Ask) -> Originals:
-    """Download MNIST, or another dataset in its format, and read it with torchvision's class of this name.
+    """Download MNIST, or another dataset in its format, and return its classes, images and labels.
 
     Torchvision's class gives the mirrors, the checksums and the file format. The folder of DDP_DATA_MIRROR is tried
-    before these mirrors. Raises DownloadError if no mirror delivers a file.
+    before these mirrors.
+
+    Args:
+        class_name: the name of torchvision's class, such as "FashionMNIST".
+        ask: makes the Mirrors that try these folders' URLs, in order.
+
+    Raises:
+        DownloadError: No mirror delivers a file.
+        InputError: DDP_DATA_MIRROR is no URL of a folder, or the folder for data cannot be written to.
     """
     mirror = mirror_from_environment()
     public, resources = _find_downloads(class_name)
@@ -144,12 +156,17 @@ def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any
 
 
 def _cifar10(ask: Ask) -> Originals:
-    """Read CIFAR-10 from its unpacked files if they are here or DDP_DATA_MIRROR has them, or else from the archive.
+    """Download CIFAR-10 if it is not here, and return its classes, images and labels.
 
-    What is not here is downloaded.
+    The unpacked files are taken if they are in the folder for data, or if DDP_DATA_MIRROR has them. Otherwise the
+    archive is downloaded, from the mirror or else from the public address, and is unpacked.
 
     Args:
-        ask: makes Mirrors of the URLs of the folders to try.
+        ask: makes the Mirrors that try these folders' URLs, in order.
+
+    Raises:
+        DownloadError: Nobody delivered the archive.
+        InputError: DDP_DATA_MIRROR is no URL of a folder, or the folder for data cannot be written to.
     """
     from torchvision.datasets import CIFAR10
 

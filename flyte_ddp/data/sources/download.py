@@ -71,12 +71,18 @@ class Mirrors:
         raise DownloadError(f"no mirror delivered {filename}:\n{lines}{REMEDIES}")
 
     def _copy(self, url: str, filename: str, md5: str, target: Path) -> None:
-        """Download a URL to the path target, whole or not at all. A file that is there is replaced at the end.
+        """Download a URL to a file, which appears whole or not at all. An earlier file is replaced at the end.
+
+        Args:
+            url: the URL.
+            filename: the name for `progress`.
+            md5: the MD5 that the content must have, in hex.
+            target: the path of the file.
 
         Raises:
-            RefusedError: the URL cannot be read, or its content is too large or has another MD5.
-            UnreachableError: a RefusedError, so catch it first: the host is not worth asking again.
-            InputError: the folder of target cannot be written to.
+            UnreachableError: The host is not worth asking again. This is a subclass of RefusedError, so catch it first.
+            RefusedError: The URL cannot be read, or its content is too large or has another MD5.
+            InputError: The folder of `target` cannot be written to.
         """
         pieces, total = self.opener.open(url)
         digest = hashlib.md5(usedforsecurity=False)

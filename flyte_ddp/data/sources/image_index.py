@@ -43,12 +43,18 @@ class Sound(NamedTuple):
 
 
 def list_images(folder: Path) -> Files:
-    """Return the names of image files relative to folder, sorted, by split and class. No file is read.
+    """Return the names of a folder's image files, relative to the folder and sorted, by split and class.
 
-    The folder has a sub-folder for each class, or sub-folders train and test that have these. The result is {"train":
-    …, "test": …}, each with a list of names by class; {"": …} if the folder is not divided. Raises InputError if the
-    folder is not there or has no image files, there is only one class to train on, only test has some class, or
-    sub-folders are called as splits other than train and test.
+    No file is read. The folder has a sub-folder for each class, or has the sub-folders train and test, which have
+    these.
+
+    Returns:
+        {"train": ..., "test": ...}, or {"": ...} if there are no train and test. Each value has a list of names by
+        class.
+
+    Raises:
+        InputError: The folder is not there; it, train or test has no image files; there is only one class to train on;
+            a class is in test alone; or sub-folders have the names of other splits, such as "valid".
     """
     with reading():
         paths = _all_images(folder)
@@ -68,10 +74,13 @@ def list_images(folder: Path) -> Files:
 
 
 def _all_images(folder: Path) -> Files:
-    """Return names of image files by split and class, as list_images does, but without checking that there are enough.
+    """Return the names of a folder's image files, relative to the folder, by split and class.
 
-    Classes without image files are left out. A folder is divided if it has both sub-folders train and test; otherwise
-    the only split is "". Raises InputError if the folder is not there, or sub-folders are called as other splits.
+    If the folder has both sub-folders train and test, the splits are "train" and "test". Otherwise the only split is
+    "". Classes without image files are left out, so a split may be empty.
+
+    Raises:
+        InputError: The folder is not there, or has sub-folders with the names of other splits, such as "valid".
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -87,11 +96,15 @@ def _all_images(folder: Path) -> Files:
 
 
 def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
-    """Raise InputError if sub-folders with names of splits, such as valid, would be left out or taken for classes.
+    """Raise InputError if sub-folders have names of splits, such as "valid", but are not just train and test.
 
-    Only train and test, together, are taken as splits. A single sub-folder with such a name is accepted as a class if
-    its image files lie directly in it. `divided` has the names of all sub-folders if train and test are among them,
-    `classes` the files of each class if not; the other one is empty.
+    Such sub-folders would be left out, or taken for classes. A single sub-folder with such a name is accepted as a
+    class if all its image files lie directly in it.
+
+    Args:
+        folder: the folder, for the message.
+        divided: the names of all sub-folders, if both train and test are among them; otherwise empty.
+        classes: the files of each sub-folder, by the sub-folder's name; empty if `divided` is not.
     """
     named = [name for name in (*divided, *classes) if name.lower() in SPLIT_NAMES]
     files = classes[named[0]] if len(named) == 1 else []
@@ -108,9 +121,16 @@ def _sub_folders(folder: Path) -> list[str]:
 
 
 def stamp_images(folder: Path) -> str:
-    """Return a digest that changes when an image file is added, removed or written to.
+    """Return a digest that changes when an image file of a folder is added, removed or written to.
 
-    Only names, sizes and times are read. Raises what list_images raises.
+    Only names, sizes and times are read.
+
+    Args:
+        folder: the folder, with a sub-folder for each class, or with train and test that have these.
+
+    Raises:
+        InputError: The folder is not there, its sub-folders are not as described, or it has no image files or too few
+            classes.
     """
     digest = hashlib.sha256()
     classes = chain.from_iterable(by_class.values() for by_class in list_images(folder).values())
@@ -123,11 +143,24 @@ def stamp_images(folder: Path) -> str:
 
 
 def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[str], None]) -> Path:
-    """Read every image once, write a prepared dataset that names their files, and return its folder, the index.
+    """Read every image of a folder, and write an index of them.
 
-    The index is in the folder for local data, under a hash of its content, so equal images have one index. It has no
-    link to the images yet: link_images makes it. `say` prints a line. Raises InputError if too many files cannot be
-    read, or too few images or classes are left.
+    The index is a prepared dataset that has the images' names instead of the images. It is below the folder for local
+    data. Its name is a hash of its content, so the same images have one index. The index has no link to the images yet:
+    link_images() makes the link. Images that cannot be read are left out.
+
+    Args:
+        folder: the folder of the images, with a sub-folder for each class, or with train and test that have these.
+        name: the name of the dataset.
+        images: the settings.
+        say: prints a line, which tells how many images cannot be read.
+
+    Returns:
+        The folder of the index.
+
+    Raises:
+        InputError: The sub-folders are not as described, too many files cannot be read, or too few images or classes
+            are left.
     """
     paths = list_images(folder)
     classes = _large_classes(paths, images.least_images)
@@ -192,10 +225,17 @@ class Readable(NamedTuple):
 
 
 def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings) -> Readable:
-    """Read and decode all images, and return those that can be read, by split, and those that cannot, with reasons.
+    """Read and decode all images, and return which of them can be read and which cannot.
 
-    The result also has a digest of the names and contents of the readable images, and a histogram (C, 256) of the
-    values of the training images.
+    Args:
+        folder: the folder of the images.
+        splits: label and name of each image, by split.
+        images: the settings, which have the shape to decode to.
+
+    Returns:
+        Label and name of each readable image, by split; a line with name and reason for each other image; a digest of
+        the names and contents of the readable images; and a histogram (C, 256) of the values of the readable training
+        images.
     """
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
@@ -269,9 +309,16 @@ def _divide(paths: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, s
 
 
 def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, int, int]) -> Iterator[Sound | str]:
-    """Read and decode the files by several threads, and yield what is known of each, or why it cannot be read.
+    """Read and decode image files by several threads, and yield a result for each, in their order.
 
-    The rows are label and name of each image; the results have their order. The shape is (C, H, W).
+    Args:
+        folder: the folder of the images.
+        rows: label and name of each image. The labels are not used.
+        shape: (C, H, W), to which each image is decoded.
+
+    Yields:
+        The SHA-256 of the file and a histogram of the image's values; or, if the file cannot be read, a text that says
+        why.
     """
 
     def read(row: tuple[int, str]) -> Sound | str:

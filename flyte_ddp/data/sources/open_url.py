@@ -66,15 +66,16 @@ class Opener:
     def open(self, url: str) -> tuple[Pieces, int | None]:
         """Open a URL of http, https, file or object storage.
 
-        A connection or file stays open until all pieces are read, or the pieces are closed.
+        A connection or file stays open until all pieces are read, or the pieces are closed. Both errors may also be
+        raised while pieces are read.
 
         Returns:
-            The content, piece by piece, and its size in bytes; None if the size is unknown.
+            The content, piece by piece, and its size in bytes, which is None if it is unknown.
 
         Raises:
-            RefusedError: the URL cannot be read; also raised while pieces are read.
-            UnreachableError: a RefusedError, so catch it first: the host is not worth asking again for other URLs. Also
-                raised while pieces are read.
+            UnreachableError: The host is not worth asking again for other URLs. This is a subclass of RefusedError, so
+                catch it first.
+            RefusedError: The URL cannot be read.
         """
         if url.startswith("file:"):
             return _open_file(url)
@@ -99,16 +100,18 @@ class Opener:
         return _read(file), getattr(file, "size", None)
 
     def _answer(self, url: str) -> requests.Response:
-        """Send a GET request, and return the answer, of any status, once its headers are here.
+        """Send a GET request, and return the answer, of any status, once its headers have come.
 
-        A thread of its own sends the request, because name look-up, several addresses, redirects and slowly arriving
-        headers would each outlast the time-outs of requests. The seconds of a failed request are added to
-        waited_seconds.
+        The answer must come within limits.answer_seconds. All failed waits of this opener together may take
+        limits.silence_seconds: waited_seconds counts them, and this method adds the time of a failed request. If less
+        than 0.1 s is left, no request is sent.
+
+        A thread of its own sends the request, because name look-up, redirects and slow headers can take longer than the
+        time-outs of `requests`.
 
         Raises:
-            UnreachableError: The request has failed, or no answer has come within limits.answer_seconds, or within what
-                waited_seconds leaves of limits.silence_seconds. If that is less than 0.1 s, no request is sent.
-            RefusedError: the redirects never end.
+            RefusedError: The redirects never end.
+            UnreachableError: A RefusedError, too: the request has failed, has no answer in time, or is not sent.
         """
         outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
         limits = self.limits

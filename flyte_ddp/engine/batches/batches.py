@@ -35,11 +35,13 @@ class Batch:
     seed: int = 0
 
     def parts(self, most: int, ranks: int = 0) -> list["Batch"]:
-        """Cut the batch into parts of at most `most` consecutive samples, and return them; 0 gives [self].
+        """Cut the batch into parts of at most `most` consecutive samples, and return them.
 
-        All ranks must run equally many parts, because each part may have collectives. So the list is filled up to the
-        number that the largest share of any of the ranks has, with copies of the first part that are marked as borrowed
-        and count for nothing. With 0 ranks, the list is not filled up.
+        Args:
+            most: the most samples of a part; 0 gives [self].
+            ranks: the number of ranks. Each part may have collectives, so all ranks must have equally many parts. The
+                list is therefore filled up to the number of parts of the largest share of a rank. The parts added are
+                copies of the first part, marked as borrowed: they count for nothing. With 0, nothing is added.
         """
         if not most:
             return [self]
@@ -170,10 +172,10 @@ class _Batches:
         return slice(*rank_slice(start, stop, number, count or self.virtual_ranks))
 
     def sizes(self) -> list[int]:
-        """Return [first, last], how many samples this rank's share has in the first and last step; each may be 0.
+        """Return how many samples of its own this rank has in the first and in the last step; each may be 0.
 
-        With virtual ranks, return all different sizes above 0 that the parts of any rank have in these two steps,
-        ascending.
+        With virtual ranks, return instead the different sizes, above 0 and ascending, that the virtual ranks' parts
+        have in these two steps, on all ranks.
         """
         ends = 0, len(self) - 1
         if not self.virtual_ranks:
@@ -195,29 +197,34 @@ class _Batches:
         return [number for number, cut in cuts if cut.start < cut.stop]
 
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
-        """Return an order of the split's samples, shuffled by the key of each pass, or not where it is None.
+        """Return an order of the split's samples, shuffled by keys, for one or more passes over the samples.
 
-        It is a BlocksInOrder if the split is in blocks, which takes a single key, and otherwise a Shuffled. Even
-        without shuffling, a BlocksInOrder takes samples from several places of the split (streams) in turn.
+        A split in blocks, which can have only one pass, gives a BlocksInOrder; any other split gives a Shuffled.
+        Without shuffling, a Shuffled keeps the split's order, but a BlocksInOrder takes samples from several places of
+        the split in turn.
 
         Args:
-            keys: the key of each pass over the samples.
-            origin: origin(step) returns the sample_seeds.Origin of this rank's samples, from which a Dataset's random
-                numbers follow. None gives a sample the same numbers each time.
+            keys: the key that shuffles each pass; None leaves the pass unshuffled.
+            origin: origin(step) returns what the random numbers of a Dataset's samples follow from in this step. If
+                origin(step) is None, a sample gets the same random numbers each time.
         """
         if isinstance(self.split, BlockSplit):
             return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
-        """Read this rank's samples, and yield (step, shares) for each of these steps of an epoch in this order.
+        """Read this rank's samples of these steps, and yield (step, shares) for each step.
 
-        A share is (tree, BatchShare): the samples as tensors (n, ...) on the device, and their place in the step's
-        global batch. Without virtual ranks there is one share in a step. With them, there is one for each of this
-        rank's virtual ranks that has samples.
+        A share is (tree, BatchShare): samples as tensors (n, ...) on the device, and their place in the step's global
+        batch. Without virtual ranks, a step has one share. With them, it has one for each of this rank's virtual ranks
+        that has samples. With is_even, borrowed shares are added until all ranks have equally many.
 
-        A rank without samples in a step gets a single share with one sample of another rank, marked as borrowed. If the
-        split has lengths, all ranks pad their samples to the longest sample of the global batch.
+        A rank without samples in a step gets one share with one sample of another rank, marked as borrowed: it counts
+        for nothing. If the samples have lengths, all ranks pad theirs to the longest sample of the global batch.
+
+        Args:
+            order: the order of the epoch's samples.
+            steps: the steps to read.
         """
         lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
@@ -235,11 +242,19 @@ class _Batches:
             yield step, shares + self._fill_up(step, shares) if self.is_even else shares
 
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
-        """Cut this rank's samples of a step into those of each virtual rank, and yield copies of them with their place.
+        """Cut this rank's samples of a step into one share for each of its virtual ranks, and yield these shares.
 
-        `tree` has the samples as tensors (n, ...), and `share` their place in the global batch. Virtual ranks without
-        samples are left out. Each place that is yielded has the number of its virtual rank as `part`. If the samples
-        are borrowed from another rank, and count for nothing, both are yielded as they are.
+        Virtual ranks without samples are left out. A rank whose sample is borrowed from another rank gets that one
+        share back, uncut and uncopied.
+
+        Args:
+            step: the number of the step in the epoch.
+            tree: the samples, as tensors (n, ...).
+            share: the samples' place in the global batch.
+
+        Yields:
+            A virtual rank's samples, copied, and their place in the global batch, whose `part` is the virtual rank's
+            number.
         """
         if share.borrowed:
             yield tree, share
@@ -255,7 +270,15 @@ class _Batches:
                 yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), cut_share
 
     def _fill_up(self, step: int, shares: list[tuple[Any, BatchShare]]) -> list[tuple[Any, BatchShare]]:
-        """Return copies of the rank's last share, which count for nothing, as many as it lacks; see is_even."""
+        """Return the shares that this rank lacks to have as many in this step as the rank with the most virtual ranks.
+
+        They are copies of the rank's last share, marked as borrowed: they count for nothing. All ranks then run equally
+        many parts, which is needed where each part has collectives.
+
+        Args:
+            step: the number of the step in the epoch.
+            shares: the rank's own shares; at least one.
+        """
         used = self.parts_with_samples(step)
         by_rank = [parts_of_rank(self.virtual_ranks, rank, self.world_size) for rank in range(self.world_size)]
         most = max(sum(part in parts for part in used) for parts in by_rank)

@@ -104,11 +104,15 @@ class BlockCache:
         return self.folder / f"{name}.npy"
 
     def fetch(self, name: str, write: Callable[[Path], None]) -> None:
-        """Provide a block's file at path(name): nothing happens if it is there, and another rank's file is linked.
+        """Put a block's file at path(name), unless the file is there already.
 
-        Threads and ranks of the node may call this at the same time; one of them writes the block while the others
-        wait. `write` writes the block to a new file; it is called if no rank of the node has the block, or the disk has
-        no links. Its errors are raised.
+        If another rank of the node has the file, it is linked. Otherwise, or on a disk without links, `write` is
+        called. Threads and ranks of the node may call this method at the same time: one works while the others wait.
+
+        Args:
+            name: the name of the block.
+            write: writes the block to a new file at the given path. Its errors are raised, except that an OSError
+                becomes an InputError.
 
         Raises:
             InputError: The file cannot be written. The message names DDP_CACHE_DIR.

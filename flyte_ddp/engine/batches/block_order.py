@@ -35,11 +35,17 @@ class Uses:
     last: np.ndarray
 
     def also(self, blocks: np.ndarray, step: int) -> "Uses":
-        """Return new uses, with `step` as the last step of the given blocks, and as the first one of new blocks.
+        """Return these uses, extended by blocks that are needed in a step.
+
+        A block that is among the uses already gets this step as its last one. A new block gets the step as its first
+        and last one.
 
         Args:
-            blocks: (k,) int64, which may be among these already.
-            step: a step that is not before any use.
+            blocks: (k,) int64, the numbers of the blocks.
+            step: a step that is not before the last step of any block.
+
+        Returns:
+            New uses; these stay as they are.
         """
         new = np.setdiff1d(blocks, self.blocks)
         last = np.where(np.isin(self.blocks, blocks), step, self.last)
@@ -84,10 +90,18 @@ class BlockOrder:
         return self._sort_batches(positions.numpy()) % self.used_streams
 
     def uses(self, streams: range, steps: range) -> Uses:
-        """Return the blocks that some streams need in some steps, by first use, with their first and last step.
+        """Return the blocks that some streams need in some steps, with the first and last step that needs each.
 
-        A whole window of a stream needs all of its blocks, because its samples are shuffled. The first or last use of a
-        block may be outside of the steps; blocks that none of them needs are left out.
+        Samples are shuffled within windows of a stream, so a step that needs a sample needs all blocks of its window.
+        Blocks that none of these steps needs are left out. The first or last step of a block may lie outside of
+        `steps`.
+
+        Args:
+            streams: the numbers of the streams.
+            steps: the steps.
+
+        Returns:
+            The blocks, in the order of their first steps.
         """
         first = np.full(len(self._blocks), np.iinfo(np.int64).max)
         last = np.full(len(self._blocks), -1)
@@ -147,10 +161,16 @@ class BlockOrder:
         return streams * each + np.minimum(streams, longer)
 
     def _sort_batches(self, positions: np.ndarray) -> np.ndarray:
-        """Sort the samples of each batch by their stream, and return those that are then at these ascending positions.
+        """Return which samples are at these positions of the epoch, once each batch is sorted by stream.
 
-        Samples are numbered by their positions before the sorting, (n,) int64. Number k is the sample at place k //
-        used_streams of stream k % used_streams.
+        Before sorting, the streams take turns: sample k is at place k // used_streams of stream k % used_streams.
+        Sorting puts the samples of one stream next to each other in the batch.
+
+        Args:
+            positions: (n,) int64, positions in the epoch, ascending.
+
+        Returns:
+            (n,) int64, the numbers k of the samples.
         """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
         return np.concatenate([self._sort_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps])
@@ -160,9 +180,16 @@ class BlockOrder:
         return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
 
     def _shuffle_windows(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
-        """Shuffle places within their windows, spans of `window` successive places of a stream; return the new places.
+        """Shuffle samples within windows, and return the place that each sample has then in its stream.
 
-        Places in their streams, the stream of each, and the result are (n,) int64.
+        A window is a span of `window` successive places of one stream. The last window of a stream may be shorter.
+
+        Args:
+            places: (n,) int64, places of samples in their streams.
+            streams: (n,) int64, the stream of each place.
+
+        Returns:
+            (n,) int64, the new places.
         """
         windows = places // self.window
         each = int(windows.max()) + 1

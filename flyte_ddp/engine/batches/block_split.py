@@ -101,10 +101,17 @@ class BlockSplit:
         return BlockSplit(*arguments, kept), BlockSplit(*arguments, held)
 
     def spread(self, count: int) -> Tensor:
-        """Choose samples for a trial, evenly from a few blocks that are far apart: (count,) int64 indices, ascending.
+        """Choose samples for a trial, spread evenly over a few blocks that are far apart.
 
-        Only a few blocks, SPREAD_BLOCKS if these have enough samples, must be fetched to read them. An index comes
-        several times if the chosen blocks have fewer samples than `count`.
+        These are SPREAD_BLOCKS blocks, or more if they would have too few samples. So only few blocks must be fetched
+        to read the samples.
+
+        Args:
+            count: how many samples to choose.
+
+        Returns:
+            (count,) int64 indices, ascending. An index comes several times if the chosen blocks have fewer than `count`
+            samples.
         """
         blocks = max(SPREAD_BLOCKS, int(-(-count // np.median(self.block_lengths))))
         chosen = np.unique(np.linspace(0, len(self.ends) - 1, min(blocks, len(self.ends)), dtype=np.int64))
@@ -196,12 +203,17 @@ class BlocksInOrder:
         self.at = order.at
 
     def uses(self, steps: range) -> Uses:
-        """Return the blocks that this rank needs in some steps of the epoch, by first use, and when it needs each.
+        """Return the blocks that this rank needs in some steps, with the first and last step that needs each.
 
-        A batch takes its samples from several streams, each of which reads its own blocks in turn. A rank's samples are
-        from a few neighbouring streams, which may change a little from step to step. So a block counts as needed if any
-        of these streams is at it, even if this rank reads none of its samples. Its first and last step may lie outside
-        of `steps`.
+        A batch takes its samples from several streams, each of which reads its own blocks in turn. A rank's samples
+        come from a few neighbouring streams, which may change a little from step to step. A block counts as needed if
+        any of these streams is reading it, even if this rank uses none of its samples.
+
+        Args:
+            steps: the steps. The first or last step of a block may lie outside of them.
+
+        Returns:
+            The blocks, in the order of their first steps.
         """
         # Which streams a share begins and ends with depends on where its batch begins, modulo the number of streams
         last_step, is_short = divmod(self.order.samples, self.order.batch_size)
@@ -262,7 +274,8 @@ class BlockRows:
             A tree of arrays (n, ...), in the order of `samples`.
 
         Raises:
-            DataError: A block has rows of another dtype or shape than the first block.
+            DataError: A block's file is damaged, has another number of rows than announced, or has rows of another
+                dtype or shape than the first block.
         """
         split = self.split
         row = self.split.row
@@ -287,7 +300,8 @@ class BlockRows:
         """Return a memory map of a block's rows, (samples, bytes of a row) uint8, which stays open for later calls.
 
         Raises:
-            DataError: The block has rows of another dtype or shape than the first block.
+            DataError: The block's file is damaged, has another number of rows than announced, or has rows of another
+                dtype or shape than the first block.
         """
         if block not in self._opened:
             name = self.split.name_of(block)

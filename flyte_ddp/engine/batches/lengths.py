@@ -70,7 +70,9 @@ class Lengths:
         return part
 
     def padded(self, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
-        """Return a rank's samples, padded with zeros or cut to the length of the global batch's longest sample.
+        """Return a rank's samples with the length of the global batch's longest sample, so that all ranks pad alike.
+
+        Tensors that are shorter are padded with zeros, and longer ones are cut.
 
         Args:
             tree: the tensors (n, length, ...) of the rank's samples. A tensor that has no lengths stays as it is.
@@ -78,11 +80,11 @@ class Lengths:
             global_indices: (N,) the indices of all samples of the global batch.
 
         Returns:
-            The tree with tensors (n, longest, ...), which all ranks have alike.
+            The tree with tensors (n, longest, ...).
 
         Raises:
-            DataError: A tensor is shorter than the rank's longest sample, or longer than that although the Dataset does
-                not pad its samples itself.
+            DataError: A tensor does not have the length that lengths() announces for the longest of these n samples. A
+                longer tensor is allowed if the Dataset pads its samples itself.
         """
         longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)

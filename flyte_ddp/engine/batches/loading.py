@@ -216,11 +216,18 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
 
 
 def _stack(dataset: Any, indices: np.ndarray, leaves: Sequence[Any], is_padded: bool) -> np.ndarray:
-    """Stack one leaf of each sample's tree, numbers, arrays or tensors, to an array (n, ...).
+    """Stack the same leaf of several samples' trees to one array (n, ...).
 
-    If is_padded, leaves of different lengths are padded with zeros at the end of their first dimension, to the longest.
-    DataError, which names dataset and sample, is raised for something other than numbers, or shapes that differ
-    otherwise.
+    Args:
+        dataset: the Dataset, for messages.
+        indices: (n,) the samples, for messages.
+        leaves: the leaf of each sample: a number, an array or a tensor.
+        is_padded: whether leaves that differ only in their first dimension are padded with zeros at its end, to the
+            longest.
+
+    Raises:
+        DataError: A leaf has something other than numbers, or the leaves have different shapes that are not padded. The
+            message names the dataset.
     """
     arrays = [np.asarray(leaf) for leaf in leaves]
     for index, leaf, array in zip(indices, leaves, arrays, strict=True):

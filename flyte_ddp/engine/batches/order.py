@@ -33,11 +33,18 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
 
 
 def _permute(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Permute numbers of a fixed number of bits with a Feistel network; all are uint64, sizes and keys (1,) or (n,).
+    """Permute numbers of so many bits as range(size) needs, at least 2, with a Feistel network.
 
-    The number of bits is the one that size needs, but at least 2. In each round one half of the bits is changed by a
-    mix of the other half and the key. The result may be size or more, and differs for different numbers with the same
-    size and key.
+    In each round a half of the bits is changed by a mix of the other half and the key. With the same size and key,
+    different numbers give different results. A result may be `size` or more: the caller must permute it again.
+
+    Args:
+        numbers: (n,) uint64, the numbers.
+        sizes: (1,) or (n,) uint64, the size for each number.
+        keys: (1,) or (n,) uint64, the key for each number.
+
+    Returns:
+        (n,) uint64.
     """
     bits = np.maximum(2, np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]).astype(np.uint64)
     low_bits = bits // np.uint64(2)

@@ -23,9 +23,11 @@ NOWHERE: Iterable[Origin] = repeat(None)  # the origins of any number of parts i
 def sample_keys(indices: np.ndarray, origin: Origin) -> list[int]:
     """Return for each sample the key that its random generators are seeded with, in 2 µs each.
 
-    In a training, `origin` is a key of the epoch and the position of the first of these samples in the epoch. Each
-    sample's key follows from these two and from its place in `indices`, so it differs between epochs. In an evaluation
-    it is None, and each sample's key follows from its index alone.
+    Args:
+        indices: (n,) the indices of the samples, which are successive samples of an epoch.
+        origin: in a training, a key of the epoch and the position of the first of these samples in the epoch. A
+            sample's key follows from the epoch's key and the sample's own position, so it differs between epochs. In an
+            evaluation None: a sample's key follows from its index alone.
     """
     if origin is None:
         return [derive_key(Use.TEST_SAMPLE, int(index)) for index in indices]

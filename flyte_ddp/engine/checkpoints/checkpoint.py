@@ -38,12 +38,12 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
-    """Write a checkpoint's content to a temporary file beside path, which finish_draft() then makes the checkpoint.
+    """Write a checkpoint's content to a temporary file beside `path`; finish_draft() then makes it the checkpoint.
 
-    The caller may change the tensors once this has returned: the kernel has the bytes, though perhaps not yet the disk.
+    The caller may change the tensors once this has returned. The bytes may not be on the disk yet.
 
-    Each sharded tensor is a Shard in the content, with one rank's rows. With Shards, rank 0 calls write_draft() while
-    each other rank calls fill(None, content, device), which sends that rank's rows to rank 0.
+    If the content has Shards, which are sharded tensors with one rank's rows, this is a collective. Rank 0 calls
+    write_draft(). Each other rank calls fill(None, content, device), which sends its rows to rank 0.
 
     Args:
         path: where the checkpoint will be.
@@ -128,9 +128,14 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str,
 
 
 def _changed_files(saved: Any, ours: Mapping[str, str] | None) -> str:
-    """Return " (a.py, b.py changed)", from the hashes of files in a checkpoint and of ours; empty if either is unknown.
+    """Return a text for a message, such as " (a.py, b.py changed)", that says how the code differs from a checkpoint's.
 
-    If no file differs, the text says that the version of torch or flyte_ddp does.
+    If no file differs, the text says that the version of torch or flyte_ddp does. If one of the two is unknown, the
+    text is empty.
+
+    Args:
+        saved: the hash of each file, by name, as the checkpoint has it; anything but a dict counts as unknown.
+        ours: the hash of each file of this training's code, by name; None is unknown.
     """
     if not isinstance(saved, dict) or ours is None:
         return ""
@@ -160,11 +165,17 @@ def compare_identities(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Ite
 def refuse(
     error: CheckpointError, options: RunOptions, emit: Callable[[Event], None], output: Path | None = None
 ) -> None:
-    """Emit CheckpointRefused, after which training starts anew, or raise InputError if that would be wrong.
+    """Emit CheckpointRefused, so that the training starts anew, or raise InputError if the user wants this checkpoint.
+
+    Args:
+        error: why the checkpoint cannot be used.
+        options: the options of the training.
+        emit: emits an event.
+        output: the folder of the checkpoint if it is the output folder of train(); None otherwise.
 
     Raises:
-        InputError: RunOptions.resume_from names this checkpoint; or the checkpoint is in `output`, the output folder of
-            train(), and belongs to another training, which would be lost.
+        InputError: options.resume_from is set, so it names this checkpoint; or the checkpoint is in `output` and
+            belongs to another training, which would be lost.
     """
     if options.resume_from:
         raise InputError(f"RunOptions.resume_from: the checkpoint in {options.resume_from} {error}")
@@ -189,8 +200,12 @@ def checksum(path: Path) -> bytes:
 def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
     """Return the content of a checkpoint that another rank has verified, if this rank sees the same file.
 
-    None is returned if the file is missing, cannot be read, or has another checksum than `expected`, the other rank's.
-    No error is raised.
+    Args:
+        path: the checkpoint.
+        expected: the checksum that the other rank's file has.
+
+    Returns:
+        The content, or None if the file is missing, cannot be read, or has another checksum. No error is raised.
     """
     try:
         return _content(path) if checksum(path) == expected else None
@@ -248,10 +263,12 @@ def _save(content: Any, file: IO[bytes]) -> None:
 
 
 def _content(path: Path) -> Any:
-    """Return the content of a checkpoint whose checksum is right, without reading its tensors.
+    """Return the content of a checkpoint, whose checksum the caller has verified.
+
+    Tensors are not read yet: they are memory maps, or are opened in files of shards.
 
     Raises:
-        CheckpointError: The content cannot be read nevertheless.
+        CheckpointError: The content cannot be read although the checksum is right.
     """
     try:
         manifest = read_manifest(path)

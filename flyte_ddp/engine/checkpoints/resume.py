@@ -36,25 +36,26 @@ OTHER_BASE = "belongs to another training: the weights that model() freezes were
 def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> str | None:
     """Restore the training on all ranks from rank 0's checkpoint, if there is one of this training; a collective.
 
-    Rank 0 verifies the file, and ranks that see the same file map it, too; of a sharded checkpoint each rank reads its
-    rows. If some ranks do not see it, such as those of another host, the tensors are broadcast, one by one. With hybrid
-    sharding, each rank of the first node then sends its rows to the ranks that have the same. If a manifest has a URL,
-    its files are in the platform's storage, from which each host downloads those that it needs.
+    Rank 0 verifies the file. Each rank that sees the same file reads its tensors from there, of a sharded checkpoint
+    only its own rows. If some ranks don't see the file, as on another host, the tensors are broadcast one by one. If
+    the files of a sharded checkpoint are in the platform's storage, each host downloads the files that it needs.
 
-    A checkpoint that cannot be used is refused with an event, and training starts anew.
+    A checkpoint that cannot be used is refused by the event CheckpointRefused, and the training starts from the
+    beginning.
 
     Returns:
-        None if training can go on, from the checkpoint if it was restored, or else from the start.
+        None if the training can go on: from the checkpoint if it was restored, or else from the beginning.
 
-        "float32" or "bfloat16" if the checkpoint was trained in this precision. Nothing was restored: the caller has to
-        set up the training in this precision, and call resume() again.
+        "float32" or "bfloat16" if the checkpoint was trained in this precision, and this training is set up in the
+        other one. Nothing was restored: the caller has to set up the training in this precision, and call resume()
+        again.
 
-        An empty text if restoring has failed half-way. The caller has to set up the training anew, and start from the
-        beginning.
+        "" if restoring has failed half-way. The caller has to set up the training anew, and start from the beginning.
 
     Raises:
         InputError: The refused checkpoint is that of RunOptions.resume_from, or another training's in the output folder
-            of train(). Rank 0 alone raises it if the file itself is refused; all ranks do if it is refused later.
+            of train(). If rank 0 refuses the file itself, it alone raises the error; if the checkpoint is refused
+            later, all ranks do.
         RecoverableError: The platform's storage fails. This rank alone raises it.
     """
     content, found = _find(job, link.emit, state.base.digest)
@@ -84,14 +85,22 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
 
 
 def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.device) -> dict[str, Any] | None:
-    """Return the state in rank 0's checkpoint, if that is of this training, with tensors on the CPU; a collective.
+    """Return the state in rank 0's checkpoint on all ranks, with tensors on the CPU; a collective.
 
-    The checkpoint is one file, not sharded. Ranks that see the same file map its tensors. If some rank doesn't, as on
-    another host, rank 0 broadcasts each tensor to all. None is returned, on all ranks, if there is no checkpoint or it
-    is refused.
+    The checkpoint is one file, not sharded. If all ranks see the same file, each one maps its tensors. Otherwise rank 0
+    broadcasts each tensor. A checkpoint that cannot be used, or is of another training, is refused by the event
+    CheckpointRefused.
+
+    Args:
+        job: the training.
+        emit: emits an event.
+        device: the device that broadcasts tensors.
+
+    Returns:
+        The state; None on all ranks if there is no checkpoint, or if it is refused.
 
     Raises:
-        InputError: The user has asked for the checkpoint that is refused, or it is another training's in the output
+        InputError: The refused checkpoint is the one that the user has asked for, or another training's in the output
             folder of train(). Rank 0 alone raises it.
     """
     content, found = _find(job, emit)
@@ -108,14 +117,20 @@ def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.de
 
 
 def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> tuple[dict[str, Any] | None, Any]:
-    """Verify the job's checkpoint on rank 0, if there is one, and tell all ranks of it; a collective.
+    """Verify the job's checkpoint on rank 0, if there is one, and tell all ranks what they need to know; a collective.
 
-    A checkpoint that is no good, or whose frozen weights have another digest than `base`, is refused by an event, or by
-    an InputError that rank 0 alone raises.
+    A checkpoint that cannot be used, or whose frozen weights are others than this training's, is refused: rank 0 emits
+    CheckpointRefused, or raises InputError if the user wants this checkpoint.
+
+    Args:
+        job: the training.
+        emit: emits an event.
+        base: the digest of this training's frozen weights; None if there are none to compare.
 
     Returns:
-        On rank 0 the content, which is None on the others; and what all ranks need to know of it, None if there is no
-        good one: checksum, state with meta tensors, the manifest if its files are in a storage, and rank 0's options.
+        The content of the checkpoint on rank 0, and None on the other ranks. Then, on all ranks, (checksum, state with
+        meta tensors, manifest, rank 0's options); the manifest is None unless the files are in a storage. None in place
+        of this tuple says that there is no good checkpoint.
     """
     path = Path(job.checkpoint_path)
     content = found = None
@@ -140,10 +155,14 @@ def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:
 
 
 def _receivers(state: TrainingState, seen: list[bool]) -> Any:
-    """Return the process group whose first rank sends the checkpoint's tensors to the others; None if all can read it.
+    """Return the process group whose first rank sends the checkpoint's tensors to the others.
 
-    `seen` says which ranks can read it. With hybrid sharding it is the group of the ranks with the same rows, if the
-    whole first node can read the checkpoint. Otherwise it is the group of all ranks.
+    Returns None if all ranks can read the checkpoint. With hybrid sharding, if all ranks of the first node can read it,
+    returns the group of the ranks that have the same rows as this one. Otherwise returns the group of all ranks.
+
+    Args:
+        state: the training.
+        seen: for each rank, whether it can read the checkpoint.
     """
     if all(seen):
         return None
@@ -173,17 +192,18 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
 
 
 def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None) -> dict[str, Any]:
-    """Copy a checkpoint's state into the training's weights and buffers, and into new tensors where those don't fit.
+    """Copy the weights and buffers of a checkpoint into the training's, and return the checkpoint's state as tensors.
 
-    Weights and buffers have the saved values after this. The rest, such as the optimizer's state, is in new tensors,
-    which restore() has to load. Of sharded tensors, this rank's rows alone are copied.
+    Weights and buffers have the saved values afterwards, and are in the state that is returned. All else there, such as
+    the optimizer's state, and each tensor whose shape or dtype does not fit, is a new tensor: restore() has to load it.
+    Of a sharded tensor, only this rank's rows are copied.
 
     Args:
         state: the training that resumes.
-        saved: the checkpoint's state, with tensors or StoredTensors. A rank that cannot read the checkpoint has meta
+        saved: the checkpoint's state, with tensors or StoredTensors. A rank that cannot read the checkpoint passes meta
             tensors.
-        receivers: a process group, whose first rank sends the tensors to the others, so that this is a collective of
-            the group; None if each rank can read `saved`.
+        receivers: the process group whose first rank sends the tensors to the others; then this is a collective of the
+            group. None if each rank can read `saved`.
     """
     networks = {"model": state.model, "average": state.average.model if state.average else None}
     own = {name: network.state_dict() for name, network in networks.items() if network}
@@ -230,16 +250,24 @@ def _read(value: Tensor | StoredTensor) -> Tensor:
 def fetch_shards(
     manifest: dict[str, Any], layout: Layout, storage: RankStorage, environment: Environment
 ) -> Iterator[dict[str, Any]]:
-    """Download the files that have rows of this rank, verify them, and yield the checkpoint's content; a collective.
+    """Download the files of a sharded checkpoint that have rows of this rank, and verify them; a collective.
 
-    The manifest's "url" is the folder in the storage. The host's ranks share a temporary folder for the files. After
-    the block the ranks wait for one another, and the folder is removed. The content's tensors are StoredTensors: the
-    block may read the rows that `layout` gives this rank, and no others.
+    A context manager. The ranks of a host share a temporary folder for the files. At the end of the block, the ranks
+    wait for one another, and the folder is removed.
+
+    Args:
+        manifest: the checkpoint's manifest, whose "url" is the folder of the files in the storage.
+        layout: tells which rows of a tensor this rank has.
+        storage: downloads a file.
+        environment: this rank.
+
+    Yields:
+        The checkpoint's content, with StoredTensors. The block may read the rows that `layout` gives this rank, and no
+        others.
 
     Raises:
-        CheckpointError: Some rank's file is damaged or missing. All ranks raise it.
-        RecoverableError: The storage fails. Only the rank that meets this raises it, and the other ranks wait for that
-            rank.
+        CheckpointError: A file that some rank needs is damaged or missing. All ranks raise it.
+        RecoverableError: The storage fails. Only the rank that meets the failure raises it; the other ranks wait.
     """
     name = broadcast_value(f"checkpoint-{uuid.uuid4().hex}")
     folder = Path(tempfile.gettempdir(), name)  # this job's ranks on this host share the folder
@@ -264,13 +292,22 @@ def fetch_shards(
 
 
 def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
-    """Download a checkpoint's file from the folder `url` to this host, unless another rank has, and verify its SHA-256.
+    """Download a checkpoint's file from a storage, unless another rank of this host has, and verify its SHA-256.
 
-    The host's ranks take turns by a lock. An incomplete or damaged download is deleted. RecoverableError is raised if
-    the storage fails, by this rank alone.
+    The host's ranks take turns by a lock. An incomplete or damaged download is deleted.
+
+    Args:
+        file: the file on this host, whose name is the same in the storage.
+        digest: the SHA-256 in hex.
+        url: the folder in the storage.
+        storage: downloads the file.
 
     Returns:
-        The problem, to follow the checkpoint's name in a message, such as "is damaged: …". Empty if there is none.
+        What is wrong, to follow the checkpoint's name in a message, such as "is damaged: ..."; empty if the file is
+        good.
+
+    Raises:
+        RecoverableError: The storage fails. Only this rank raises it.
     """
     with locked(file.with_suffix(".lock")):
         if file.exists():

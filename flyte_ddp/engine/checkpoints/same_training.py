@@ -18,12 +18,12 @@ OPTIONS = ("sharding", "compile", "audit_every", "trace_every", "odd_hosts")
 def check_same_training(environment: Environment, job: Job) -> None:
     """Check that all ranks have rank 0's settings, code, data, initial weights and some options; a collective.
 
-    With another learning rate, say, a rank would silently drift apart from the others. The options are sharding,
-    compile, audit_every, trace_every and odd_hosts. A rank with another version of torch is accepted, though its code's
-    version differs then, because hosts/places.py warns of it.
+    The options are sharding, compile, audit_every, trace_every and odd_hosts. With another learning rate, say, a rank
+    would silently train something else. On a rank with another version of torch, the code is not compared, because the
+    code's version contains that of torch; the user gets a warning elsewhere.
 
     Raises:
-        InputError: A rank differs from rank 0. All ranks raise it, with the first such rank and its host.
+        InputError: A rank differs from rank 0. All ranks raise it. The message names the first such rank and its host.
     """
     own = {**job.identity, **{name: getattr(job.options, name) for name in OPTIONS}, "torch": str(torch.__version__)}
     first = broadcast_value(own)

@@ -135,13 +135,18 @@ class ShardWriter:
     def begin(self, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
         """Copy this rank's rows of the state, and return a function that writes the checkpoint; a collective.
 
-        On a CPU, this rank's file is written at once, as the copy. On a GPU, the copy is in the host's memory. The
-        training may change its tensors once this has returned.
+        The training may change its tensors once this has returned. On a CPU, this rank's file is written at once, in
+        place of a copy in memory; an error of that is raised only by the function.
+
+        Args:
+            content: the content of the checkpoint.
+            device: the device of the training.
 
         Returns:
-            A function that a thread of each rank has to call, since it is another collective, in a process group of its
-            own. It waits for the disk and for the other ranks' files. Rank 0 then commits the manifest, or raises
-            OSError if any rank has failed. On ranks that don't write, the function does nothing.
+            A function, which is a collective, too, in a process group of its own: a thread of each rank has to call it.
+                It waits until the files of all ranks are on the disk. Rank 0 then writes the manifest, or raises
+                OSError if any rank has failed. With hybrid sharding, only the first rank of those with the same rows
+                writes; on the other ranks, the function does nothing.
         """
         description, tensors = describe_state(content)
         progress = content["state"]["progress"]
@@ -162,8 +167,9 @@ class ShardWriter:
     def _entry(self, tensor: Tensor | Shard) -> dict[str, Any]:
         """Return a tensor's entry in the manifest of the checkpoint.
 
-        It has "dtype", such as "float32"; "shape", that of the whole tensor; and "each", how many rows each file has,
-        at least 1. Of a tensor that is not sharded, the first file has all rows.
+        Returns:
+            A dict with "dtype", such as "float32"; "shape", that of the whole tensor; and "each", the number of rows in
+            each file, at least 1. If the tensor is not sharded, the first file has all rows.
         """
         count = tensor.shape[0] if tensor.shape else 1
         each = count
@@ -173,10 +179,11 @@ class ShardWriter:
         return {"dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape), "each": max(1, each)}
 
     def _own_part(self, tensor: Tensor | Shard) -> Tensor | None:
-        """Return what this rank's file has of a tensor: rows of a Shard, or on rank 0 the whole tensor; or None.
+        """Return what this rank's file has of a tensor, or None if the file has nothing of it.
 
-        A whole tensor is copied, because it may share memory with others, which safetensors refuses. Complex numbers
-        become pairs of real ones, because safetensors lacks some of their types.
+        Of a Shard, this rank's file has this rank's rows, which are not copied if they are contiguous. Of any other
+        tensor, the first part's file has a copy, because safetensors refuses tensors that share memory. Complex numbers
+        of the copy are pairs of real ones, because safetensors lacks some complex types.
         """
         if isinstance(tensor, Shard):
             return tensor.rows.contiguous() if len(tensor.rows) else None
@@ -204,8 +211,10 @@ class ShardWriter:
     def _keep(self, file: Path) -> tuple[str, str]:
         """Wait until a written file is on the disk, and hand it to the destination, which may upload and remove it.
 
-        It returns the file's SHA-256 in hex, and an empty text; or an empty text, and what went wrong. No error is
-        raised.
+        No error is raised.
+
+        Returns:
+            The file's SHA-256 in hex, and what went wrong. One of the two texts is empty.
         """
         try:
             with open(file, "rb") as written:

@@ -51,11 +51,11 @@ class StoredTensor:
         return replace(self, shape=(last - first, *self.shape[1:]), first=self.first + first)
 
     def parts(self) -> Iterator[tuple[Path, int, int]]:
-        """Yield (path, first, end) of each file that has some of these rows, in their order.
+        """Yield (path, first, end) for each file that has some of these rows, in their order.
 
-        The file has the rows first to end - 1. Both count from the start of the whole tensor, even if this object is a
-        slice of it, and neither is cut to the slice: a file may begin before it and end after it. The end of the
-        tensor's last file may be beyond the tensor. A tensor without dimensions counts as one row.
+        The file has the rows from `first` to before `end` of the whole tensor. If this object is a slice, the file may
+        also have rows before and after the slice. The `end` of the last file may lie beyond the tensor. A tensor
+        without dimensions counts as one row.
         """
         count = len(self) if self.shape else 1
         for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():
@@ -120,7 +120,12 @@ def _plain(value: Any) -> Any:
 
 
 def rebuild_state(description: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that describe_state() has described, with what `tensors` has by name in place of each tensor."""
+    """Rebuild a state from its description by describe_state(), and return it.
+
+    Args:
+        description: the description.
+        tensors: what to put in place of each tensor, by the tensor's name.
+    """
     if not isinstance(description, dict):
         return description
     ((kind, content),) = description.items()
@@ -133,10 +138,14 @@ def rebuild_state(description: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a sharded checkpoint, whose files are, or will be, in this folder. No file is opened yet.
+    """Return the content of a sharded checkpoint with a StoredTensor in place of each tensor. No file is opened yet.
 
-    It is what was written, with a StoredTensor in place of each tensor, and "shards": the SHA-256 of each file in hex,
-    by the file's path. The caller has to verify the files.
+    The content also gets an entry "shards": the SHA-256 of each file in hex, by the file's path. The caller has to
+    verify the files.
+
+    Args:
+        folder: the folder in which the files are, or will be.
+        manifest: the checkpoint's manifest.
     """
     files = tuple(folder / name for name in manifest["files"])
     tensors = {

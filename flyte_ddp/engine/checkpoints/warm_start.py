@@ -32,11 +32,10 @@ JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_frac
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a file is a checkpoint of this package, and the whole of one.
+    """Return whether a file is a complete checkpoint of this package, of any version.
 
-    A checkpoint is known by the number of its format. Which number it is does not matter: a checkpoint that this
-    version cannot read gives True, too. Everything else gives False, be it weights alone or a file that torch cannot
-    load.
+    A dict with a format number is a checkpoint, even if this version cannot read that format. A file of weights alone,
+    and a file that torch cannot load, give False.
 
     Raises:
         InputError: The file is missing or may not be read.
@@ -51,20 +50,20 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
-    """Load the weights of a file into the network, except those that leave_out names.
+    """Load a file's weights into the network. Tensors that leave_out names keep their initial values.
 
-    The rest of the network keeps its initial values. After an error, the whole network has them.
+    After an error, the whole network has its initial values.
 
     Args:
         model: the network, which is changed.
-        path: the file of weights, such as a model_state.
-        leave_out: patterns (fnmatch) of the names of tensors or layers, separated by commas. The word "mismatching"
-            among them leaves out every tensor that is missing on one side, or has another shape.
+        path: the file: a model_state or a checkpoint.
+        leave_out: patterns (fnmatch) of names of tensors or layers, separated by commas. The word "mismatching" among
+            them leaves out each tensor that only one side has, or whose shape differs.
 
     Returns:
-        The names of the file's tensors that were loaded, and a remark for the user. Tensors that the file lacks are not
-        among the names, although they count as loaded in the remark: a tied weight's other names, and frozen weights
-        that files leave out.
+        The names of the loaded tensors that are in the file itself; and a remark for the user. The remark's count of
+        loaded tensors is higher if the file stores a tied weight under one of its names only, or leaves out frozen
+        weights.
 
     Raises:
         InputError: The file cannot be read, weights do not fit the network, a pattern matches nothing, or no weight is
@@ -95,17 +94,26 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
 
 
 def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
-    """Load another training's checkpoint, to continue with this training's settings, and return a remark for the user.
+    """Load another training's checkpoint, to continue it with this training's settings.
 
-    Weights, the optimizer's state and the position in the training are the checkpoint's. The optimizer's
-    hyperparameters, its learning rates and the schedule are this training's own.
+    The weights, the optimizer's state and the position in the training come from the checkpoint. The optimizer's
+    hyperparameters, the learning rates and the schedule are this training's own. The best epoch so far is forgotten if
+    this training chooses the best by another measure or on other samples.
+
+    Args:
+        state: the state of this training, which is overwritten.
+        path: the checkpoint's file.
+        job: this training's recipe, settings and identity.
+        steps_per_epoch: the number of steps of this training's epochs.
 
     Returns:
-        A sentence that says after which epoch, or at which step, the training continues.
+        A sentence for the user: after which epoch, or at which step of which epoch, the training continues.
 
     Raises:
-        CheckpointError: The file is damaged, of another recipe, or of a network with another base.
-        InputError: The network, optimizer, measures or settings do not suit this training, or nothing is left to train.
+        CheckpointError: The file is damaged, of another format or recipe, or its network had other frozen weights from
+            model(), which checkpoints leave out.
+        InputError: The network or the optimizer differs, or no epoch is left to train. A checkpoint from within an
+            epoch also needs the same measures, settings and data.
     """
     content = read_checkpoint(path, {"recipe": job.recipe})
     saved, other_identity = content["state"], content["identity"]
@@ -145,10 +153,17 @@ def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: i
 
 
 def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: Job) -> None:
-    """Raise InputError if nothing is left to train, or an epoch would end with other settings than it began with.
+    """Check that a training can continue from a checkpoint of another training.
 
-    The checkpoint has complete epochs, `epoch` of them, and `step` steps of the next one. Its training is known by its
-    Subject.identity.
+    Args:
+        epoch: the number of complete epochs in the checkpoint.
+        step: the number of steps of the next epoch in the checkpoint; 0 if it was written between epochs.
+        other_identity: what determines the other training's result.
+        job: the training that begins.
+
+    Raises:
+        InputError: No epoch is left to train; or `step` is above 0, and the settings or data differ in something that
+            must not change within an epoch.
     """
     settings = job.settings
     if epoch >= settings.last_epoch:
@@ -167,12 +182,18 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 
 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Decide whether the best epoch of the training that is continued still counts, and whether patience begins anew.
+    """Decide whether the best epoch of the other training still counts, and whether patience begins anew.
 
-    If the data, choose_by or validation_fraction differ between the two identities, the best_tracker is reset to
-    `fresh`, the state dict of one that has seen no epoch. Otherwise its best epoch stays. If the other training has
-    ended because its patience ran out, the count of epochs without improvement becomes 0, unless that training had a
-    stop_after.
+    If the data, choose_by or validation_fraction differ, the best epoch no longer counts: the training's best_tracker
+    is reset. Otherwise the best epoch stays. If the other training has then ended because its patience ran out,
+    patience begins anew. It does not if the other training had a stop_after. Nothing happens if the training has no
+    best_tracker.
+
+    Args:
+        state: the training that begins, which has loaded the other one's state.
+        fresh: the state dict of a best_tracker that has seen no epoch.
+        other_identity: what determines the other training's result.
+        ours: what determines this training's result.
     """
     if not state.best_tracker:
         return
@@ -208,10 +229,15 @@ def _keep_statistics(layer: nn.Module, _: Any) -> None:
 
 
 def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names, in their order, that match one of the patterns (fnmatch), or belong to a layer whose name does.
+    """Return the names that match a pattern themselves, or that belong to a layer whose name matches a pattern.
+
+    Args:
+        setting: the setting that has the patterns, for the error message.
+        patterns: the patterns (fnmatch, case-sensitive).
+        names: names of tensors, such as "layer1.0.weight". The result keeps their order.
 
     Raises:
-        InputError: A pattern matches nothing. It names the setting that has the patterns.
+        InputError: A pattern matches none of the names.
     """
     matched = []
     for pattern in patterns:
@@ -234,11 +260,19 @@ def _layers(name: str) -> list[str]:
 
 
 def _optimizer(fresh: dict[str, Any], saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
-    """Merge a checkpoint's optimizer state with this training's hyperparameters and the given learning rates.
+    """Merge another training's optimizer state with this training's hyperparameters and new learning rates.
 
-    The result has the groups of `fresh`, this training's state dict, with a rate for each, and the state of each
-    parameter, such as Adam's moments, from `saved`; tensors are not copied. InputError is raised if the groups, the
-    numbers of their parameters or the names of their hyperparameters differ.
+    The result is an optimizer's state dict. The state of each parameter, such as Adam's moments, comes from `saved`,
+    and is not copied. The groups with their hyperparameters come from `fresh`.
+
+    Args:
+        fresh: the state dict of this training's new optimizer.
+        saved: the optimizer's state dict from the other training's checkpoint.
+        rates: the learning rate of each group.
+
+    Raises:
+        InputError: The two have different numbers of groups, or groups with different numbers of parameters or
+            different names of hyperparameters.
     """
 
     def shape(state: dict[str, Any]) -> list[tuple[list[str], int]]:

@@ -37,9 +37,15 @@ def make_checkpoints(
 ) -> Checkpoints:
     """Return the object that writes this rank's checkpoints; a collective if the network is sharded.
 
-    Without sharding, rank 0 writes a single file, and the other ranks write nothing. With sharding, each writing rank
-    writes its own rows, to the storage or to a shared folder. Only rank 0 decides when a checkpoint is due. `emit` gets
-    events of written and failed checkpoints.
+    Without sharding, rank 0 writes a single file, and the object of another rank writes nothing. With sharding, each
+    rank writes its own rows. Only one of several ranks with the same rows writes them.
+
+    Args:
+        state: the state of the training; only its network is looked at.
+        environment: this rank and its ranks. Only rank 0's object ever says that a checkpoint is due.
+        emit: gets an event for each checkpoint that was written or has failed.
+        job: says where checkpoints go, and how often. With sharding that is the job's storage, if it has one, or else a
+            folder that the ranks share.
     """
     if not is_sharded(state.model):
         return make_whole_checkpoints(environment, emit, job)
@@ -66,12 +72,20 @@ def make_whole_checkpoints(environment: Environment, emit: Callable[[Event], Non
 def begin_file(
     path: Path, room: dict[Any, Tensor], content: dict[str, Any], device: torch.device
 ) -> Callable[[], None]:
-    """Copy the content of a checkpoint, and return a function for a thread, which writes the copy to a single file.
+    """Copy a checkpoint's content, and return a function that writes the copy to a single file.
 
-    The training may change the tensors once begin_file has returned. On a CPU, the copy is a temporary file beside the
-    path. From a GPU, it is in `room`, the host's memory: an empty dict for the first checkpoint, and the same dict for
-    later ones, whose copies overwrite those in it. The function replaces the file at the path, and removes the files of
-    an earlier sharded checkpoint there. Both may raise OSError.
+    The training may change its tensors as soon as begin_file has returned. A thread calls the returned function. That
+    function replaces the file at the path, and deletes the files of an earlier sharded checkpoint beside it.
+
+    Args:
+        path: the checkpoint's file.
+        room: the buffers for a GPU's copies in the host's memory. Pass an empty dict first, and the same dict for each
+            later checkpoint, which overwrites the copies there. On a CPU the dict is not used.
+        content: the content of the checkpoint.
+        device: the training's device. On a CPU, the copy is a temporary file beside the path.
+
+    Raises:
+        OSError: A file cannot be written. The returned function may raise it, too.
     """
     if device.type == "cpu":
         write = partial(finish_draft, write_draft(path, content, device), path)
@@ -121,11 +135,15 @@ class CheckpointWriter:
         return time.monotonic() - self._last >= self._seconds
 
     def save(self, state: Resumable, is_last: bool = False) -> None:
-        """Wait until the checkpoint before is written, copy the state, and have a thread write the copy.
+        """Wait until the previous checkpoint is written, copy the state, and start a thread that writes the copy.
 
-        An event tells whether the checkpoint was written. If the copy fails with an OSError, CheckpointFailed is
-        emitted, nothing is written, and training goes on. is_last makes no difference here, only to a writer that would
-        skip a checkpoint because an upload is still running.
+        The thread emits an event that says whether the checkpoint was written. If the copy fails with an OSError, save
+        emits CheckpointFailed and returns: nothing is written, and training goes on.
+
+        Args:
+            state: the state of the training.
+            is_last: has no effect here. A writer to a storage skips a checkpoint while an upload is running, unless it
+                is the last one.
         """
         started = time.monotonic()
         self.close()

@@ -57,12 +57,13 @@ class Fault(Enum):
 
 
 def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
-    """Return a sentence for each reason why samples differ between ranks, or from one reading to the next.
+    """Return a sentence for each reason why samples differ between ranks, or between two readings; a collective.
 
-    All ranks must call it, and all get the same result.
+    All ranks get the same list; it is empty if no sample differs. A sentence names all splits with that reason. Of
+    several reasons, only the first counts for a split.
 
     Args:
-        owner: the code that the samples are from.
+        owner: the place in the user's code that the samples come from, with which each sentence begins.
         splits: the samples, by the name of the split.
     """
     device = next(iter(splits.values())).device
@@ -93,18 +94,16 @@ def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
 
 
 def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
-    """Check that read_batch returns a sample unchanged, whichever other samples are read with it.
+    """Raise InputError if what read_batch returns for a sample depends on the other samples of the call.
 
-    With virtual ranks a rank reads the samples of several parts in one call, so such a dependence would change results.
-    The check is skipped for a recipe with lengths(split), because samples are then padded to the longest one of the
-    global batch.
+    With virtual ranks, a rank reads the samples of several parts in one call, so such a dependence would change
+    results. A few samples are read together and alone, and compared. Nothing is checked if the split has no Dataset
+    with read_batch. Nothing is checked either if the recipe has lengths(split): samples are then padded to the longest
+    one of the global batch.
 
     Args:
         recipe: the recipe, for the message.
         split: the split whose Dataset is checked.
-
-    Raises:
-        InputError: A sample is read differently together with others than alone.
     """
     dataset = getattr(split, "dataset", None)
     if not hasattr(dataset, "read_batch") or get_lengths(split):
@@ -121,16 +120,19 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
 
 
 def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
-    """Read samples twice, then in another order, and return why they are not the same.
+    """Read samples twice, then in another order, and return why the readings differ, and a remedy.
 
-    Two loader workers read them at once, if the split has any. A split in memory is not read.
+    The other order is read by two loader workers at once, if the split has loader workers. A split in memory is not
+    read: the result is None and "".
 
     Args:
         split: the split.
         chosen: (n,) int64, the indices of the samples to read, in increasing order.
 
     Returns:
-        The first fault that is found, or None; and for Fault.CHANGING the remedy, otherwise an empty text.
+        Fault.CHANGING if the second reading differs, Fault.KEPT if a sample depends on those that were read before it,
+        Fault.SHARED if only two workers at once read something else, or None. The text is the remedy for
+        Fault.CHANGING; otherwise it is "".
     """
     if not isinstance(split, Streamed):
         return None, ""
@@ -161,9 +163,11 @@ def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
 def _remedy(dataset: Any, call: str) -> str:
     """Return the advice for a Dataset that gives other samples each time.
 
+    If the Dataset has read_batch, the advice is not to draw there, whatever `call` is.
+
     Args:
         dataset: the Dataset.
-        call: the code that seeds the Dataset's own generator; empty if none is found.
+        call: the code that seeds the Dataset's own generator, which the advice shows; "" if no such generator is found.
     """
     if hasattr(dataset, "read_batch"):
         return (
@@ -196,10 +200,17 @@ class _ReadBy:
 
 
 def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
-    """Read samples one by one, in the order of `indices`, with the random numbers that a training gives them.
+    """Read samples one by one, in the order of `indices`, and return a digest of each.
+
+    The random generators are set before each sample, as in a training. A sample gets the same random numbers whatever
+    the order of `indices`.
+
+    Args:
+        dataset: the Dataset.
+        indices: (n,) int64, the indices of the samples.
 
     Returns:
-        (n,) int64, the digests of the samples, in the order of increasing indices.
+        (n,) int64, the digests in the order of increasing indices.
     """
     digests = np.zeros(len(indices), np.int64)
     for row, place in enumerate(indices.argsort().argsort()):
@@ -211,16 +222,19 @@ def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
 
 
 def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.ndarray) -> np.ndarray:
-    """Return what _sample_digests does, for samples that a loader worker reads while another one reads, too.
+    """Read samples in one of two loader workers, which take turns, and return digests of the samples.
 
-    After each call of a function in C, such as seek or read, a worker waits until the other worker has made one. A file
-    offset that both share therefore shows each time, instead of once in a thousand samples. If a worker's reading
-    fails, its digests are zero.
+    After each call of a function in C, such as seek or read, a worker waits until the other worker has made one. If
+    both share a file offset, the wrong reads therefore show each time, instead of once in a thousand samples. A worker
+    stops taking turns after MOST_TURNS of them, or if the other one does not answer.
 
     Args:
         ends: the two ends of a socket, one for each worker.
         dataset: the Dataset.
         indices: (n,) int64, the indices of this worker's samples.
+
+    Returns:
+        (n,) int64, the digests in the order of increasing indices. All are 0 if reading raises an error.
     """
     worker = get_worker_info()
     assert worker
@@ -247,21 +261,21 @@ def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.nd
 
 
 def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Read samples twice as in an evaluation, and tell whether the second reading differs from the first.
+    """Read samples twice as in an evaluation, and return whether the readings differ, and digests of the samples.
 
-    The readings differ if any sample does, or if the global random generators, or generators that the Dataset holds,
-    end up in another state. The states count because a flip of half of the images may leave these few as they are. A
-    Dataset that sets a seed for each sample ends up in the same state both times.
+    The readings differ if a sample differs, or if random generators end up in another state: the global ones, or those
+    that the Dataset holds. States are compared because a random flip may leave these few samples as they are. A Dataset
+    that sets a seed for each sample ends up in the same state both times.
 
     Args:
         is_padded: whether samples of different lengths are padded.
         dataset: the Dataset.
-        indices: (n,) the samples.
+        indices: (n,) int64, the indices of the samples.
 
     Returns:
-        Whether the readings differ, (1,) bool; the code that would seed the Dataset's own generator, (k,) uint8 of
-        UTF-8, empty if none of its own has changed; and (n,) int64, a digest of each sample as a training reads it, in
-        the order of increasing indices.
+        Three arrays. (1,) bool: whether the readings differ. (k,) uint8: UTF-8 of the code that would seed the first of
+        the Dataset's own generators that has changed; empty if none has. (n,) int64: a digest of each sample as a
+        training reads it, in the order of increasing indices.
     """
     readings, held = [], []
     for _ in range(2):

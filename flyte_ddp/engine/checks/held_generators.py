@@ -22,17 +22,15 @@ MOST_ITEMS = 50  # the items of a container to look at: a list of a million path
 
 
 def find_held_generators(dataset: Any) -> dict[str, bytes]:
-    """Find the generators of NumPy, Python and torch that an object holds, in its attributes and in what these hold.
-
-    If an owner has a method that seeds all that it holds, such as self.transform.set_random_seed(...), its generators
-    count as one.
+    """Find the random generators of NumPy, Python and torch in an object's attributes, and in the attributes of these.
 
     Args:
-        dataset: the object. Only about the first 1,000 inner objects are searched.
+        dataset: the object. About 1,000 inner objects are searched, the nearest first.
 
     Returns:
-        The state of each generator as bytes, by the code that seeds it, with the object as `self`. The generators that
-        are the fewest attributes away come first.
+        The state of each generator as bytes, by the code that seeds it, such as self.rng.manual_seed(...). The nearest
+        generators come first. All generators inside an object that has a method to seed it, such as
+        self.transform.set_random_seed(...), are one entry with that call.
     """
     states: dict[str, bytes] = {}
     ahead = deque([("self", dataset, "")])
@@ -53,9 +51,10 @@ def find_held_generators(dataset: Any) -> dict[str, bytes]:
 
 
 def _call_and_state(name: str, generator: Any) -> tuple[str, bytes]:
-    """Return the code that seeds a generator, for a message, and the generator's state.
+    """Return the code that seeds a generator, for a message, and the generator's state as bytes.
 
-    A SystemRandom has no state and cannot be seeded: its state is b"", and a plain Random replaces it.
+    A random.SystemRandom has no state and cannot be seeded. Its state is b"", and its code puts a random.Random in its
+    place.
 
     Args:
         name: the generator as code, such as self.rng.

@@ -34,17 +34,20 @@ PIECE = 7  # numbers of a piece of a tensor that is cut: fewer than a processor 
 
 
 def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
-    """Check that the recipe's optimizer and schedule can step and be resumed. Changes weights and gradients.
+    """Check that the recipe's optimizer and schedule can step, and that a resumed training would lose nothing.
 
-    A sharded network's optimizer makes one step, and its state is not checked.
+    The optimizer's steps change weights and gradients. A sharded network's optimizer makes one step only, and its state
+    is not checked. With virtual ranks, the optimizer and the schedule must not depend on the rank or the number of
+    ranks.
 
     Args:
         recipe: the recipe.
-        model: a copy of the network, or the sharded network itself, with gradients of a trial.
+        model: a copy of the network, or the sharded network itself, with gradients of a trial step.
         steps: the number of steps of the whole training.
 
     Returns:
-        A list with one warning, if a resumed training would lack a part of the optimizer but end with the same bits.
+        A list with one warning if the optimizer keeps numbers outside its state_dict but resumes with the same bits.
+        Otherwise an empty list.
 
     Raises:
         InputError: The optimizer or the schedule cannot be used, or a resumed training would end with other bits.
@@ -77,13 +80,14 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
 def _refuse_uneven_rounding(recipe: Recipe, optimizer: Optimizer, what: str) -> None:
     """Raise InputError if sharding would change the bits of an optimizer's steps, or of the average of the weights.
 
-    A sharded tensor is cut into pieces. Kernels may round the last numbers of each piece in another way: on a CPU,
-    fused Adam rounds them once more. So copies of the optimizer step on a whole tensor and on its pieces, and the
-    results must be equal. The average is checked if the recipe has an ema_decay. The optimizer itself is not changed.
+    Sharding cuts a tensor into pieces, and kernels may round the last numbers of each piece in another way, as fused
+    Adam does on a CPU. So new optimizers of the same class and options step random numbers, whole and in pieces, and
+    both results must be equal. `optimizer` itself makes no step. The moving average of the weights is checked only if
+    the recipe has an ema_decay.
 
     Args:
         recipe: the recipe, for its device and ema_decay.
-        optimizer: the optimizer, one of torch.optim's that treat each number by itself.
+        optimizer: an optimizer of torch.optim that treats each number by itself.
         what: the optimizer's place and class, for the message.
     """
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +116,18 @@ def _refuse_uneven_rounding(recipe: Recipe, optimizer: Optimizer, what: str) -> 
 
 
 def _step_on(kind: Any, options: dict[str, Any], numbers: Tensor, gradients: list[Tensor], size: int) -> Tensor:
-    """Return numbers and state, (k, N), after steps of an optimizer that has them in pieces of at most this size."""
+    """Cut numbers into pieces, step the pieces with a new optimizer, and return the numbers and the state.
+
+    Args:
+        kind: the optimizer's class.
+        options: the hyperparameters of its group.
+        numbers: (N,) the parameter before the first step; it is not changed.
+        gradients: a gradient (N,) for each step.
+        size: the length of a piece; the last one may be shorter.
+
+    Returns:
+        (k, N): the numbers after the last step, then the tensors of the optimizer's state that are not scalars.
+    """
     pieces = [nn.Parameter(piece.clone()) for piece in numbers.split(size)]
     stepped = kind([{**options, "params": pieces}])
     guard_steps(stepped, torch.zeros_like(numbers[0]), torch.full_like(numbers[0], 3.0))  # as in a training
@@ -126,12 +141,12 @@ def _step_on(kind: Any, options: dict[str, Any], numbers: Tensor, gradients: lis
 
 
 def numbers_outside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return the numbers that an optimizer keeps in attributes of its own, which its state_dict may lack.
+    """Return the numbers in an optimizer's own attributes, which its state_dict may lack.
 
-    The attributes state, param_groups and defaults are left out, as are private ones. Flags are no numbers here.
+    The attributes state, param_groups and defaults are skipped, and so are private ones. A bool is not a number here.
 
     Returns:
-        For each attribute that has any: its numbers and, in place of each tensor, a digest of its bits.
+        For each attribute with numbers, by its name: a list of them, with a digest of its bits in place of each tensor.
     """
     found = {}
     for name, value in vars(optimizer).items():
@@ -145,10 +160,13 @@ def numbers_outside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
 
 
 def _build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """Return a new optimizer of the recipe; that of a sharded network steps this rank's rows.
+    """Return a new optimizer of the recipe.
 
-    It raises InputError if optimizer() returns anything else, or an optimizer to which a scheduler of torch is
-    attached.
+    The optimizer of a sharded network steps only the rows of this rank.
+
+    Raises:
+        InputError: optimizer() returned something other than an Optimizer, or an Optimizer with a scheduler of torch
+            attached.
     """
     optimizer = recipe.optimizer(model)
     where = code_location(recipe, "optimizer")
@@ -171,7 +189,16 @@ def _some_rates(recipe: Recipe, steps: int) -> list[float]:
 
 
 def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
-    """Raise InputError if optimizer() or lr_lambda() returns something else on rank 1 of 2 than on a single rank."""
+    """Raise InputError if optimizer() or lr_lambda() depends on the rank or the number of ranks.
+
+    The two methods are called as on a single rank and as on rank 1 of 2. The hyperparameters of the optimizer's groups
+    and some of the schedule's factors must be equal.
+
+    Args:
+        recipe: the recipe.
+        model: the network, for optimizer().
+        steps: the number of steps of the whole training, for lr_lambda().
+    """
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
         seed_all(0)  # rates may be drawn
@@ -242,13 +269,20 @@ def _lost_on_resume(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> l
 
 
 def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequence[str]) -> None:
-    """Raise InputError if an optimizer that has loaded a state_dict steps to other bits. Changes weights and gradients.
+    """Raise InputError if an optimizer that has loaded its state_dict continues with other bits than without a break.
 
-    One optimizer makes STEPS[0] steps, its state is copied, and it makes STEPS[1] more. A second optimizer loads the
-    copy and repeats the latter steps from the same weights. The weights that have a gradient are stepped; of a large
-    network, only the smallest of them, with at most MOST_NUMBERS numbers together. Nothing is compared if the state is
-    large nevertheless, as Adagrad makes one for all weights at once: three such states may not fit into memory. The
-    message names `what`, the optimizer's place, and the attributes that are `lost`.
+    One optimizer makes STEPS[0] steps. Its state is copied, and it makes STEPS[1] more. A second optimizer loads the
+    copy and repeats these last steps from the same weights. The check changes weights and gradients.
+
+    Only weights that have a gradient are stepped. In a large network they are the smallest ones, with at most
+    MOST_NUMBERS numbers together. Nothing is checked if the state has more than MOST_STATE numbers, since memory may be
+    short, or if the optimizer cannot step these few weights alone.
+
+    Args:
+        recipe: the recipe.
+        model: the network, which is not sharded.
+        what: the optimizer's place and class, for the message.
+        lost: the attributes that a state_dict does not restore, for the message.
     """
     with_gradient = sorted((one for one in model.parameters() if one.grad is not None), key=Tensor.numel)
     model.zero_grad()

@@ -80,23 +80,24 @@ class Probed:
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, constant_loss: float) -> Probed:
     """Compute a few samples of a recipe in training and in evaluation, to find its faults early; a collective.
 
-    The network itself is left as it is, unless it is sharded: then the trials change its weights and buffers, and the
-    caller has to restore them.
+    The network keeps its weights and buffers. Only a sharded network is changed by the trials, and the caller has to
+    restore it.
 
     Args:
-        recipe: the recipe. Its `share` is reset at the end.
+        recipe: the recipe. Its `share` is replaced by a new BatchShare at the end.
         model: the network, on the rank's device.
-        splits: the samples, by the name of the split; "train" and "test" must be there. Samples of these two are
-            computed; the other splits are only compared between ranks.
+        splits: the samples, by the name of the split; "train" and "test" must be there. Some samples of these two are
+            computed; other splits are only read and compared between ranks.
         steps: the number of steps of the whole training, for lr_lambda.
         constant_loss: the loss of guessing; 0 if it is unknown.
 
     Returns:
-        The findings: see Probed.
+        The measures, the main one, warnings for the user, the floating-point operations of a sample, what forward
+        passes change, and which features the recipe uses.
 
     Raises:
-        InputError: The recipe would fail in the first step, or only after an epoch, or ranks have other data. It names
-            the place and the remedy.
+        InputError: The recipe would fail in the first step or after an epoch, or the ranks have different data. The
+            message names the place and the remedy.
     """
     if reasons := unequal_data(code_location(recipe, "data"), splits):
         raise InputError(f"all ranks must have the same samples each time: {'; '.join(reasons)}")
@@ -147,10 +148,16 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
 
 
 def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
-    """Choose up to SAMPLES samples for a trial training step, or up to TEST_SAMPLES for a trial evaluation.
+    """Choose the samples for a trial training step or a trial evaluation, and return their indices, (samples,) int64.
 
-    They are no more than a rank computes at once, because more might not fit into memory, but at least two if the split
-    has two. Of the (samples,) int64 indices, the first half is spread over the whole split, and so is the second half.
+    The number of samples is at most SAMPLES for training, or TEST_SAMPLES for evaluation. The number is also at most
+    what a rank computes at once, because more might not fit into memory, but at least two if the split has two. The
+    first half of the indices is spread over the whole split, and so is the second half.
+
+    Args:
+        recipe: the recipe, for its batch sizes and micro_batch.
+        split: the split to choose from.
+        is_training: whether the samples are for training.
     """
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size
@@ -162,10 +169,10 @@ def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
 
 
 def _refuse_gathering(trials: Trials) -> None:
-    """Raise InputError if the recipe has called all_gather() where the training cannot do it.
+    """Raise InputError if the recipe called all_gather() in one of these trials, and its settings do not allow it.
 
-    With virtual ranks all_gather() may be called in measure() alone. A training with all_gather() can't have sharding,
-    or micro_batch, which computes a rank's share in pieces.
+    With virtual ranks, only measure() may call all_gather(). With sharding, no method may. With micro_batch, which
+    computes a rank's share in pieces, no method may call it in training.
     """
     recipe = trials.recipe
     if not trials.gathered:
@@ -186,11 +193,11 @@ def _refuse_gathering(trials: Trials) -> None:
 def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
     """Raise InputError if a resume would lose a buffer of the network, or if the state_dict has anything but tensors.
 
-    Two kinds of buffers are refused: one with persistent=False whose values a step has changed, and one of the
-    state_dict that a step has created, reshaped or turned into another dtype. Such a buffer with persistent=False is
-    accepted, as a cache that is made again.
+    Two kinds of buffers are refused. The first has persistent=False, and a step has changed its values. The second is
+    in the state_dict, and a step has created it, or changed its shape or dtype.
 
-    Not found are buffers that a step has removed, and tensors that are plain attributes.
+    A buffer with persistent=False that a step creates or reshapes is accepted: it is a cache, which is made again.
+    Buffers that a step removes are not noticed, and neither are tensors in plain attributes.
 
     Args:
         recipe: the recipe, for the message.
@@ -217,10 +224,16 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
 
 
 def _refuse_changed_weights(recipe: Recipe, network: Network, whole: Trial) -> None:
-    """Raise InputError if the last trial has changed a trained weight, as nn.Embedding does with max_norm.
+    """Raise InputError if a forward pass itself has changed a trained weight, as nn.Embedding does with max_norm.
 
-    Each rank would change the weight by its own samples, so the ranks' networks would differ. Of a sharded network the
-    frozen weights are looked at instead, because a change of a weight that is whole only for a call would be lost.
+    Each rank would change the weight by its own samples, so the ranks' networks would differ. With sharding, a change
+    of a frozen weight is refused instead: a sharded layer has whole weights only during its call, so the change would
+    be lost.
+
+    Args:
+        recipe: the recipe, for the message.
+        network: the network after its last trial.
+        whole: the result of that trial.
     """
     if whole.moved:
         raise InputError(
@@ -236,10 +249,15 @@ def _refuse_changed_weights(recipe: Recipe, network: Network, whole: Trial) -> N
 
 
 def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) -> None:
-    """Raise InputError if the measure that is trained, usually the loss, has no usable gradient in the trial `whole`.
+    """Raise InputError if the measure that is minimised, usually the loss, has no usable gradient.
 
-    Three things are refused: values of the measure that no gradient comes from, weights of the measure's samples that
-    require a gradient, and a sparse gradient of a parameter.
+    Refused are values of the measure without a gradient, sample weights in the measure that require a gradient, and a
+    sparse gradient of a parameter.
+
+    Args:
+        recipe: the recipe, for the message.
+        network: the network, with the gradients of its last trial.
+        whole: the result of the trial of all samples.
     """
     name, values, weights = whole.trained
     where = code_location(recipe, "measure")
@@ -262,10 +280,15 @@ def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) ->
 
 
 def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
-    """Raise InputError if the forward pass of the trial `whole` uses torch.utils.checkpoint with use_reentrant=True.
+    """Raise InputError if a forward pass used torch.utils.checkpoint with use_reentrant=True.
 
-    A parameter would get its gradient twice in a step, and DistributedDataParallel raises an error then. Nothing is
+    DistributedDataParallel would raise an error, because a parameter would get its gradient twice in a step. Nothing is
     checked under sharding.
+
+    Args:
+        recipe: the recipe, for the message.
+        network: the network.
+        whole: the result of a trial training step, whose graph of gradients is searched.
     """
     _, values, _ = whole.trained
     seen = set()
@@ -284,11 +307,14 @@ def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
 
 
 def _refuse_unreached(training: Trials, split: Split) -> None:
-    """Raise InputError if a trained parameter has no gradient (None, not 0) after trials of up to MORE_SAMPLES samples.
+    """Raise InputError if a trained parameter gets no gradient (None, not 0) from up to MORE_SAMPLES samples.
 
-    Call it right after a trial, whose gradients are looked at first. A few samples need not reach every parameter, such
-    as those of an expert. So more samples of the split are tried, PART at a time, until each parameter has had a
-    gradient. The network then has the gradients of the last of these trials.
+    A few samples need not reach every parameter, such as those of an expert. So more samples are tried, PART at a time,
+    until each parameter has had a gradient. Afterwards the network has the gradients of the last of these trials.
+
+    Args:
+        training: the trials of the training. Call this function right after one of them: its gradients count, too.
+        split: the training split.
     """
     recipe, network = training.recipe, training.network
     unreached = {*network.unreached()}
@@ -307,11 +333,14 @@ def _refuse_unreached(training: Trials, split: Split) -> None:
 
 
 def _has_unused(training: Trials, whole: Trial) -> bool:
-    """Return whether a single sample leaves trained weights without a gradient.
+    """Return whether a step on a single sample leaves a trained weight without a gradient.
 
-    Call it right after the trial of a single sample with seed 0, whose gradients are looked at first. If `whole`, the
-    trial of all samples, has drawn random numbers, the sample is computed again with further seeds, until a weight is
-    unused.
+    Call it right after training(0, 1), the trial of one sample with seed 0: its gradients are looked at first. If the
+    network draws random numbers, other seeds are tried until a weight has no gradient.
+
+    Args:
+        training: the function that computes a trial step.
+        whole: the result of the trial of all samples, which says whether random numbers were drawn.
     """
     for seed in range(1, SEEDS if whole.has_drawn else 1):
         if training.network.unreached():
@@ -321,10 +350,15 @@ def _has_unused(training: Trials, whole: Trial) -> bool:
 
 
 def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
-    """Raise InputError if a single sample calls other sharded layers than all samples do, or in another order.
+    """Raise InputError if one sample calls other sharded layers than all samples do, or in another order.
 
     Each call of a layer in fsdp_units gathers its weights from all ranks. If ranks called different layers, they would
     mix up the layers' rows without an error. Without sharding nothing is refused.
+
+    Args:
+        recipe: the recipe, for the message.
+        whole: the result of the trial of all samples.
+        one: the result of the trial of a single sample.
     """
     if one.units != whole.units:
         some = sorted({*one.units} ^ {*whole.units}) or whole.units
@@ -336,10 +370,14 @@ def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
 
 
 def _refuse_unsteady(training: Trials, whole: Trial) -> None:
-    """Raise InputError if a method returns different values for the same samples in another trial than in `whole`.
+    """Raise InputError if a method of the recipe returns other values when the same trial step is computed again.
 
-    No checkpoint has what makes such a method differ, so a resumed training would have other bits. Tensors without
+    A checkpoint lacks what makes such a method differ, so a resumed training would end with other bits. Tensors without
     dimensions, and tensors whose shape has changed, are not compared.
+
+    Args:
+        training: the function that computes a trial step, which is called once more.
+        whole: the result of an earlier call for the same samples.
     """
     again = training()
     tolerance = choose_tolerance(training.network.model)
@@ -358,9 +396,9 @@ def _refuse_unsteady(training: Trials, whole: Trial) -> None:
 def _find_moving(training: Trials) -> frozenset[str]:
     """Return the names of the frozen weights that a forward pass changes, such as those of a teacher.
 
-    A teacher follows the trained weights, and starts as their copy, so a first pass may not change it. Therefore this
-    function runs a trial with other values of the trained weights. Under sharding, or without frozen weights, no trial
-    is run, and the set is empty.
+    A teacher follows the trained weights and starts as their copy, so a first pass may leave it as it is. This function
+    therefore changes the trained weights and computes a forward pass. The set is empty without frozen weights, and
+    always under sharding.
     """
     weights = training.network.model.named_parameters(remove_duplicate=False)
     frozen = frozenset(name for name, weight in weights if not weight.requires_grad)
@@ -371,10 +409,14 @@ def _find_moving(training: Trials) -> frozenset[str]:
 
 
 def _find_alike(training: Trials, whole: Trial) -> list[str]:
-    """Return a warning for each transform of torchvision that changes all samples by the same random numbers.
+    """Return a warning for each transform of torchvision that changes all samples of a batch by the same numbers.
 
-    Such a transform draws as often for half of the samples as in `whole`, the trial of all. With fewer than 4 samples,
-    nothing is found.
+    Half of the samples are computed in another trial. A transform is reported if it draws random numbers as often there
+    as in `whole`. With fewer than 4 samples the list is empty.
+
+    Args:
+        training: the function that computes a trial step of these samples.
+        whole: the result of the trial of all of them.
     """
     if not whole.transforms or training.size < 4:
         return []
@@ -388,9 +430,10 @@ def _find_alike(training: Trials, whole: Trial) -> list[str]:
 
 
 def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
-    """Raise InputError if an evaluation has changed a buffer of the state_dict in a training by virtual ranks.
+    """Raise InputError if the last trial evaluation has changed a buffer of the state_dict, with virtual ranks.
 
-    The number of ranks decides how often an evaluation would change them, so the bits would depend on it.
+    Without virtual ranks nothing is refused. With them, the number of ranks decides how often an evaluation would
+    change the buffer, so the resulting bits would depend on it.
     """
     changed = network.changed_buffers() if recipe.settings.virtual_ranks else ()
     for name in network.model.state_dict().keys() & changed:
@@ -402,17 +445,17 @@ def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
 
 @torch.no_grad()
 def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
-    """Raise InputError if a method of the recipe returns what would fail only after an epoch, or at the training's end.
+    """Raise InputError if a method of the recipe returns what would fail later, after an epoch or at the end.
 
-    - facts() must return a dict.
-    - measure() must work if each output is paired with another sample's target, if is_mixed is set.
-    - predictions() must return None, or a tensor with a row for each sample that NumPy can hold.
+    - facts() must return a dict that JSON can hold, with strings for keys.
+    - measure() must work for outputs paired with other samples' targets, if is_mixed is set.
+    - predictions() must return None, or a tensor with a row for each sample and a dtype that NumPy has.
     - pictures() must return pairs of a caption and an image (C, H, W) of 1 or 3 channels.
 
     Args:
         evaluation: the samples of the evaluation, and the recipe.
         tested: the results of the recipe's methods for all these samples.
-        is_mixed: whether the evaluation pairs outputs with other samples, to estimate the loss of a guess.
+        is_mixed: whether the evaluation pairs outputs with other samples, to estimate the loss of guessing.
     """
     recipe = evaluation.recipe
     tree = evaluation.tree
@@ -454,11 +497,17 @@ def _shape(value: Any) -> str:
 
 
 def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixed: bool) -> None:
-    """Raise InputError if rows of predictions() have another shape where samples are padded to another length.
+    """Raise InputError if the shape of a row of predictions() depends on how far samples are padded.
 
-    The longest sample of each batch decides its padding. The smallest and the largest of these are tried, each repeated
-    to fill a batch. Nothing is tried if the recipe has no lengths, or if `tested`, the trial in evaluation, has no
-    predictions.
+    The longest sample of a batch decides how far the batch is padded. Two batches are tried: the longest sample of the
+    batch that is padded least, and that of the batch that is padded most, each repeated to fill a batch. Nothing is
+    tried if the recipe has no lengths or no predictions.
+
+    Args:
+        evaluation: the trials of the evaluation, for the recipe and the network.
+        split: the test split.
+        tested: the result of the trial evaluation.
+        is_mixed: whether the evaluation pairs outputs with other samples, which orders the batches differently.
     """
     recipe = evaluation.recipe
     lengths = get_lengths(split)
@@ -475,10 +524,15 @@ def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixe
 
 
 def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
-    """Raise InputError if a sample's predictions depend on the other samples of its batch, and so on its size.
+    """Raise InputError if a sample's predictions depend on the other samples of its batch.
 
-    The batch is predicted whole and in two parts. Nothing is compared if evaluation draws random numbers, or if the
-    parts have rows of another shape, as when each is padded to its own longest sample.
+    The batch is predicted whole and in two parts, and the results are compared. Nothing is compared if there are no
+    predictions or only one sample, if the evaluation draws random numbers, or if rows of the parts have another shape,
+    as when each part is padded to its own longest sample.
+
+    Args:
+        evaluation: the function that computes a trial evaluation of some of the samples.
+        tested: the result of the trial of all of them.
     """
     predictions = tested.stages["predictions"]
     size = evaluation.size
@@ -497,9 +551,13 @@ def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
 
 
 def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:
-    """Raise InputError on all ranks if one has measured other totals than rank 0 for the same samples; a collective.
+    """Raise InputError on all ranks if any rank's totals differ from rank 0's; a collective.
 
     A relative difference of 0.001 is allowed.
+
+    Args:
+        recipe: the recipe, for the message and the device.
+        totals: the sums of the measures that this rank has computed. All ranks have computed the same samples.
     """
     own = torch.tensor([totals], dtype=torch.float64)
     first = broadcast_value(own)

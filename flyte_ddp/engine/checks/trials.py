@@ -64,13 +64,14 @@ class Network:
 
     @torch.no_grad()
     def start_afresh(self, is_training: bool, is_moved: bool) -> None:
-        """Restore the weights and buffers that the network had before all trials, and remove its gradients.
+        """Restore the original weights and buffers, remove the gradients, and set the mode; called before each trial.
 
-        Weights of a sharded network, and buffers whose shape has changed, stay as they are.
+        A sharded network's weights are not restored, and neither are buffers whose shape has changed.
 
         Args:
-            is_training: whether to set the network to training mode, or else to evaluation mode.
-            is_moved: whether the trained weights get other values than at first, as after a step.
+            is_training: whether to set training mode, or else evaluation mode.
+            is_moved: whether to give the weights that require a gradient other values than the original ones, as a step
+                would.
         """
         self.model.train(is_training).zero_grad()
         if not self.is_sharded:
@@ -82,10 +83,10 @@ class Network:
                 buffer.copy_(self.buffers[name])
 
     def changed_weights(self) -> list[str]:
-        """Return the names of the weights that, after the last trial, differ from the original network's.
+        """Return the names of the weights that differ from the original network's after the last trial.
 
-        After a trial with is_moved, all weights that require a gradient are named, because that trial has begun with
-        other values of these. A sharded network has no names here. A tied weight is listed by each of its names.
+        A tied weight is listed under each of its names. After a trial with is_moved, which changes all trained weights
+        beforehand, all of them are listed. For a sharded network the list is empty.
         """
         before = dict(self._original.named_parameters(remove_duplicate=False))
         now = {} if self.is_sharded else dict(self.model.named_parameters(remove_duplicate=False))
@@ -214,7 +215,15 @@ class Trials:
 
 @contextmanager
 def _noting_units(model: nn.Module, trial: Trial) -> Iterator[None]:
-    """Note the sharded layers that are called while the block runs, and the frozen weights that these calls change."""
+    """Record the sharded layers that are called in the block, and the frozen weights that these calls change.
+
+    Use this as a context manager. Each call of a layer appends the layer's name to trial.units. The names of the
+    changed weights are added to trial.moved.
+
+    Args:
+        model: the network.
+        trial: the trial that is changed.
+    """
     before: dict[str, dict[str, tuple[Tensor, int]]] = {}
 
     def frozen(name: str) -> dict[str, tuple[Tensor, int]]:
@@ -241,10 +250,14 @@ def _noting_units(model: nn.Module, trial: Trial) -> Iterator[None]:
 
 @contextmanager
 def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
-    """Raise an InputError that names the tensor to convert, in place of torch's error about a dtype within the block.
+    """Replace an error of torch about a dtype in the block by an InputError that names the tensor to convert.
 
-    NumPy computes float64, and pictures are uint8, but the weights are float32. The tensors of `batch` are looked at.
-    Other errors are passed on unchanged.
+    Use this as a context manager. Weights are float32, but NumPy computes in float64, and pictures are uint8. Other
+    errors are passed on unchanged.
+
+    Args:
+        recipe: the recipe, for the message.
+        batch: the tensors of the batch, of which one may have the wrong dtype.
     """
     try:
         yield
@@ -261,10 +274,13 @@ def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
 
 @contextmanager
 def as_input_error(what: str, remedy: str) -> Iterator[None]:
-    """Raise an InputError in place of any Exception within the block: "{what} ({its type and first line}): {remedy}".
+    """Replace any Exception in the block by an InputError "{what} ({type and first line of the error}): {remedy}".
 
-    It is a context manager. An error of torch, or of a library below it, that memory was too short is passed on
-    unchanged.
+    Use this as a context manager. An error that says that memory was too short is passed on unchanged.
+
+    Args:
+        what: says what has failed.
+        remedy: says what the user can do.
     """
     try:
         yield
@@ -305,8 +321,9 @@ class _Draws(TorchDispatchMode):
 def _calling_transform() -> list[tuple[str, str]]:
     """Find the transform of torchvision that is running, by the frames of the call stack.
 
-    The result has one pair: the text 'file, line n' of the user's code that has called it, or 'the network', and the
-    class's name of the innermost transform. It is empty if none is running.
+    Returns:
+        A list with one pair: the text 'file, line n' of the user's code that has called the transform, or 'the network'
+            if there is none; and the name of the innermost transform's class. An empty list if no transform is running.
     """
     frame = sys._getframe(1)
     place = ""
@@ -323,9 +340,15 @@ def _calling_transform() -> list[tuple[str, str]]:
 
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call of an operation draws random numbers: not with a dropout of 0, nor in evaluation mode.
+    """Return whether this call of an operation that may draw random numbers does draw some.
 
-    Attention and recurrent layers always call operations that may draw. The call's arguments tell whether it does.
+    With a dropout of 0 or in evaluation mode it draws none, as the call's arguments tell. Attention and recurrent
+    layers call such operations even then.
+
+    Args:
+        func: the operation.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
     """
     arguments = name_arguments(func, args, kwargs)
     probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
@@ -352,11 +375,17 @@ def choose_tolerance(model: nn.Module) -> float:
 
 @torch.no_grad()  # with gradients, torch may refuse a view of a weight that has changed since
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Return whether two tensors have the same shape, and numbers that differ by little.
+    """Return whether two tensors have the same shape and nearly the same numbers.
 
-    Each number may differ by `tolerance` times the sum of its own size and the lower quartile of the sizes of all
-    numbers. The second part is for numbers near 0 that are the difference of two large ones. The tolerance is raised to
-    a few roundings of the first tensor's dtype if it is below them. Integers must be equal. NaN equals NaN.
+    Two numbers may differ by tolerance * (|y| + s). Here y is the second tensor's number, and s is the lower quartile
+    of the first tensor's absolute values, which helps numbers near 0 that are the difference of two large ones.
+    Integers must be equal. NaN equals NaN.
+
+    Args:
+        one: the first tensor.
+        other: the second tensor.
+        tolerance: the relative tolerance. A tolerance below a few roundings of the first tensor's dtype is raised to
+            that.
     """
     if one.shape != other.shape:
         return False
@@ -367,9 +396,10 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _measure_size(numbers: Tensor) -> float:
-    """Return the lower quartile of the absolute values, without 0 and infinity, since these may stand for a mask.
+    """Return the lower quartile of the absolute values of the numbers; 0 if there are none.
 
-    Of a large tensor, every n-th number is looked at. 0 if nothing is left.
+    Numbers that are 0, infinite or NaN are left out, because they may stand for a mask. Of a large tensor, only every
+    n-th number is looked at.
     """
     sizes = numbers.detach().abs().flatten()
     sizes = sizes[:: max(1, len(sizes) // SIZES)].double()

@@ -16,14 +16,19 @@ BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
 
 
 def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[float, float]:
-    """Measure how fast this rank sends to the next rank of its two rings; a collective.
+    """Measure how fast this rank sends to the next rank of each of its two rings; a collective.
 
-    The first ring has the ranks of one host. The second has one rank of each host, those at the same place on their
-    hosts. Data go in both directions at once, and other ranks exchange at the same time, as in training.
+    The first ring has the ranks of one host. The second has one rank of each host: the first ones, the second ones, and
+    so on. Data go in both directions at once, and other ranks exchange at the same time, as in training.
+
+    Args:
+        hosts: the host of each rank.
+        rank: this rank.
+        device: the device that sends and receives. Without the backend nccl, it is the CPU.
 
     Returns:
-        GB/s in one direction: first in the host's ring, 0 without the backend nccl, then in the ring of hosts. Both are
-        0 if this rank is alone in the ring.
+        GB/s in one direction, in the host's ring and in the ring of hosts. The first is 0 without the backend nccl.
+        Each is 0 if this rank is alone in that ring.
     """
     if distributed.get_backend() != "nccl":
         return 0.0, _measure_speed(rings_of_hosts(hosts), rank, torch.device("cpu"))
@@ -49,10 +54,15 @@ def rings_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
-    """Return the slowest speed between each pair of hosts that are neighbours in a ring, in GB/s.
+    """Return the slowest speed between each pair of hosts that are neighbours in a ring.
 
-    `speeds` has the GB/s that each rank has measured to the next rank of its ring of hosts. The result is by (sending
-    host, receiving host), and empty for a single host.
+    Args:
+        hosts: the host of each rank.
+        speeds: for each rank, the GB/s that it has measured to the next rank of its ring, which has a rank of each
+            host.
+
+    Returns:
+        GB/s by (sending host, receiving host); empty for a single host.
     """
     found: dict[tuple[str, str], float] = {}
     for ring in rings_of_hosts(hosts):
@@ -65,10 +75,15 @@ def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[s
 
 
 def _measure_speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> float:
-    """Measure the speed from this rank to the next of its ring, in GB/s, 0 if it is alone there; a collective of all.
+    """Measure the speed from this rank to the next rank of its ring, in GB/s; a collective of all ranks.
 
-    Each rank is in one of the rings. Neighbours exchange a message, on the device, in one of three turns, and the
-    fastest of ROUNDS exchanges counts.
+    Neighbours exchange a message in one of three turns, ROUNDS times. The fastest exchange counts. The result is 0 if
+    the rank is alone in its ring.
+
+    Args:
+        rings: the ranks of each ring. Each rank is in one of them.
+        rank: this rank.
+        device: the device whose memory has the messages.
     """
     if all(len(ring) < 2 for ring in rings):
         return 0.0

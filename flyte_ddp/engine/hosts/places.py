@@ -61,9 +61,14 @@ class Place(NamedTuple):
 def measure_places(environment: Environment, device: torch.device, job: Job, model: nn.Module) -> list[Place]:
     """Measure the host and device of each rank, and return the places of all ranks; a collective.
 
-    On a GPU the test products take some tenths of a second, and memory for a moment. Nothing is refused: if the disk is
-    too small for the weights, Place.lacks says so. The size of the model's weights, and the job's folder for
-    checkpoints, tell how much disk space is needed.
+    On a GPU, matrices are multiplied as a test, which takes some tenths of a second. Nothing is refused: Place.lacks
+    says if the disk is too small.
+
+    Args:
+        environment: this rank and its host.
+        device: this rank's device.
+        job: the job, for the disk of its checkpoints and its version of the code.
+        model: the network, for the size of its weights.
 
     Returns:
         The places by rank, the same list on all ranks.
@@ -162,9 +167,14 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 def check_disk(job: Job, weights: int) -> str:
-    """Return a sentence on too small a disk; empty if there is room, or if this rank writes no checkpoint.
+    """Return a sentence that says that the disk for checkpoints is too small, or "" if it is large enough.
 
-    The disk must have room for the weights twice: in the checkpoint and in the model.
+    The disk must have room for the weights twice: in the checkpoint and in the model. The result is "" as well if this
+    rank writes no checkpoint.
+
+    Args:
+        job: the job, with the path of its checkpoint.
+        weights: the size of the weights, in bytes.
     """
     if not job.checkpoint_path:
         return ""
@@ -201,14 +211,18 @@ def describe_machine(places: Sequence[Place], precision: str, options: RunOption
 def note_machine(
     ran_on: Sequence[dict[str, Any]], now: dict[str, Any], virtual_ranks: int | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Add the present machine to those that a training has run on, and remark on changes that may change its result.
+    """Add the present machine to those that a training has run on, and return remarks on what has changed.
 
-    `ran_on` has what describe_machine() returned at each earlier start that found another machine than the one before.
-    virtual_ranks is None if there can be none, as under Lightning; with them the number of ranks changes no result.
+    Args:
+        ran_on: the machines until now, as describe_machine() returned them. A machine equal to the one before it is not
+            in the list.
+        now: the present machine.
+        virtual_ranks: the setting, with which the number of ranks does not change the result. None if it cannot be set,
+            as under Lightning.
 
     Returns:
-        A new list of machines, the present one last and not twice; and a remark each if the hardware or, without
-        virtual ranks, the number of ranks is another one than before.
+        A new list that ends with the present machine, which is not listed twice in a row. And a remark for the user on
+        other hardware than before, and one on another number of ranks, unless virtual_ranks are set.
     """
     if not ran_on or ran_on[-1] == now:
         return [*ran_on[:-1], now], []

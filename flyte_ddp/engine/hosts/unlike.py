@@ -40,8 +40,15 @@ FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
 def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
     """Return a sentence on each way in which some hosts, GPUs or links differ from the others.
 
+    The list is empty if all are alike.
+
+    Args:
+        places: the host and device of each rank.
+        options: the options. With odd_hosts "refuse", any such sentence becomes an error.
+
     Raises:
-        RecoverableError: There are such sentences, and options.odd_hosts is "refuse". It has list_bad_hosts(places).
+        RecoverableError: There is a sentence, and options.odd_hosts is "refuse". The error has the names of the hosts
+            with odd hardware.
     """
     odd = [*_other_facts(places), *_low_figures(places), *_slow_links(places), *_other_clocks(places)]
     advised = [f"{reason}: an odd host may fail, or be slow; give the training hosts alike" for reason in odd]
@@ -53,10 +60,11 @@ def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
 
 
 def list_bad_hosts(places: Sequence[Place]) -> list[str]:
-    """Return the hosts whose own hardware is odd.
+    """Return the hosts whose own hardware is odd, each once.
 
-    Their figures are low, or a GPU multiplies other bits than most GPUs of its kind, or slows itself down. Hosts that
-    differ in versions, clocks, links or free disk space are not among them.
+    A host is odd if its memory or the speed of a GPU is far below the median, if a GPU's matrix product differs from
+    most GPUs of its kind, or if a GPU slows itself down. Differing versions, clocks, links between hosts and free disk
+    space do not count.
     """
     ranks = [rank for rank, place in enumerate(places) if place.slow_by]
     for name in FIGURES:
@@ -135,9 +143,14 @@ def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator
 
 
 def minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Divide ranks into those with another value than most, and those with the value that more than half of them have.
+    """Divide ranks by whether they have the value that more than half of the ranks have.
 
-    If no value is that common, return all ranks and none. If all values are equal, return none and all ranks.
+    Args:
+        values: a value for each rank.
+
+    Returns:
+        The ranks with another value, and the ranks with the common value. If all values are equal, the first list is
+        empty. If no value is that common, the first list has all ranks and the second is empty.
     """
     value, count = Counter(values.values()).most_common(1)[0]
     if 2 * count <= len(values):

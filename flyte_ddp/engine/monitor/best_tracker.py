@@ -56,9 +56,9 @@ class BestTracker:
     def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
         """Copy the weights to the host if this evaluation is the best so far, and update the count for patience.
 
-        Any value that is better than all before makes an evaluation the best. The count `waited` goes back to 0 only if
-        the value is better, by more than minimum_delta, than the one at which it last went back to 0; otherwise it
-        grows by 1. An evaluation whose measure is missing or not finite is never the best.
+        Any better value makes an evaluation the best. The count `waited` grows by 1 with each evaluation. The count
+        goes back to 0 if the value is better, by more than minimum_delta, than the value at which the count last went
+        back. An evaluation whose measure is missing or not finite is never the best.
 
         Args:
             number: the number of the evaluation, from 0.

@@ -51,14 +51,14 @@ class LossMonitor:
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
         """Record the mean training loss of the latest steps, and return a warning if the loss has leapt.
 
-        The steps are collected in windows of at least WINDOW samples. A window's mean has leapt if it exceeds the
-        lowest mean since the last leap by more than LEAP times constant_loss, or, if that is 0 for unknown, LEAP times
-        the first window's mean.
+        Steps are collected into windows of at least WINDOW samples. The loss has leapt if a window's mean exceeds the
+        lowest mean since the last leap by more than LEAP times constant_loss. If constant_loss is unknown (0), the
+        first window's mean takes its place.
 
         Args:
             epoch: the epoch, from 0.
             step: the number of the epoch's steps so far.
-            loss: the mean loss of these samples; NaN if none counts, so that nothing is recorded.
+            loss: the mean loss of these samples; NaN if no sample counts, and then nothing is recorded.
             samples: the number of samples since the last call.
 
         Returns:
@@ -84,16 +84,20 @@ class LossMonitor:
         return []
 
     def after_evaluation(self, finished: EpochFinished, step: int, guessing_loss: float = 0.0) -> list[NotLearning]:
-        """Record whether the loss of an evaluation is no better than guessing, and return a warning if it newly is.
+        """Record whether an evaluation's loss is no better than guessing, and return a warning if it newly is.
 
-        It is no better if it is above GUESSING times the loss of a constant prediction. In the first epochs, which may
-        be so bad, nothing is recorded.
+        A positive loss is no better than guessing if it is at least GUESSING times constant_loss, the loss of one
+        prediction for all samples. Nothing is recorded in the first epochs, which may be that bad.
 
         Args:
             finished: the evaluation, with a loss.
             step: the number of the epoch's steps so far.
-            guessing_loss: the mean loss of outputs paired with other samples, which stands in for an unknown
-                constant_loss; 0 if it is unknown, too.
+            guessing_loss: replaces constant_loss if that is unknown: the mean loss of outputs paired with other
+                samples; 0 if it is unknown, too. Then nothing counts as guessing.
+
+        Returns:
+            The warning in a list. An empty list if the loss is better, or if the evaluation before was no better,
+            either.
         """
         if finished.position < min(EARLY * self.epochs, MOST_EARLY):
             return []

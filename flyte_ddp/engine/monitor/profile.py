@@ -19,10 +19,15 @@ MOST_OPERATORS = 50
 
 @contextmanager
 def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
-    """Profile the block's 5th to 10th steps of the optimizer, and write what they cost to a folder, unless it is empty.
+    """Profile the 5th to 10th steps of an optimizer in the block, and write the results to a folder.
 
-    Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard with its profiler plugin. Rank 0
-    adds operators.json, with the most expensive operators.
+    Use this as a context manager. Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard
+    with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators.
+
+    Args:
+        folder: the folder, which is created. With "" nothing is profiled.
+        rank: this rank.
+        optimizer: the optimizer whose steps are counted.
     """
     if not folder:
         yield
@@ -49,14 +54,17 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
 
 def operators(profiler: Any) -> list[dict[str, Any]]:
-    """Return the at most MOST_OPERATORS operators that took the most time in recorded steps, the slowest first.
+    """Return the operators that took the most time of their own in the recorded steps, the slowest first.
 
-    They are sorted by the GPU's time if a GPU was used, else by the CPU's. The time that an operator spends in other
-    operators counts for those.
+    At most MOST_OPERATORS are returned. They are sorted by the GPU's time if a GPU was used, else by the CPU's. An
+    operator's own time leaves out the operators that it calls.
+
+    Args:
+        profiler: the torch.profiler.profile that has recorded.
 
     Returns:
-        A dict for each operator, with sums over all recorded steps: "name" and "calls"; in microseconds, its own time,
-        "self_cpu_us" and "device_us", and "cpu_us", which includes the operators that it calls.
+        A dict for each operator, with sums over all recorded steps: "name", "calls", and times in microseconds.
+            "self_cpu_us" and "device_us" are its own time. "cpu_us" includes the operators that it calls.
     """
     rows = [
         {

@@ -92,14 +92,14 @@ class StepClock:
             yield shares
 
     def read_all(self) -> np.ndarray:
-        """Return all ranks' times since the last call of this method or of timed, and begin anew; a collective.
+        """Return all ranks' times since the last call, and set the clock to zero; a collective.
 
-        It is called for a log line, after the host has waited for the device. Sums that travel with each step would be
-        16 kB larger for 512 ranks.
+        The times begin at the last call of read_all or timed. The trainer calls it for a log line, after the host has
+        waited for the device.
 
         Returns:
-            (ranks, 4) float64, the same on all ranks: seconds of DATA, COMPUTING and WAITING, and the number of
-                samples.
+            (ranks, 4) float64, the same on all ranks: seconds of waiting for data (DATA), of computing (COMPUTING) and
+            of waiting for other ranks (WAITING), and the number of samples.
         """
         self._add_up()
         local = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)

@@ -49,16 +49,16 @@ class Stragglers:
     def after_steps(self, epoch: int, step: int, steps: int, times: np.ndarray) -> list[SlowRank]:
         """Record the times of the latest steps, and return new warnings of ranks that keep being late.
 
-        A rank keeps being late if it is late in each of the last IN_A_ROW windows of at least WINDOW_SECONDS. A rank
-        that computes slowly on a GPU of its own gets one warning. Otherwise there is one warning for each host and
-        cause ("data" or "compute"). After MOST_WARNINGS warnings there are no more.
+        Steps are collected into windows of at least WINDOW_SECONDS. A rank is warned of if it was late in each of the
+        last IN_A_ROW windows. The cause is "data" or "compute". For each host and cause there is one warning in all; if
+        each rank has its own GPU, "compute" gives one for each rank. After MOST_WARNINGS warnings there are no more.
 
         Args:
             epoch: the epoch, from 0.
             step: the number of the epoch's steps so far.
             steps: the number of the steps that the times are from.
-            times: (ranks, 4), each rank's seconds of waiting for data, of computing, and of waiting for the others, in
-                these steps together; and its number of samples.
+            times: (ranks, 4), sums over these steps: each rank's seconds of waiting for data, of computing, and of
+                waiting for the others, and its number of samples.
         """
         if self._meet_within:
             times = times.copy()
@@ -86,10 +86,15 @@ class Stragglers:
         return new
 
     def _judge(self, epoch: int, step: int) -> list[SlowRank]:
-        """Return a warning of each rank that was late in all of the last IN_A_ROW windows; none with fewer windows.
+        """Return a warning for each rank that was late in all of the last IN_A_ROW windows.
 
-        A warning compares the rank's time in each step with a fast rank's, in reading data or in computing, whichever
-        differs more.
+        The list is empty if there were fewer windows so far. A warning names the cause: reading data or computing,
+        whichever takes the rank longer than a fast rank by more. The warning also gives both ranks' time for it in each
+        step.
+
+        Args:
+            epoch: the epoch, from 0, for the message.
+            step: the number of the epoch's steps so far, for the message.
         """
         if len(self._last) < IN_A_ROW:
             return []
@@ -118,15 +123,16 @@ class Stragglers:
 
 
 def find_late(times: np.ndarray, steps: int) -> np.ndarray:
-    """Return which ranks were late in some steps: (ranks,) bool.
+    """Return which ranks were late in these steps: (ranks,) bool.
 
-    A rank needs the seconds in which it waits for its data or computes. It is late if these exceed FACTOR times those
-    of a fast rank, and are at least LEAST_STEP_SECONDS longer in each step. If it has more samples than a fast rank,
-    the fast rank's seconds are scaled up by that.
+    What counts is a rank's seconds of waiting for data and of computing together. A fast rank's seconds are the lower
+    quartile of all ranks'. A rank is late if its seconds are above FACTOR times a fast rank's, and at least
+    LEAST_STEP_SECONDS longer for each step. For a rank with more samples than a fast rank, the fast rank's seconds are
+    first scaled up in proportion.
 
     Args:
-        times: (ranks, 4), each rank's seconds of waiting for data, of computing, and of waiting for the others in these
-            steps together; and its number of samples.
+        times: (ranks, 4), sums over these steps: each rank's seconds of waiting for data, of computing, and of waiting
+            for the others, and its number of samples.
         steps: the number of the steps that the times are from.
     """
     needed = needed_seconds(times)

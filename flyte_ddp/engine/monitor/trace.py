@@ -55,7 +55,16 @@ class Trace:
             self._file.unlink(missing_ok=True)
 
     def begin(self, networks: Mapping[str, nn.Module], epoch: int, step: int, steps_per_epoch: int) -> None:
-        """Begin a step, and digest the weights and buffers if it is traced; networks are by a prefix of their names."""
+        """Begin a step. If the step is one that is traced, rank 0 digests the weights and buffers.
+
+        Every n-th step of the training is traced, with the n of this Trace. In other steps, nothing is recorded.
+
+        Args:
+            networks: the networks, by the prefix of their names in the trace.
+            epoch: the number of the epoch, from 0.
+            step: the number of the step in the epoch, from 0.
+            steps_per_epoch: the number of steps of an epoch.
+        """
         number = epoch * steps_per_epoch + step
         self._is_on = number % self._every == 0
         if not self._is_on:
@@ -79,10 +88,10 @@ class Trace:
             del self._parts[key]
 
     def begin_part(self, part: int, batch: Any, call: int = 0) -> None:
-        """Digest a part of the batch, and from now on, until end_part(), the output of each module that is called.
+        """Record the digest of a part of the batch, and from now on that of each module's output, until end_part().
 
-        Nothing happens in a step that is not traced. A part that is still under way ends first. A second call for the
-        same part and call of backward, as for the next micro-batch, adds to the part's digests.
+        In a step that is not traced nothing happens. If the part before has not ended, it ends now. If the same part
+        and call are begun again, as for the next micro-batch, the new digests are appended.
 
         Args:
             part: the number of the part: the virtual rank, or without virtual ranks this rank.
@@ -112,10 +121,14 @@ class Trace:
             self._part.append((name, self._digest(output)))
 
     def record_gradients(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Digest the gradients that all ranks have added up, together with what a step has recorded of them before.
+        """Record the digest of each weight's gradient, which all ranks have added up, on rank 0.
+
+        In a step that is not traced nothing happens. A second call in a step, as for a second optimizer step, combines
+        the new digest of a gradient with the one before.
 
         Args:
-            weights: the weights whose gradients count; None for all weights of the networks.
+            weights: the weights whose gradients are digested; None for all weights of the networks. Weights without a
+                gradient are left out.
         """
         if not self._is_on or self._rank:
             return
@@ -125,7 +138,11 @@ class Trace:
                 self._gradients[name] = self._digest(weight.grad) + 3 * self._gradients.get(name, 0)
 
     def end(self) -> None:
-        """Have rank 0 write the line of this step, if it is traced; a collective."""
+        """End a step, and if it is traced, write all ranks' digests to the trace file; a collective.
+
+        Rank 0 appends one line of JSON. In a step that is not traced nothing is written. If the file cannot be written,
+        rank 0 prints that to standard error, and training goes on.
+        """
         self.end_part()
         if not self._is_on:
             return

@@ -69,13 +69,19 @@ def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
 
 
 def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatches, link: Link) -> None:
-    """Compile now, by a forward and backward pass and an evaluation of each size of batch; a collective.
+    """Compile the network now, by computing a batch of each size in training and in evaluation; a collective.
 
-    Buffers are put back afterwards, and no weight changes. Compiling may take longer than a step ever should, so the
-    rank sends a heartbeat after each layer.
+    The recipe's layers must have been wrapped by torch.compile before. No weight changes, and buffers are put back.
+    Compiling may take longer than a step ever should, so the rank sends a heartbeat after each layer.
+
+    Args:
+        state: the training.
+        train: the batches of the training.
+        test: the batches of the evaluation.
+        link: gets the heartbeats.
 
     Raises:
-        InputError: Virtual ranks are set, and samples have different lengths, or batch norm would see a single sample.
+        InputError: Virtual ranks are set, and samples have different lengths or batch norm would see a single sample.
     """
     settings = state.recipe.settings
     if settings.virtual_ranks and get_lengths(train.split):
@@ -108,10 +114,14 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
 
 
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:
-    """Return a batch of each size that this rank's shares can have, filled with the samples of one batch.
+    """Return a batch of each size that this rank's shares can have in an epoch, made of the samples of one batch.
 
-    Samples are repeated, or left out, to reach a size. A size of 0 becomes 1. All ranks get equally many batches,
-    because layers may exchange something in each of them.
+    Samples are repeated or left out to reach a size. A size of 0 becomes 1. All ranks get equally many batches, because
+    layers may exchange something in each of them.
+
+    Args:
+        batches: the batches of training or evaluation, which know their sizes.
+        batch: the batch to copy samples from.
     """
 
     def of_size(size: int) -> Batch:

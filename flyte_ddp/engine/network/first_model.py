@@ -28,9 +28,9 @@ First = tuple[nn.Module, set[str], list[str]]  # as first_model returns it
 def first_model(recipe: Recipe, job: Job) -> First:
     """Build the network on the CPU, with the values of model() and of the weights that init names; a collective.
 
-    If init names a checkpoint, its values are not loaded here. With sharding, only rank 0 does so: the other ranks
-    build the network on torch's meta device, without values. A rank where that fails builds the network on the CPU with
-    values, and all ranks remark on it.
+    A checkpoint that init names is not loaded here. With sharding, only rank 0 builds the network with values. The
+    other ranks build it on torch's meta device, where it takes no memory. A rank that cannot do so builds it with
+    values, too, and a remark on all ranks says so.
 
     Returns:
         The network; the names of the frozen weights that keep model()'s values, which files of weights leave out; and
@@ -79,7 +79,17 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _with_values(recipe: Recipe, job: Job) -> First:
-    """Build the network as first_model() does without sharding, with values on this rank; not a collective."""
+    """Build the network with values on this rank's CPU, and check that it can be trained; not a collective.
+
+    The values are those of model(). Weights that init names as a file replace them, and the layers that the settings
+    freeze are frozen. A checkpoint is not loaded here.
+
+    Returns:
+        The network; the names of the frozen weights that keep model()'s values; and remarks for the user.
+
+    Raises:
+        InputError: The network, or the settings of init or freeze, cannot be used.
+    """
     settings = job.settings
     init = job.init
     if settings.init_leave_out and not init:
@@ -104,9 +114,12 @@ def _with_values(recipe: Recipe, job: Job) -> First:
 def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     """Build the network on torch's meta device, where tensors have no values and take no memory, and return it.
 
-    The layers that the settings freeze are frozen. Nothing is loaded from init. A trial makes sure that each tensor can
-    later be given real memory. Any error may be raised, and InputError if something other than the network keeps a
-    tensor of model().
+    The layers that the settings freeze are frozen. Nothing is loaded from init. Each tensor is tried for whether it can
+    get real memory later.
+
+    Raises:
+        InputError: Something other than the network keeps a tensor that model() made.
+        Exception: model() may raise any error, because its tensors have no values.
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of each tensor that is loaded: it goes nowhere
@@ -129,8 +142,11 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
 def _call_model(recipe: Recipe, seed: int) -> nn.Module:
     """Seed torch's generators, call the recipe's model(), and return the network.
 
-    It also sets recipe.has_read_init to False, which becomes True if model() reads the folder of init. InputError is
-    raised if model() returns no nn.Module, or a lazy layer whose parameters have no shape yet.
+    recipe.has_read_init is set to False before the call. recipe.has_read_init is True afterwards if model() has read
+    the folder that init names.
+
+    Raises:
+        InputError: model() returned no nn.Module, or a lazy layer whose parameters have no shape yet.
     """
     torch.manual_seed(seed)
     recipe.has_read_init = False  # what was read before is not the network, but a tokenizer perhaps
@@ -148,9 +164,9 @@ def _call_model(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def _check_folder(recipe: Recipe, init: Path) -> None:
-    """Raise InputError if model() has not read the folder that init names, or settings.init_leave_out is set.
+    """Raise InputError if model() has not read the folder that init names, or if settings.init_leave_out is set.
 
-    That setting is for an init that is a file. Call this after model().
+    init_leave_out only works for an init that is a file. Call this after model().
     """
     if not recipe.has_read_init:
         raise InputError(
@@ -167,11 +183,13 @@ def _check_folder(recipe: Recipe, init: Path) -> None:
 def _check_layers(recipe: Recipe, model: nn.Module) -> None:
     """Raise InputError for a layer that torch cannot train, or that a checkpoint cannot resume.
 
-    - torch loses the gradients of trainable layers made by torch.jit.
-    - nn.SyncBatchNorm with virtual ranks would need the statistics of other parts of the batch.
-    - Recurrent layers on a GPU draw their dropout from a state of cuDNN that no checkpoint has. This was read in
-      torch's source, and not tried on a GPU.
-    - A CUDA graph overwrites the outputs of its previous pass.
+    These layers are refused:
+
+    - Trainable layers of torch.jit, whose copies get no gradients.
+    - nn.SyncBatchNorm with virtual ranks, since it needs the statistics of other parts of the batch.
+    - Recurrent layers with dropout on a GPU, since cuDNN draws it from a state that no checkpoint has. (This was read
+    in torch's source, and not tried on a GPU.)
+    - Layers compiled into CUDA graphs, which overwrite the outputs of their previous pass.
     """
     virtual_ranks = recipe.settings.virtual_ranks
     for name, layer in model.named_modules():

@@ -19,13 +19,18 @@ from flyte_ddp.recipe import Recipe
 
 
 def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[str]) -> None:
-    """Have the layers that Recipe.activation_checkpointing names keep only their inputs for the backward pass.
+    """Have layers keep only their inputs for the backward pass, which then computes the layers once more.
 
-    The backward pass computes them again (Chen et al. 2016, arXiv 1604.06174), drawing the same random numbers. The
-    layers' `forward` is replaced. `changing` names the buffers that a forward pass changes.
+    The layers are those that Recipe.activation_checkpointing names. Their `forward` is replaced. The second computation
+    draws the same random numbers (Chen et al. 2016, arXiv 1604.06174).
+
+    Args:
+        recipe: the recipe.
+        model: the network.
+        changing: the names of the buffers that a forward pass changes.
 
     Raises:
-        InputError: A layer has such a buffer, which would change twice in a step.
+        InputError: A layer has a buffer that a forward pass changes: it would change twice in a step.
     """
     for name, layer in matching_layers(recipe, "activation_checkpointing", model).items():
         twice = next((buffer for buffer in changing if buffer.startswith(f"{name}.")), "")
@@ -44,11 +49,15 @@ def _forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
-    """Set state.micro_batch to as many samples as fit into memory at once on all ranks; a collective.
+    """Set state.micro_batch to a number of samples that fit into memory at once on all ranks; a collective.
 
-    Call it for a recipe with micro_batch = -1. The search begins with the checkpoint's number, or else with a rank's
-    whole share, and halves the number until each rank can compute gradients of so many samples. The tries change no
-    weights.
+    Call this for a recipe with micro_batch = -1. The first number that is tried is the checkpoint's, or else the
+    largest share of a rank (with virtual ranks, of a part). The number is halved until each rank can compute gradients
+    of that many samples. The trials change no weights.
+
+    Args:
+        state: the training.
+        train: the batches of the training.
 
     Returns:
         A remark on the number, for the log.
@@ -71,11 +80,11 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 
 
 def _fits(state: TrainingState, part: Batch) -> bool:
-    """Return whether this rank has memory to compute the gradients of these samples, and for the optimizer's state.
+    """Return whether this rank has memory for the gradients of these samples and the optimizer's state.
 
-    It runs a forward and backward pass. False means that torch, or a library below it, lacked memory. Buffers are put
-    back afterwards, and no weight or gradient changes. With sharding all ranks must call it. Even then each returns its
-    own answer.
+    A forward and backward pass is tried. Afterwards buffers are put back, and no weight or gradient has changed. With
+    sharding all ranks must call it, but each rank gets its own answer. Errors other than a lack of memory are passed
+    on.
 
     Args:
         state: the training.

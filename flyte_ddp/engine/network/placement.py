@@ -29,10 +29,19 @@ def to_device(
     environment: Environment,
     precision: str = "float32",
 ) -> Average | None:
-    """Move the network to the device, or shard it over all ranks if options.sharding is not "off".
+    """Move the network to the device, or shard it over all ranks; a collective with sharding.
 
-    Sharding is a collective; moving is not. With sharding, base.digest is set to rank 0's, because rank 0 alone has the
-    values of the network's frozen weights, and the precision is that of the training, "float32" or "bfloat16".
+    The network is sharded if options.sharding is not "off". With virtual ranks on a single rank it is only moved, which
+    gives the same bits.
+
+    Args:
+        recipe: the recipe.
+        model: the network, which is changed.
+        base: the frozen weights that checkpoints leave out. With sharding its digest is set to rank 0's, since only
+            rank 0 has their values.
+        options: the options.
+        environment: this rank and its ranks.
+        precision: the precision of the training, "float32" or "bfloat16"; used with sharding alone.
 
     Returns:
         The moving average of the weights, placed like the network; None if the recipe has none.
@@ -62,9 +71,10 @@ def to_device(
 def _check_recipe(recipe: Recipe, options: RunOptions, environment: Environment, precision: str) -> None:
     """Raise InputError if a recipe, an option or the environment does not go with sharding.
 
-    It is raised for a torch that is too old, missing safetensors, a recipe without fsdp_units or with micro_batch = -1,
-    options.log_gradients, and GPUs with another backend than nccl. With virtual ranks, it is also raised for what would
-    have other bits than without sharding. The network need not be built yet.
+    Refused are a torch that is too old, missing safetensors, GPUs with another backend than nccl,
+    options.log_gradients, and a recipe without fsdp_units or with micro_batch = -1. With virtual ranks, three more are
+    refused, because the bits would differ from those without sharding: another precision than float32, a micro_batch
+    smaller than a part, and hybrid sharding on nodes of 1 rank. The network need not be built yet.
     """
     from torch.distributed.fsdp import FSDPModule  # this import is slow, and only sharding needs it
 
@@ -107,7 +117,9 @@ def _check_recipe(recipe: Recipe, options: RunOptions, environment: Environment,
 def _check_weights(recipe: Recipe, model: nn.Module) -> None:
     """Raise InputError for a weight that cannot be sharded.
 
-    Such a weight has no dimensions, has a hook on its gradient, or is the same tensor as a weight in another FSDP unit.
+    Refused is a weight without dimensions, with a hook on its gradient, or tied to a weight of another layer in
+    fsdp_units. With virtual ranks, a weight or buffer that is not contiguous is refused, too, or on a CPU one that is
+    not aligned in memory.
     """
     where = code_location(recipe, "model")
     if recipe.settings.virtual_ranks:
@@ -129,10 +141,15 @@ def _check_weights(recipe: Recipe, model: nn.Module) -> None:
 
 
 def _check_memory(model: nn.Module, where: str, is_on_cpu: bool) -> None:
-    """Raise InputError if a weight or buffer lies in memory otherwise than it will when it is sharded.
+    """Raise InputError if a weight or buffer is not contiguous or, on a CPU, not aligned in memory.
 
-    Kernels go by the order of the numbers and, on a CPU, by the place of the first, so that bits may differ. Tensors
-    may be on torch's meta device. The message names `where`, the place to blame.
+    Sharding makes it both, and kernels may round by the order and the place of the numbers. So the bits with and
+    without sharding might differ.
+
+    Args:
+        model: the network. Tensors on torch's meta device have no place in memory, and count as aligned.
+        where: the place in the user's code, for the message.
+        is_on_cpu: whether the training computes on a CPU.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         is_placed = not is_on_cpu or tensor.is_meta or tensor.data_ptr() % ALIGNMENT == 0

@@ -24,16 +24,21 @@ class Call(Enum):
 def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
     """Check that all ranks do the same thing now; a collective.
 
-    With one rank nothing is checked. Without this check gloo would abort the process when ranks differ. Under NCCL
-    nothing is checked within a step (BACKWARD and STEP_END), because the host would have to wait for the device. Ranks
-    that differ hang there, and the report of the hang has their stacks.
+    Ranks that differ would otherwise hang, or gloo would abort the process. Nothing is checked with a single rank.
+    Under NCCL nothing is checked within a step (BACKWARD and STEP_END), because the host would have to wait for the
+    device.
 
-    A rank that does anything but BATCH waits here while others are in an evaluation (BATCH), until these have left it.
-    The message names the epoch, from 0, and how many of its steps are done.
+    While another rank is in an evaluation (BATCH), a rank with any other call waits here until that rank has left it.
+
+    Args:
+        call: what this rank does.
+        epoch: the number of the epoch, from 0, for the message.
+        step: how many steps of the epoch are done, for the message.
+        device: where the collective's tensors are.
 
     Returns:
-        True if all ranks do the same, or nothing was checked. False if call is BATCH, and another rank does something
-        else.
+        True if all ranks do the same, or nothing was checked. False if this rank's call is BATCH and another rank's is
+        not, because that rank has left the evaluation.
 
     Raises:
         InputError: Ranks do different things, and none is in an evaluation. All ranks raise it.
@@ -62,11 +67,15 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
 
 
 def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False) -> list[str]:
-    """Return the names of measures in rank 0's order, because values are summed by position; a collective.
+    """Return the names of measures in rank 0's order, the same list on all ranks; a collective.
 
-    The result is the same list on all ranks. `call` is the method that the user has given the names to, for the
-    message, such as "loop.log". With may_lack, which is the same on all ranks, another rank than 0 may have no
-    measures, as one without samples has none.
+    All ranks need one order, because values are summed by position.
+
+    Args:
+        call: the method that the user has given the measures to, such as "loop.log", for the message.
+        names: this rank's names.
+        may_lack: whether a rank other than 0 may have no names, as one without samples has none. All ranks must pass
+            the same.
 
     Raises:
         InputError: A rank has other names than rank 0. All ranks raise it.

@@ -50,9 +50,14 @@ class KeptParts(dict[str, Any]):
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], is_within_epoch: bool) -> None:
-        """Restore what state_dict() has returned, and copy its tensors.
+        """Restore the parts from what state_dict() has returned, and copy its tensors.
 
-        Within an epoch, gradients and later parameter groups are left out: put_back() restores both.
+        Within an epoch, the user's code runs again before the next step. So gradients, and parameter groups that this
+        code adds later, are left to put_back().
+
+        Args:
+            saved: the state.
+            is_within_epoch: whether the checkpoint was written within an epoch.
 
         Raises:
             InputError: The state does not fit what loop.keep was given.
@@ -68,10 +73,13 @@ class KeptParts(dict[str, Any]):
                 self.optimizers.put_back(saved["gradients"])
 
     def put_back(self, saved: Mapping[str, Any]) -> None:
-        """Restore networks, optimizers, schedules and gradients once more, after a resume within an epoch.
+        """Restore networks, optimizers, schedules and gradients a second time, after a resume within an epoch.
 
-        The user's code before the resumed steps has run a second time, and may have changed these. Other parts may be
-        iterators, and are left alone.
+        Call this right before the first step: the user's code before the steps has run again, and may have changed the
+        parts. Other parts, such as iterators, are left alone.
+
+        Args:
+            saved: the state that load_state_dict() was given.
 
         Raises:
             InputError: The state does not fit what loop.keep was given.
@@ -103,9 +111,10 @@ class KeptParts(dict[str, Any]):
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Raise an InputError, that the checkpoint does not fit, in place of errors of the block, which loads it.
+    """Replace errors of the block by an InputError that says that the checkpoint does not fit what loop.keep was given.
 
-    Errors of the device, such as a lack of its memory, are raised as they are.
+    Use this as a context manager around the code that loads a checkpoint. Errors of the device, such as a lack of its
+    memory, are passed on unchanged.
     """
     try:
         yield
@@ -134,16 +143,21 @@ def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]) -> None:
-    """Load the parts' states, and restore which weights are trained and in which groups the optimizers have them.
+    """Load the parts' states, and restore which weights are trained and which are in each optimizer group.
 
-    Parts may be some of the loop's; an optimizer needs its networks among them if its groups have changed. Tensors are
-    copied. Whether a weight that no part has now was trained is ignored. A state that does not fit raises the error of
-    its part's load_state_dict. After any error, some parts may be changed already.
+    Tensors are copied. After an error, some parts may be changed already.
+
+    Args:
+        parts: the parts to load, or some of them. If the groups of an optimizer have changed, its networks must be
+            among them.
+        states: the saved state of each part, by name.
+        arranged: what arrangement() returned when the states were saved. Weights that no part has now are ignored.
 
     Raises:
-        KeyError: A part has no state, or an optimizer's saved groups differ from the present ones and have a weight
-            that no network has now.
-        ValueError: An optimizer's saved groups differ from the present ones, and had weights that were in no network.
+        KeyError: A part has no state. Or an optimizer's groups differ from the saved ones, which have a weight that no
+            network has now.
+        ValueError: An optimizer's groups differ from the saved ones, which have a weight that was in no network.
+        Exception: A part's load_state_dict refuses its state, with an error of its own.
     """
     weights = _weights(parts)
     for name, is_trained in arranged["trained"].items():
@@ -162,14 +176,22 @@ def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[
 def without_later_groups(
     parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Leave out of a checkpoint's states and arrangement the parameter groups that the optimizers do not have yet.
+    """Leave the parameter groups that optimizers do not have yet out of a checkpoint's states and arrangement.
 
-    It is for a resume within an epoch, when the user's code may still have to call add_param_group. The loop first
-    loads what this function returns, copies as load() takes them. Once that code has run again, the loop loads the
-    whole states.
+    In a resume within an epoch, the user's code may still have to call add_param_group. The loop therefore loads what
+    this function returns, and the whole states after that code has run.
 
-    An optimizer's state is returned whole if its class overrides load_state_dict, or if the groups that it has now are
-    not the first ones of the checkpoint.
+    An optimizer's state stays whole if its class overrides load_state_dict, or if its groups now are not the first ones
+    of the checkpoint.
+
+    Args:
+        parts: the parts now, by name.
+        states: the saved state of each part.
+        arranged: what arrangement() returned when the states were saved.
+
+    Returns:
+        The states and the arrangement, without these groups. The given dicts stay as they are, and tensors are not
+        copied.
     """
     now = arrangement(parts)["groups"]
     states, groups = {**states}, {**arranged["groups"]}
@@ -203,11 +225,20 @@ def _groups(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> Groups
 def _load_optimizer(
     optimizer: Optimizer, state: dict[str, Any], saved: Groups, weights: Mapping[str, nn.Parameter]
 ) -> None:
-    """Restore an optimizer: put the weights into the groups that `saved` names, and load its state dict.
+    """Restore an optimizer in place: its parameter groups and its state.
 
-    The optimizer is changed in place. The list of groups, and the dict of each group, stay the same objects if its
-    load_state_dict is torch's own. ValueError is raised if the groups differ from the saved ones, and have weights that
-    are in no network among the parts (""); or if load_state_dict refuses the state.
+    The list of groups, and the dict of each group, stay the same objects unless the optimizer's class overrides
+    load_state_dict.
+
+    Args:
+        optimizer: the optimizer.
+        state: its saved state dict.
+        saved: for each saved group, the names of its weights; "" for a weight in no network among the parts.
+        weights: the networks' weights now, by name.
+
+    Raises:
+        KeyError: The groups differ from the saved ones, and a saved name is not in `weights`.
+        ValueError: The groups differ from the saved ones, and a saved name is ""; or load_state_dict refuses the state.
     """
     groups = optimizer.param_groups
     options = [*groups]

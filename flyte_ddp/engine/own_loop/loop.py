@@ -114,21 +114,21 @@ class Loop:
         return wrapped
 
     def batches(self, data: Any) -> TrainSteps:
-        """Return this rank's part of each global batch of settings.batch_size, shuffled in each epoch; a collective.
+        """Return an iterable of this rank's part of each global batch, shuffled in each epoch; a collective.
 
-        Iterate over it once in each epoch of loop.epochs. Each iteration is a training step; a resumed training begins
-        with the step that comes next. A last batch that is not full is left out, because each rank must have as many
-        samples: DistributedDataParallel weighs the ranks alike.
+        Iterate over it once in each epoch of loop.epochs. Each batch is a training step. A resumed training begins with
+        the step that comes next. A global batch has settings.batch_size samples. The last samples of an epoch that do
+        not fill one are left out, because DistributedDataParallel needs as many samples on each rank.
 
         Args:
             data: the training data: arrays, a Dataset or Blocks, like what Recipe.data returns.
 
         Returns:
-            An iterable of batches, whose length is the number of steps. A batch is this rank's samples on its device.
-            With virtual ranks it can only be given to loop.backward.
+            An iterable whose length is the number of steps. A batch is this rank's samples on its device. With virtual
+            ranks a batch can only be given to loop.backward.
 
         Raises:
-            InputError: The data are invalid, or differ between ranks; or batch_size is larger than the data, or no
+            InputError: The data are invalid or differ between ranks. Or batch_size is larger than the data, or not a
                 multiple of the number of ranks (or of virtual_ranks).
         """
         return TrainSteps(self._split(data, "train"), self.settings, self._environment, self._state)
@@ -146,19 +146,20 @@ class Loop:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
 
     def keep(self, model: nn.Module, **parts: Any) -> None:
-        """Name all that changes while you train, and restore it from an earlier attempt's checkpoint; a collective.
+        """Name everything that changes while you train, and restore it from a checkpoint; a collective.
 
-        Without a checkpoint nothing is changed. Call it once, after loop.wrap and before loop.epochs. Checkpoints have
-        the state of what it is given.
+        Checkpoints store the state of what is named here. Call the method once, after loop.wrap and before loop.epochs.
+        Without an earlier checkpoint nothing is changed.
 
         Args:
             model: what loop.wrap returned, maybe compiled. Its weights are what the training returns.
-            **parts: by a name of your choice, whatever else has state_dict and load_state_dict: optimizers, schedules,
-                averages, scalers.
+            **parts: everything else with state_dict and load_state_dict, by names of your choice: optimizers,
+                schedules, averages, scalers.
 
         Raises:
-            InputError: It is called twice, model is not wrapped, a part lacks one of the two methods or has a state
-                that no checkpoint can be read with, or the checkpoint does not fit the parts.
+            InputError: loop.keep is called twice. The model is not wrapped. A part lacks one of the two methods, or its
+                state has objects that could not be loaded from a checkpoint again. Or the checkpoint does not fit the
+                parts.
         """
         state = self._state
         if state.parts:
@@ -185,22 +186,22 @@ class Loop:
     def epochs(
         self, headline: str = "loss", percent: Sequence[str] = (), best: Literal["", "highest", "lowest"] = ""
     ) -> Iterator[int]:
-        """Yield the number of each epoch that is still to be trained, from 0 and up to settings.epochs; a collective.
+        """Yield the number, from 0, of each epoch that is still to be trained; a collective.
 
-        Call loop.batches and loop.keep before. Between two epochs it enters the finished epoch's evaluation and writes
-        a checkpoint; a requested stop ends the training there.
+        Call loop.batches and loop.keep before it. After each epoch, the epoch's evaluation is recorded and a checkpoint
+        is written. If a stop was requested, the training ends there.
 
-        With `best`, what loop.evaluated is given in an epoch counts as measures of a validation split. After the last
-        epoch the network is given the weights of the epoch whose headline was best. settings.patience, which ends the
-        training early, and options.keep_best go by the headline, too. Without `best` these measures are those of a test
-        split, and the last epoch's weights stay.
+        Without `best`, what loop.evaluated is given in an epoch counts as measures of the test split, and the last
+        epoch's weights stay. With `best`, it counts as measures of a validation split: settings.patience and
+        options.keep_best go by the headline, and after the last epoch the network gets the weights of the epoch with
+        the best headline.
 
-        Either way, an evaluation after the last epoch, before your function returns, counts as that of the test split.
+        Either way, what loop.evaluated is given after the last epoch counts as the test split's measures.
 
         Args:
             headline: the name of the measure that the training is judged by.
             percent: the names of measures from 0 to 1 that are shown in per cent.
-            best: "highest" or "lowest", whichever headline is the best; empty to return the last epoch's weights.
+            best: which headline is the best, "highest" or "lowest"; "" to return the last epoch's weights.
 
         Raises:
             InputError: A setting or option needs `best`, `best` is another word, loop.batches or loop.keep has not been
@@ -230,22 +231,23 @@ class Loop:
         state.load_best_epoch()
 
     def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """Compute the gradients of loss_of(batch) and return that loss, detached, in place of loss.backward().
+        """Compute the gradients of loss_of(batch), and return that loss; call it in place of loss.backward().
 
-        The gradients are added to those that the weights already have. Before the call, the global random generators
-        are seeded for this rank or part, and afterwards alike on all ranks.
+        The gradients are added to those that the weights already have. The global random generators are seeded before
+        loss_of for this rank or part, and afterwards alike on all ranks.
 
-        With settings.virtual_ranks it is a collective. loss_of is called for each part of the batch, maybe several
-        times, and is given what a batch is without virtual ranks. Loss and gradients are those of the parts' mean, the
-        same bits on any number of ranks. Without virtual ranks the loss is that of this rank's samples, and
-        DistributedDataParallel averages the gradients.
+        Without virtual ranks, loss_of is called once, and DistributedDataParallel averages the gradients of all ranks.
+        With settings.virtual_ranks the method is a collective: loss_of is called for each part of the batch, maybe
+        several times, and loss and gradients are the mean of all parts of all ranks, with the same bits on any number
+        of ranks.
 
         Args:
-            batch: what iterating over loop.batches has given.
-            loss_of: returns the mean loss of what it is given, a tensor of no dimension.
+            batch: a batch of loop.batches.
+            loss_of: loss_of(batch) returns the mean loss of the samples, a tensor without dimensions. With virtual
+                ranks it gets the samples of a part.
 
         Returns:
-            The loss, (), without a graph.
+            The loss, (), detached: of this rank's samples, or with virtual ranks of the global batch.
 
         Raises:
             InputError: With virtual ranks, loop.wrap has not been called, loss_of returns no loss or changes a weight,
@@ -317,23 +319,25 @@ class Loop:
             sums[state.part] += torch.tensor(pair, dtype=torch.float64)
 
     def evaluated(self, **measures: Number | tuple[Number, Number]) -> dict[str, float]:
-        """Return the measures of all ranks' samples together, and record them as this epoch's evaluation; a collective.
+        """Record this epoch's evaluation over all ranks' samples, and return its measures; a collective.
 
-        Call it once in each epoch, after the evaluation. It includes what loop.measured has added up since the last
-        call. After the last epoch it records the measures of the test split.
+        Call this on every rank, once in each epoch, after iterating over loop.evaluation. The measures are those that
+        loop.measured has summed since the last call, and those that are given here. After the last epoch, the call
+        records the measures of the test split.
+
+        A measure is the sum of all ranks' values, divided by the sum of all ranks' weights.
 
         Args:
-            **measures: more measures by name. Each is a number or a tensor, whose mean over the values of all ranks is
-                taken, or a pair of values and their weights, such as (correct, samples). A measure is the sum of all
-                ranks' values, divided by the sum of all ranks' weights.
+            **measures: further measures by name. Each is a number or tensor, whose values have the weight 1, or a pair
+                of values and their weights, such as (correct, samples).
 
         Returns:
             Each measure by name, the same on all ranks.
 
         Raises:
-            InputError: There are no measures, ranks have different ones, the weights of one add up to 0, ranks do
-                different things, it is called twice at the same step with loop.epochs(best=...), or with virtual ranks
-                the evaluation was left before its end.
+            InputError: There are no measures, or ranks have different ones. A measure is in loop.measured, too, or its
+                weights add up to 0. Ranks do different things. With loop.epochs(best=...), loop.evaluated is called
+                twice at the same step. With virtual ranks, the evaluation was left before its end.
             NonFiniteError: The measure "loss" is not finite.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1

@@ -46,12 +46,12 @@ class Optimizers:
                 self._stepped_by[weight.grad] = version(weight.grad)
 
     def pending(self, idle_alone: bool = False) -> dict[int, Tensor]:
-        """Return the gradients that no optimizer has applied yet in their present values.
+        """Return the gradients that no optimizer has stepped by yet, or that have changed since the optimizer's step.
 
         Args:
-            idle_alone: whether to leave out all weights of the optimizers that have stepped in this training step. A
-                gradient that such a weight still has came after that step, and most loops set it to zero. A GAN has
-                such gradients, where one network's loss also reaches the weights of the other.
+            idle_alone: whether to leave out all weights of the optimizers that have stepped in this training step. What
+                such a weight's gradient has gained after that step is usually set to zero. An example is a GAN, where
+                one network's loss also reaches the weights of the other.
 
         Returns:
             The gradients, detached but not copied, by the position of their weight in weights().
@@ -75,10 +75,10 @@ class Optimizers:
         return list_weights(self._now())
 
     def _now(self) -> list[Optimizer]:
-        """Return the optimizers that are parts now, or that a part has in an attribute, or in a list there.
+        """Return the optimizers among the parts, and those in a part's attributes or in lists there.
 
-        Attributes of learning-rate schedules are left out, because a schedule has an optimizer but does not save it.
-        Attributes of attributes are not looked at. An optimizer may be listed twice.
+        The attributes of learning-rate schedules are left out, because a schedule does not save its optimizer. An
+        optimizer may be listed twice.
         """
         parts = [*self._parts.values()]
         # A schedule has its optimizer, but does not keep it
@@ -103,16 +103,17 @@ class PendingGradients:
         self._waited, self.has_given_up = 0, False
 
     def wait(self) -> bool:
-        """Return whether a checkpoint has to wait for a later step, and set of_weights and has_given_up; a collective.
+        """Return whether a checkpoint has to wait because gradients differ between ranks; a collective.
 
-        A checkpoint has one copy of each gradient. It has to wait while ranks differ in the gradients that no optimizer
-        has applied, even without those of optimizers that have stepped in this training step. After MOST_WAITED steps
-        the wait ends, because nothing may ever be done with these gradients.
+        A checkpoint has one copy of each gradient that no optimizer has stepped by. All ranks' copies of these
+        gradients are compared. If some differ, the gradients are compared again without the weights of the optimizers
+        that have stepped in this training step. The method sets of_weights to the gradients for the checkpoint, and
+        has_given_up.
 
         Returns:
-            False if all ranks have the same gradients; of_weights has them. False, too, after MOST_WAITED calls in a
-            row that found a difference; of_weights is empty then, and has_given_up is True. True otherwise; of_weights
-            is empty.
+            True if both comparisons found a difference; of_weights is empty. False if not; of_weights has the
+            gradients. After MOST_WAITED calls in a row that returned True, further differences give False, too:
+            of_weights is empty, and has_given_up is True, because nothing may ever be done with these gradients.
         """
         for idle_alone in (False, True):
             self.of_weights = self._optimizers.pending(idle_alone)

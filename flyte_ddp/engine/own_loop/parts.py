@@ -100,8 +100,9 @@ class ExactGradients:
     def backward(self, parts: Parts, loss_of: Loss, step_seed: int, call: int) -> Tensor:
         """Compute the gradients of the mean of all parts' losses, and add them to the weights' gradients; a collective.
 
-        Each part begins with the same buffers. Afterwards, on all ranks, the buffers are as part 0 has left them. All
-        parts are computed twice if the units of the sums don't fit, as in the first step.
+        Each part begins with the same buffers. Afterwards all ranks have the buffers that part 0 has left. The parts
+        are computed once, or twice if the numbers do not fit the units in which gradients are summed, as in the first
+        step.
 
         Args:
             parts: this rank's parts.
@@ -110,7 +111,10 @@ class ExactGradients:
             call: the number of this call in its step, from 1.
 
         Returns:
-            The mean of all ranks' parts' losses, () float32, without a graph.
+            The mean of the losses of all parts of all ranks, () float32, without a graph.
+
+        Raises:
+            InputError: Other weights require a gradient than when the network was wrapped.
         """
         if [weight.requires_grad for weight in self._weights] != self._is_trained:
             raise InputError(
@@ -173,7 +177,11 @@ class _LossStep(Step):
         self._places = [_find_place(model, name) for name in names]
 
     def watch(self, networks: Mapping[str, nn.Module]) -> None:
-        """Have compute() also refuse changes of other networks, by name: of their weights and buffers."""
+        """Have compute() raise InputError if loss_of changes a weight or buffer of these networks, too.
+
+        Args:
+            networks: the networks by name. Tensors that are also in the wrapped network are not added.
+        """
         own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
         for prefix, network in networks.items():
             for name, tensor in (*network.named_parameters(), *network.named_buffers()):
@@ -182,10 +190,14 @@ class _LossStep(Step):
                     self._places.append((f"{prefix}.{name}", owner, attribute))
 
     def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return a part's mean loss, and its measures in the form that a recipe's have.
+        """Compute a part's mean loss, and return it with its measures in the form that a recipe's measures have.
 
-        The loss is a tensor without dimensions, and ready for backward(), which this method does not call. The measures
-        are (2, 1) float64 without gradient: the loss, and below it its weight, 1.
+        Args:
+            batch: the part.
+
+        Returns:
+            The loss, (), on which the caller can call backward(); and (2, 1) float64 without a graph: the loss, and
+            below it its weight, 1.
 
         Raises:
             InputError: loss_of changes a weight, or returns anything but a tensor without dimensions that depends on

@@ -36,18 +36,25 @@ ALREADY = "the ranks are a process group before the loop is called, and until it
 def run(
     function: Callable[[Loop], None], environment: Environment, device: torch.device, link: Link, job: Job
 ) -> TrainingResult:
-    """Call the user's function on this rank, and return the result of the training; a collective.
+    """Call the user's training function on this rank, and return the result of the training; a collective.
 
-    The process group exists already. Rank 0 writes the weights to job.model_path. While the function runs, hooks of
-    torch watch each optimizer's steps. Errors of the function itself are raised unchanged.
+    The process group must exist already. Rank 0 writes the weights to job.model_path. While the function runs, hooks of
+    torch check each optimizer's steps. Errors of the function itself are raised unchanged.
+
+    Args:
+        function: the user's function, which is given the Loop.
+        environment: this rank and its ranks.
+        device: this rank's device.
+        link: gets events, and says whether the rank is asked to stop.
+        job: the job.
 
     Returns:
         The result of the training as this rank knows it.
 
     Raises:
-        InputError: One of the settings or options is wrong, or is not the default although a loop of the user's own
-            does not use it. Or the function does not take one argument, does not train in loop.epochs, or creates or
-            destroys the process group. Or the weights cannot be written.
+        InputError: A setting or option is wrong, or has no effect here and is not its default. Or the function does not
+            take one argument, does not train in loop.epochs, or creates or destroys the process group. Or the weights
+            cannot be written.
         StopRequested: A rank was asked to stop; a checkpoint was written.
         NonFiniteError: A loss is not finite.
     """

@@ -114,15 +114,20 @@ class LoopState:
         self._resumed: Mapping[str, Any] | None = None  # a checkpoint's state, within an epoch whose steps are to come
 
     def start(self, headline: str, percent: tuple[str, ...], precision: str, best: str) -> None:
-        """Start the training before its first step; a collective.
+        """Start the training before its first step, and emit RunStarted; a collective.
 
-        It emits RunStarted, and sets what the steps need: progress.checkpoints always, best_tracker with a validation
-        split, best_models if the options keep the best, and audit if self.exact is set. In a resumed run best_tracker
-        goes on from the checkpoint. The precision is only shown, as are the measures in per cent. `best` is "highest"
-        or "lowest", whichever headline is the best, or empty if there is no validation split.
+        This sets what the steps need: progress.checkpoints and trace, best_tracker if `best` is set, best_models with
+        options.keep_best, and audit with virtual ranks. In a resumed run, best_tracker continues from the checkpoint.
+
+        Args:
+            headline: the name of the main measure.
+            percent: the names of the measures that are shown in per cent.
+            precision: "float32" or "bfloat16"; it is only shown.
+            best: "highest" or "lowest", whichever headline is the best; "" if there is no validation split.
 
         Raises:
             InputError: loop.batches or loop.keep has not been called.
+            RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
         """
         is_chosen = bool(best)
         if not self.batches or not self.parts:
@@ -180,11 +185,15 @@ class LoopState:
         return agree(Call.BATCH, self.progress.epoch, self.progress.step, self.device)
 
     def begin_step(self, shares: Sequence[Batch]) -> None:
-        """Prepare this object for a step: call it before the user's code is given the step's batch.
+        """Prepare for a step, right before the user's code gets the step's batch.
 
-        It sets step_seed, is_stepping and backward_calls, and notes the learning rate for the log. From now on, an
-        evaluation cannot be left for a stop. If the step is traced, the weights are digested and, without virtual
-        ranks, this rank's batch and outputs, too.
+        This sets step_seed, is_stepping and backward_calls, and stores the learning rate for the log. The state that
+        end_step() has kept is dropped: from now on, a stop in an evaluation could not save that state. If the step is
+        traced, the weights are digested; without virtual ranks, so are this rank's batch and the outputs of its
+        modules.
+
+        Args:
+            shares: this rank's samples of the step.
         """
         self.is_stepping = True
         self._can_leave, self._last_step = False, None
@@ -200,14 +209,18 @@ class LoopState:
                 self.trace.begin_part(self._environment.rank, shares[0].tree)
 
     def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """Check that an optimizer may step, and measure the norm of all the model's gradients if this step is logged.
+        """Check that an optimizer may step. In a step that is logged, also store the norm of the model's gradients.
 
-        Torch calls it before each step of an optimizer, because the gradients may be gone afterwards. The model is that
-        of loop.keep, whichever optimizer steps. In a logged step the host waits for the device.
+        torch calls it as a hook before each step of any optimizer. The norm is that of all gradients of loop.keep's
+        model, whichever optimizer steps. Storing it makes the host wait for the device.
+
+        Args:
+            optimizer: the optimizer that is about to step.
+            *_: torch's further arguments, which are ignored.
 
         Raises:
-            InputError: loop.keep lacks the optimizer, the code is outside of a loop over batches, or with virtual ranks
-                the optimizer steps by a gradient of a weight outside of the network.
+            InputError: loop.keep was not given the optimizer, the step is outside of a loop over loop.batches, or with
+                virtual ranks a weight with a gradient is not in the wrapped network.
         """
         if not self.optimizers.have(optimizer):
             kind = type(optimizer).__name__
@@ -230,18 +243,18 @@ class LoopState:
         return waits
 
     def end_step(self, is_left: bool = False) -> None:
-        """End a step: add up what it has logged over all ranks, log, and obey requests to save or stop; a collective.
+        """End a step: sum its logged measures over all ranks, log, and obey requests to save or stop; a collective.
 
-        It is called when the user's code asks for the next batch, or has left the loop. It counts the step. After an
-        epoch's last step it notes the state, so that a stop in the evaluation can save it.
+        The loop calls this when the user's code asks for the next batch or has left the loop. The count of steps grows
+        by 1. After an epoch's last step, the state is kept, so that a stop during the evaluation can save it.
 
         Args:
-            is_left: whether the user's code has left the epoch's loop with this step. Then no checkpoint is written
-                here, because a resume would go on within the epoch. A request to stop waits for the end of the epoch.
+            is_left: whether the user's code has left the loop over the batches at this step. Then requests to save or
+                stop wait for the end of the epoch, because a resume would continue within the epoch.
 
         Raises:
-            InputError: The step has logged nothing, loop.evaluated is missing after an evaluation, or ranks do
-                different things.
+            InputError: The step has logged nothing, loop.measured was called without loop.evaluated after it, or ranks
+                do different things.
             StopRequested: A rank was asked to stop; a checkpoint was written before.
             NonFiniteError: A measure of this step or an earlier one is not finite; no checkpoint was written.
         """
@@ -279,14 +292,14 @@ class LoopState:
                 )
 
     def leave_evaluation(self) -> None:
-        """Stop in the middle of an evaluation, and save the state that the last training step has left; a collective.
+        """Stop in the middle of an evaluation, and save the state after the last training step; a collective.
 
-        Call it once all ranks have agreed to leave the evaluation. Rank 0 decides whether the state can still be saved.
-        It cannot if the user's code has changed a weight since the step, or if a checkpoint has to wait for gradients.
-        Then this method returns, and the evaluation goes on to its end.
+        Call it once all ranks have agreed to stop. If that state can't be saved, the method returns without a stop, and
+        the evaluation goes on. This is so if the user's code has changed a weight since the step, or if a checkpoint
+        has to wait for gradients. Rank 0 decides for all ranks.
 
         Raises:
-            StopRequested: The training stops. A checkpoint was written, unless the last one already has this state.
+            StopRequested: The training stops. A checkpoint was written, unless the last one has this state already.
         """
         progress, last = self.progress, self._last_step
         is_possible = self._can_leave and (last is None or last.is_whole())
@@ -331,23 +344,21 @@ class LoopState:
     def end_epoch(self, is_left: bool = False) -> None:
         """Record the epoch's evaluation, write a checkpoint, and go on to the next epoch; a collective.
 
-        With loop.epochs(best=...), the epoch's weights are kept if they are the best so far. If the ranks' weights
-        differ, a warning says so.
+        A step that the user's code has left in the middle is ended first. With loop.epochs(best=...), the weights are
+        copied if they are the best so far. If the weights differ between ranks, a warning says so.
 
-        If the user's code has left the epoch in the middle of a step, this method ends that step first.
-
-        While a gradient that is not applied differs between ranks, no checkpoint is written, and a requested stop is
-        not obeyed: both wait for a later step. After the last epoch, the checkpoint is written all the same.
+        No checkpoint is written, and no stop is obeyed, while gradients that no optimizer has stepped by differ between
+        ranks: a later step does both. After the last epoch the checkpoint is written all the same.
 
         Args:
-            is_left: whether the user's code has left the loop over the epochs, and trains no more. Then a requested
-                stop is not obeyed.
+            is_left: whether the user's code has left the loop over the epochs. Then a requested stop is not obeyed,
+                because the training ends anyway.
 
         Raises:
-            InputError: loop.evaluated was not called in this epoch, or without the headline, or with
-                loop.epochs(best=...) not after the last step. Or the ranks do different things.
+            InputError: loop.evaluated was not called in this epoch, or without the headline. With
+                loop.epochs(best=...), it was not called after the last step. Or ranks do different things.
             NonFiniteError: A measure of a step was not finite.
-            StopRequested: A rank was asked to stop, and epochs are left. The checkpoint was written before.
+            StopRequested: A rank was asked to stop before the last epoch; the checkpoint was written.
         """
         progress = self.progress
         assert progress.started
@@ -407,12 +418,10 @@ class LoopState:
         return self.progress.epoch == self._job.settings.epochs or has_waited
 
     def load_best_epoch(self) -> None:
-        """Load the best epoch's weights into the network, and set is_over.
+        """Load the best epoch's weights into the network, and set is_over: later evaluations count as the test split's.
 
-        Later evaluations are those of the test split.
-
-        Without a best_tracker the last epoch's weights stay. They also stay, with a warning, if the measure has never
-        been finite.
+        Without a best_tracker the last epoch's weights stay. The same weights stay, with a warning, if the headline has
+        never been finite.
         """
         self.is_over = True
         tracker = self.best_tracker
@@ -442,14 +451,15 @@ class LoopState:
             export_model(weights, path)
 
     def finish(self) -> TrainingResult:
-        """Return the result once the user's function has returned, and let rank 0 write the weights; a collective.
+        """Write the weights and return the result, once the user's function has returned; a collective.
 
-        If the function has left the loop over the epochs, the epoch that has begun is ended, and the best epoch's
-        weights are loaded, if one is chosen. A checkpoint that has waited is written.
+        Rank 0 writes the weights to job.model_path. If the function has left the loop over the epochs early, the epoch
+        under way is ended if it was evaluated; if not, its last step is ended. The best epoch's weights are then
+        loaded, if one is chosen. A checkpoint that has waited is written.
 
         Returns:
-            The result as this rank knows it. Its test measures are those of an evaluation after the last epoch or,
-            without one, those of the epoch whose weights are returned.
+            The result as this rank knows it. Its test measures are those of an evaluation after the last epoch, or else
+            of the epoch whose weights are returned.
 
         Raises:
             InputError: The function has not called loop.epochs, an evaluation lacks the headline, or the weights cannot
@@ -489,7 +499,11 @@ class LoopState:
         )
 
     def _chosen(self, finished: EpochFinished) -> EpochChosen:
-        """Return the event that tells which epoch's weights are returned, with their test measures if any."""
+        """Return the event that says which epoch's weights are returned, with their test measures if any.
+
+        Args:
+            finished: the evaluation of that epoch.
+        """
         return EpochChosen(
             epoch=finished.epoch,
             epochs=self.progress.epoch,
@@ -517,11 +531,13 @@ class LoopState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint, and copy its tensors.
+        """Restore a checkpoint's state: parts, progress, evaluation and choice of the best epoch. Tensors are copied.
 
-        If the checkpoint was written within an epoch, the gradients and later parameter groups are left out here: the
-        state is kept until put_back() restores it once more, with both. Between epochs, the gradients are restored at
-        once.
+        A checkpoint from between epochs is restored whole. From within an epoch, gradients and parameter groups that
+        the user's code adds later are left out: the state is kept until put_back() restores them.
+
+        Args:
+            saved: what state_dict() has returned.
 
         Raises:
             InputError: The state does not fit what loop.keep was given.
@@ -537,10 +553,11 @@ class LoopState:
             self.exact.parallel.grid = None if grid is None else grid.clone()
 
     def put_back(self) -> None:
-        """Restore the parts, their gradients and the measures once more, after a resume within an epoch.
+        """Restore the parts, their gradients and the evaluation once more, after a resume within an epoch.
 
-        It is called when the steps of the resumed epoch begin, and does nothing without such a resume, or in later
-        calls.
+        Parts are restored if they are networks, optimizers or schedules. The method is called when the steps of the
+        resumed epoch begin, since the user's code before them has run again. Later calls, and calls without such a
+        resume, do nothing.
 
         Raises:
             InputError: The state does not fit what loop.keep was given.

@@ -35,15 +35,19 @@ class Unsaved:
         self._buffers_after_first: dict[str, tuple[torch.Size, int]] = {}
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Check, in an optimizer's second step, that a checkpoint has everything a resume needs of the optimizer.
+        """Check, after an optimizer's second step, that a checkpoint has all that a resume needs of it.
 
-        torch calls this method as a hook after each step. The first step only records the optimizer's attributes, for
-        comparison. Later steps check nothing.
+        torch calls it as a hook after each step of any optimizer. After an optimizer's first step the method records
+        attributes and buffers to compare with. Later steps check nothing.
+
+        Args:
+            optimizer: the optimizer that has stepped.
+            *_: torch's further arguments, which are ignored.
 
         Raises:
-            InputError: loop.keep was not given a schedule of this optimizer, or what has one of its weights; or a
-                network's state_dict lacks a buffer that the second step has changed, or the optimizer's lacks an
-                attribute that the second step has changed, or the state of another optimizer that it holds.
+            InputError: loop.keep was not given a schedule of this optimizer, or a network with one of its weights. Or
+                the second step has changed a buffer that no state_dict has, or an attribute that the optimizer's
+                state_dict lacks. Or that state_dict lacks the state of another optimizer that this one holds.
         """
         if optimizer in self._checked:
             return
@@ -58,7 +62,11 @@ class Unsaved:
         self._check_buffers()
 
     def _check_buffers(self) -> None:
-        """Raise InputError if a network's buffer that no state_dict has was changed since the first step."""
+        """Raise InputError if a network's buffer with persistent=False has other values than after the first step.
+
+        Such a buffer is in no state_dict, so a resume would lose its values. A buffer whose shape has changed is
+        accepted: it is a cache, which is made again.
+        """
         for name, now in self._unsaved_buffers().items():
             before = self._buffers_after_first.get(name, now)
             if now != before and now[0] == before[0]:  # a cache that grows is made again
@@ -101,10 +109,9 @@ class Unsaved:
     def _check_state(self, optimizer: Optimizer) -> None:
         """Raise InputError if the optimizer's state_dict lacks a number or tensor that its second step has changed.
 
-        Call this method once, after the second step. The values outside of optimizer.state are compared with those that
-        after_step() has recorded after the first step, and the record is removed. If an attribute of the optimizer
-        holds a second optimizer that loop.keep was not given, the state_dict must have the state of this second one,
-        too.
+        Compared are the optimizer's own attributes, now and as after_step() has recorded them after the first step. If
+        an attribute holds an inner optimizer that loop.keep was not given, the state_dict must have the inner one's
+        state, too. Call this method once, after the second step: it removes the record.
         """
         kind = type(optimizer).__name__
         before, now = self._after_first.pop(id(optimizer)), numbers_outside_state(optimizer)

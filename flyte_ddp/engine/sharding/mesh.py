@@ -14,12 +14,13 @@ _mesh: Any = None  # the mesh of the network that this process sharded last, in 
 
 
 def make_mesh(options: RunOptions, environment: Environment) -> Any:
-    """Create the mesh of ranks that fully_shard takes, and remember it for copies() and counterparts(); a collective.
+    """Create torch's mesh of the ranks, by which fully_shard divides the rows of the weights; a collective.
 
-    With hybrid sharding the ranks of each node share the rows, otherwise all.
+    With hybrid sharding, the ranks of each node divide all rows; otherwise all ranks do. This module also stores the
+    mesh, for its other functions.
 
     Returns:
-        torch's DeviceMesh; with several nodes and hybrid sharding (nodes, ranks of a node), otherwise (ranks,).
+        torch's DeviceMesh: (nodes, ranks of a node) with hybrid sharding on several nodes, otherwise (ranks,).
 
     Raises:
         InputError: With hybrid sharding, nodes have different numbers of ranks, or do not number them consecutively.

@@ -59,10 +59,13 @@ class Shard:
     shape: torch.Size
 
     def gather(self, room: Tensor | None, device: torch.device) -> None:
-        """Send this rank's rows to rank 0, by the device, which copies the rows of all ranks into `room`; a collective.
+        """Copy the rows of all ranks into a whole tensor on rank 0; a collective.
 
-        The room has the whole shape, on the CPU; it is None on the other ranks. With hybrid sharding, where each node
-        has all rows, the ranks of the first node send theirs, and others send nothing.
+        With hybrid sharding each node has all rows, and only the ranks of the first node send theirs.
+
+        Args:
+            room: the whole tensor on rank 0, on the CPU, which is overwritten; None on the other ranks.
+            device: the device that sends and receives rows.
         """
         rank = distributed.get_rank()
         parts = cut().parts
@@ -105,14 +108,14 @@ def with_room(content: Any) -> Any:
 
 
 def fill(path: Path | None, content: Any, device: torch.device) -> None:
-    """Fill in a file's sharded tensors, which rank 0 has saved empty, with the rows of all ranks; a collective.
+    """Write the rows of all ranks into a file's sharded tensors, which rank 0 has saved without values; a collective.
 
     Rank 0 maps the file and writes the rows of one rank after the other, so no tensor is ever whole in memory. If the
     content has no Shards, nothing is exchanged or written.
 
     Args:
-        path: the file on rank 0, and None on the other ranks. If rank 0 passes None, because it could not write the
-            file, no rank does anything.
+        path: the file on rank 0; None on the other ranks. Rank 0 passes None if it could not write the file, and then
+            no rank does anything.
         content: the content of the file, with each rank's Shards in place of the sharded tensors.
         device: the device that sends and receives rows.
     """
@@ -145,10 +148,13 @@ class Layout:
         self._updated = {number: weight for number, weight in enumerate(updated) if is_shard(weight)}
 
     def _weight(self, path: tuple[Any, ...]) -> Tensor | None:
-        """Return the sharded weight that an entry of the training's state belongs to; None if it belongs to none.
+        """Return the sharded weight that an entry of the training's state belongs to; None if there is none.
 
-        An entry is the weight's values, their average, their best values so far, or a tensor of the optimizer for the
-        weight. Its path has the keys that lead to it, as pytree.tree_map_with_path gives them.
+        Such an entry is the weight's values, their moving average, their best values so far, or a tensor that the
+        optimizer keeps for the weight.
+
+        Args:
+            path: the keys that lead to the entry, as pytree.tree_map_with_path gives them.
         """
         match [getattr(key, "key", None) for key in path]:
             case ["model" | "average", str(name)] | ["choice", "weights", str(name)]:
@@ -178,11 +184,14 @@ class Layout:
         return replaced
 
     def local(self, path: tuple[Any, ...], whole: Any) -> Any:
-        """Return this rank's rows of a tensor of the training's state, or `whole` itself if it is not sharded.
+        """Return this rank's rows of a tensor of the training's state, or the tensor itself if it is not sharded.
 
-        The path has the keys that lead to the tensor, as pytree.tree_map_with_path gives them. A tensor without
-        dimensions, such as an optimizer's number of steps, is returned itself, too. A StoredTensor, which stands for a
-        tensor in files, gives a StoredTensor: nothing is read here.
+        Args:
+            path: the keys that lead to the tensor, as pytree.tree_map_with_path gives them. The path tells whether the
+                tensor is sharded.
+            whole: the whole tensor, or a StoredTensor, which stands for a tensor in files. Of a StoredTensor nothing is
+                read: the result is a StoredTensor, too. A tensor without dimensions, such as an optimizer's number of
+                steps, is never sharded.
         """
         if self._weight(path) is None or not whole.ndim:
             return whole

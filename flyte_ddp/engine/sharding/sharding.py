@@ -77,14 +77,14 @@ def local(tensor: Tensor) -> Tensor:
 def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: str) -> None:
     """Shard networks in place, and move them to the device with rank 0's weights and buffers; a collective.
 
-    Unit after unit is moved and sharded, so at most one is whole on the device.
+    Each layer in fsdp_units is moved and then sharded, so only one at a time is whole on the device.
 
     Args:
-        recipe: the recipe, which names the units and has the device.
-        networks: the network to train and others, such as its average, on the CPU. On ranks other than 0 their tensors
+        recipe: the recipe, which names the layers and has the device.
+        networks: the network to train, and others, such as its average, on the CPU. On ranks other than 0 their tensors
             may be on torch's meta device.
         mesh: what make_mesh returned.
-        precision: "float32" or "bfloat16", which the first network is trained in. Others are float32.
+        precision: the precision of the first network, "float32" or "bfloat16". The others are float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # this import is slow
 
@@ -120,10 +120,10 @@ def _in_bfloat16(network: nn.Module) -> Any:
 
 
 def _is_cast(layer: nn.Module) -> bool:
-    """Return whether autocast converts all of a layer's weights to bfloat16 before it computes with them.
+    """Return whether autocast surely converts all of a layer's weights to bfloat16 before it computes with them.
 
-    It does so in torch's own layers that CAST lists. A class derived from these with a forward of its own, or a hook
-    before the layer, such as spectral_norm's, may compute in float32.
+    True for torch's own layers in CAST. False for a class derived from one of these with a forward of its own, and for
+    a layer with a hook before its forward, such as spectral_norm's: they may compute in float32.
     """
     kinds = [kind for kind in CAST if isinstance(layer, kind)]
     pairs = product(kinds, OVERRIDDEN)
@@ -163,14 +163,19 @@ def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
-    """Restore a sharded network's weights and buffers after the block, which tries the network itself, not a copy.
+    """Restore a sharded network's weights and buffers after the block, which tries the network itself.
 
-    A sharded network cannot be copied. Its gradients are set to zero after the block. Nothing is restored if the block
-    raises. A network that isn't sharded is left alone.
+    Use this as a context manager. A sharded network cannot be copied for a trial. The network's gradients are set to
+    zero after the block, too. If the block raises an error, nothing is restored. A network that isn't sharded is left
+    alone.
+
+    Args:
+        recipe: the recipe, for messages.
+        model: the network.
 
     Raises:
-        InputError: The block raised one of torch's errors on sharding that can be explained, such as that of a weight
-            that is used outside of its unit.
+        InputError: The block raised an error of torch that sharding explains, such as for a weight that is used outside
+            of its layer in fsdp_units.
     """
     if not is_sharded(model):
         yield
@@ -223,14 +228,14 @@ class ShardedStep(SingleStep):
     def add_up_gradients(self, backward: Callable[[], None]) -> Totals:
         """Run the forward and backward passes, and compute the norms of the gradients over all ranks; a collective.
 
-        The network adds up the gradients by itself; each rank has its rows of the sums. A weight that no rank has used
-        has no gradient then, if has_unused is set. (Torch gives it a gradient of 0.)
+        The backward pass sums the gradients over all ranks, and each rank keeps its rows of the sums. With has_unused,
+        a gradient that is 0 on all ranks becomes None: torch gives 0 to a weight that no rank has used.
 
         Args:
             backward: runs the forward and backward passes of this rank's samples.
 
         Returns:
-            The sums of the measures and requests, and the norms of the whole gradients.
+            The sums of the measures and requests over all ranks, and the norm of each whole gradient.
         """
         backward()
         sums = self.module.carrier.grad
@@ -249,14 +254,14 @@ class ShardedStep(SingleStep):
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:
-    """Make the optimizer of a sharded network update this rank's rows of the weights, and return the optimizer.
+    """Make a sharded network's optimizer update this rank's rows of the weights, and return the optimizer.
 
-    It is changed in place: the rows, plain tensors, replace the weights in its groups and state, so that fused
-    optimizers work, too. Hooks give the rows their gradients before each step, and remove them after it. An optimizer
-    of weights that are not sharded is returned as it is.
+    The optimizer is changed in place. In its groups and state, plain tensors with the rows replace the sharded weights,
+    so fused optimizers work, too. Hooks give these tensors their gradients before each step, and remove the gradients
+    after it. If no weight is sharded, nothing is changed.
 
     Raises:
-        InputError: The optimizer is none of BY_ELEMENT, which update each number without looking at the others.
+        InputError: The optimizer is not one of torch.optim's in BY_ELEMENT, which update each number by itself.
     """
     updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     weights = [weight for weight in updated if is_shard(weight)]

@@ -66,9 +66,14 @@ class ExactStep(SingleStep):
         self.seen = torch.zeros(len(self._buckets), dtype=torch.int64, device=device)
 
     def _lay_out(self, virtual_ranks: int, more: int) -> None:
-        """Make the buckets and units of virtual_ranks addends, and broadcast rank 0's weights; a collective.
+        """Make the buckets for sums of gradients, hook the weights, and broadcast rank 0's network; a collective.
 
-        `more` further whole numbers travel with the last bucket.
+        A bucket is a piece of memory for the gradients of several weights. The hooks call _arrived() for each gradient.
+        Weights and buffers of the other ranks are overwritten by rank 0's.
+
+        Args:
+            virtual_ranks: the number of parts of a batch, so of the gradients in each sum.
+            more: how many further int32 numbers the last bucket carries.
         """
         step = self.module
         self._buckets, self._units = make_buckets(step.trainable, virtual_ranks, more)
@@ -85,18 +90,19 @@ class ExactStep(SingleStep):
             collectives.broadcast_in_place((*step.model.parameters(), *step.model.buffers()))
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
-        """Compute one of the rank's parts, and add its measures to those of the step.
+        """Compute the loss of one of the rank's parts, and add the part's measures to those of the step.
 
-        The measures of borrowed samples are not added.
+        The measures of borrowed samples are not added: they belong to another part.
 
         Args:
             batch: the part.
-            requests: whether this rank asks to stop, and for a checkpoint. They count in the last part alone.
-            is_last: whether this is the rank's last part. Its backward pass sends the buckets, except while gradients
-                are only watched.
+            requests: whether this rank asks to stop, and whether it asks for a checkpoint. Only the requests of the
+                rank's last part count.
+            is_last: whether this is the rank's last part. If so, its backward pass sends the buckets, except within
+                compute_gradient_digest().
 
         Returns:
-            The sum over the samples of the measure that is trained, (), to call backward() on.
+            (), the sum over the samples of the measure that is trained. The caller calls backward() on it.
         """
         self._part = -1 if batch.share.borrowed else batch.share.part
         trained, measured = self.module.compute(batch)
@@ -131,15 +137,18 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def add_up_gradients(self, backward: Callable[[], None], call: int = 0) -> Totals:
-        """Set each weight's gradient to the sum over all parts of all ranks, the same bits on each; a collective.
+        """Set each weight's gradient to the sum over all parts of all ranks, the same bits on each rank; a collective.
 
-        All gradients become NaN if one is not finite. A weight that no part has used gets None. The host waits for the
-        device.
+        Gradients are rounded to whole multiples of a unit, a power of two for each block of numbers, so that their sum
+        does not depend on the order. The units are chosen by the sums of the step before. If they don't fit, they are
+        chosen anew and the sum is computed a second time. A weight that no part has used gets None. If a gradient is
+        not finite, all gradients become NaN. The host waits for the device.
 
         Args:
-            backward: runs forward and backward passes of the rank's parts, from gradients of 0. It is called a second
-                time if the units of the sum are not known yet, as in the first step, or don't fit.
-            call: the number of this call within the step, from 0, as each loss of a GAN needs units of its own.
+            backward: runs the forward and backward passes of the rank's parts, from gradients of 0. It is called a
+                second time if there are no units yet, as in the first step, or if they don't fit.
+            call: the number of this call within the step, from 0. Each call has units of its own, as each loss of a GAN
+                needs.
 
         Returns:
             The sums of measures and requests over all ranks, and the norms of the summed gradients.
@@ -232,12 +241,20 @@ class ExactStep(SingleStep):
             self.zero_grad()
 
     def _arrived(self, number: int, place: int, *_: Any) -> None:
-        """Record that the gradient at this place of bucket `number` is complete, and send what is complete now.
+        """Record that a weight's gradient is complete in this backward pass, and send the buckets that are complete.
 
-        Torch calls it in each backward pass. Buckets are sent in their order, and only during the rank's last part. A
-        gradient that a hook or an optimizer's zero_grad() has replaced is copied to its place in the bucket. InputError
-        is raised if the gradient came twice in one backward pass, or after its bucket was sent: the sum would lack a
-        part of it.
+        Torch calls this method as a hook, once for each weight and backward pass. Buckets are sent in the order of
+        their numbers, and only during the rank's last part of the batch. If a hook or an optimizer's zero_grad() has
+        replaced the weight's gradient tensor, its values are copied into the bucket.
+
+        Args:
+            number: the bucket.
+            place: the weight's position in the bucket.
+            _: what torch passes to a hook; ignored.
+
+        Raises:
+            InputError: The weight's gradient came twice in one backward pass, or after its bucket was sent. The sum
+                would lack a part of the gradient.
         """
         weight, view = self._weights[number][place], self._buckets[number].views[place]
         arrived = self._in_part[number]
@@ -263,10 +280,13 @@ class ExactStep(SingleStep):
         return len(self._in_part[number]) == len(self._weights[number])
 
     def _send(self, end: int) -> None:
-        """Add this part's gradients to the buckets from self._next to end, exclusive, and start their all-reduce.
+        """Add this part's gradients to the sums of the buckets before `end`, and start the buckets' all-reduces.
 
-        All ranks send the buckets in the same order. The last bucket also carries the requests, the measures and what
-        Units.write_words() writes.
+        Buckets that are sent already are skipped. The method does not wait for the all-reduces. All ranks send the
+        buckets in the same order. Each bucket also carries what _fill_in() writes.
+
+        Args:
+            end: the first bucket that is not sent; self._next is set to it.
         """
         for number in range(self._next, end):
             self._add(number)
@@ -275,7 +295,15 @@ class ExactStep(SingleStep):
         self._next = end
 
     def _fill_in(self, number: int) -> None:
-        """Write into a bucket which of its weights were used and, if it is the last, requests, measures and words."""
+        """Write what travels with a bucket besides its gradients, before the bucket is sent.
+
+        Each bucket carries a 1 for each of its weights that a part of this rank has used, and a 0 for the others. The
+        last bucket also carries this rank's requests to stop and to save, the bits of its parts' measures, and the
+        flags that say whether the gradients fit the integer scale (Units.write_words).
+
+        Args:
+            number: the bucket.
+        """
         bucket = self._buckets[number]
         used = self._used[number]
         uses = tuple(float(place in used) for place in range(len(bucket.uses)))
@@ -312,10 +340,21 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
-        """Run backward, and return a digest of one part's gradients: () int64; 0 if backward computes another part.
+        """Run backward, and return a digest of one part's gradients.
 
-        backward() runs the forward and backward pass of this part, from gradients of 0, with finish_part() after them.
-        The gradients are not added up, and are lost: a step calls it before add_up_gradients().
+        A step calls it before add_up_gradients(): the gradients are not added up, but set to zero. It is no collective.
+
+        Args:
+            part: the number of the part among all parts of the batch.
+            backward: runs the forward and backward pass of a part, from gradients of 0, and calls finish_part() after
+                them.
+
+        Returns:
+            () int64, the digest; 0 if backward computes another part.
+
+        Raises:
+            InputError: An operation has no deterministic version, unless the recipe has turned deterministic algorithms
+                off.
         """
         self._is_looking = True
         self.zero_grad()
@@ -326,7 +365,8 @@ class ExactStep(SingleStep):
     def _sum(self, backward: Callable[[], None]) -> None:
         """Run the backward passes of the rank's parts, and wait for the buckets' sums over all ranks; a collective.
 
-        The sums stay whole numbers, in the buckets. The gradients must be zero at the beginning.
+        The buckets then hold the sums as int32 numbers, not yet as gradients. Measures and sums of an earlier call are
+        dropped. The gradients must be zero at the beginning.
         """
         self._is_looking = False
         self._measured.zero_()

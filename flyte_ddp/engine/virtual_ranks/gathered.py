@@ -51,10 +51,14 @@ class Gathered(NamedTuple):
     def given_to(self, part: Batch) -> Batch:
         """Return a copy of the part in which all_gather() returns the rows of the whole batch.
 
-        Only one call of all_gather() is possible with the copy: a second one raises InputError. If the gradients are
-        known, the backward pass ignores the gradient of all_gather()'s result. It gives the argument of all_gather()
-        the known gradients of the part's rows, or zeros if the part's samples are borrowed from another part. If they
-        are not known, as in evaluation or for rows of integers, the result has no gradient.
+        The copy allows one call of all_gather(); a second call raises InputError.
+
+        If this object has gradients, the backward pass gives them to the argument of all_gather(): the known gradients
+        of this part's own rows, or zeros if the part's samples are borrowed from another part. The gradient that
+        arrives at all_gather()'s result is ignored.
+
+        If this object has no gradients, as in evaluation or for rows of integers, the result of all_gather() is not
+        connected to its argument.
         """
         own = slice(part.share.first, part.share.first + part.share.count)
         left = [self]
@@ -111,16 +115,22 @@ def first_pass(
 ) -> tuple[list[Seen], Tensor | None]:
     """Compute the outputs of the rank's parts, and gather the rows that measure() passes to all_gather(); a collective.
 
-    In this pass, all_gather() ends measure() by an exception once the part's rows are known. The random generators are
-    seeded for each part, and begin() puts back the buffers. measure() gets copies of a part's outputs and of the part,
-    since the recipe may change what it is given.
+    In this pass, all_gather() ends measure() by an exception as soon as it has the part's rows. The random generators
+    are seeded for each part. `recipe.share` is changed.
+
+    Args:
+        recipe: the recipe.
+        forward: returns the outputs of a part.
+        measure: gets copies of a part's outputs and of the part, which it may change.
+        parts: the rank's parts of the batch.
+        begin: is called before each part, to restore the network's buffers.
 
     Returns:
-        A Seen for each of the rank's parts: its outputs, without a graph, and the generators' states after forward; and
-        the rows of all parts of all ranks, (N, ...), or None if measure() does not call all_gather().
+        Two values. A Seen for each of the rank's parts, with its outputs, detached, and the generators' states after
+        forward. And the rows of all parts of all ranks, (N, ...), or None if measure() does not call all_gather().
 
     Raises:
-        InputError: forward calls all_gather(), or measure() calls it for some parts alone.
+        InputError: forward calls all_gather(), or measure() calls it for some parts only.
     """
     seen = list[Seen]()
     own = list[Tensor]()
@@ -182,16 +192,27 @@ def gather_by_part(
     parts: Sequence[Batch],
     begin: Callable[[], None],
 ) -> Gathered | None:
-    """Compute the rows that all_gather() returns in a step, and the gradients of the losses for them; a collective.
+    """Compute the rows that all_gather() returns in a step, and the gradients of all losses for them; a collective.
 
-    The weights get no gradients here. For these, the caller runs forward and measure() again, with
-    Gathered.given_to(part). Here, forward runs once for each part, and measure() twice: up to all_gather(), and with
-    all rows. It leaves the random number generators as the last part does, and changes recipe.share. The arguments are
-    those of first_pass().
+    The weights get no gradients here. To compute the weights' gradients, the caller runs forward and measure() once
+    more with Gathered.given_to(part).
+
+    Here, forward runs once for each part. measure() runs once up to all_gather(), and again with the rows of all parts.
+    The random number generators are left as the last part leaves them. `recipe.share` is changed.
+
+    Args:
+        recipe: the recipe.
+        forward: returns the outputs of a part.
+        measure: returns the sum of a part's losses, (), from its outputs and the part.
+        parts: the rank's parts of the batch.
+        begin: is called before each part, to restore the network's buffers.
 
     Returns:
-        The rows of the whole batch, and the gradients of the sum of all parts' losses, the same on all ranks; without
-        gradients if the rows are integers. None if measure() does not call all_gather().
+        The rows of the whole batch, and the gradients of the sum of all parts' losses, the same on all ranks. There are
+        no gradients if the rows are integers. None if measure() does not call all_gather().
+
+    Raises:
+        InputError: forward calls all_gather(), or measure() calls it for some parts only.
     """
     seen, rows = first_pass(recipe, forward, measure, parts, begin)
     if rows is None or not rows.is_floating_point():

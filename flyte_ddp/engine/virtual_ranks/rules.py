@@ -12,8 +12,14 @@ OFF = "set virtual_ranks to 0"
 def check_settings(settings: TrainingSettings, options: RunOptions, world_size: int) -> None:
     """Raise InputError if settings and options cannot go together on this number of ranks.
 
-    There may be no more ranks than virtual ranks or, without these, than samples in a batch. Audits need virtual ranks,
-    and a network that is sharded can't have them.
+    There may be at most as many ranks as virtual ranks or, without virtual ranks, as samples in a batch. audit_every
+    needs virtual ranks. trace_every excludes sharding and compile. Virtual ranks and sharding together exclude
+    audit_every and compile.
+
+    Args:
+        settings: the settings of the training.
+        options: the options of the run.
+        world_size: the number of ranks.
     """
     check_ranks(world_size, settings.batch_size, settings.virtual_ranks)
     if options.audit_every and not settings.virtual_ranks:

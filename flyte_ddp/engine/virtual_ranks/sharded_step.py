@@ -76,9 +76,11 @@ class ShardedExactStep(ExactStep):
             self._forget_gradients()  # torch would add the next part's to them, but they are the memory of the sums
 
     def _norms(self) -> Tensor:
-        """Return the norm of each whole gradient, (N,); a collective.
+        """Return the norm of each whole gradient, (N,) float32; a collective.
 
-        Each gradient is put together on one rank. The norm of its rows by themselves would be rounded in another way.
+        The N norms are in the order of the trained weights that have a gradient. Each gradient is put together from its
+        rows on one rank, because norms of the single rows would be rounded in another way. Then all ranks get all
+        norms.
         """
         weights = [weight for weight in self.module.trainable if weight.grad is not None]
         norms = torch.zeros(len(weights), dtype=torch.float32, device=self._sums.device)
@@ -91,9 +93,18 @@ class ShardedExactStep(ExactStep):
 
 
 def _share_out(weights: Sequence[Tensor], ranks: int) -> Iterator[list[Owned]]:
-    """Give each weight to one of the ranks, and yield what they own of some of the weights at a time.
+    """Share out the weights among the ranks, and yield batches of what each rank owns.
 
-    A rank owns at most BYTES at a time, or a single weight.
+    Each weight is owned by one rank: the rank that has the fewest bytes so far. In a batch, each rank owns at most
+    BYTES (25 MiB), or a single larger weight.
+
+    Args:
+        weights: the weights.
+        ranks: the number of ranks.
+
+    Yields:
+        A list with an entry for each rank: the positions in `weights` and the weights that the rank owns in this batch.
+            An entry may be empty.
     """
     owned: list[Owned] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -187,10 +198,14 @@ class Sums:
                 unit.memory.fill_(torch.nan)
 
     def put_together(self, owned: list[Owned], group: Any) -> Iterator[tuple[int, Tensor]]:
-        """Send rows of gradients, and yield number and whole gradient of each that this rank owns; a collective.
+        """Exchange rows of gradients, and yield the whole gradients that this rank owns; a collective.
 
-        For each rank of the group, which shares the rows, `owned` has the numbers and weights of what is put together
-        there.
+        Args:
+            owned: for each rank of the group, the weights that it owns with their numbers; alike on all ranks.
+            group: the ranks that share the rows of each weight.
+
+        Yields:
+            The number and the whole gradient, float32 in the weight's shape, of each weight that this rank owns.
         """
         own = owned[group.rank()]
         ranks = range(group.size())
@@ -261,7 +276,11 @@ class Rows:
         rows.mul_(self._factors())
 
     def total(self, numbers: Tensor) -> None:
-        """Divide this rank's rows of a sum, (length,) float32, by the scales, and write their largest values."""
+        """Turn this rank's rows of a sum, (length,) float32, into gradients, in place.
+
+        The rows are whole numbers before the call. They are divided by the scales (1 / unit). The largest absolute
+        values of the result go into the blocks of `largest` that this rank has rows of.
+        """
         rows = numbers.view(self._shape)
         rows.div_(self._factors()[self._rank])
         first, last = self._own
@@ -309,7 +328,12 @@ class UnitSum:
         self.is_added = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for all of the unit's gradients or, if it is for this rank's rows, that of the sum."""
+        """Return memory of the given size for FSDP's reduce-scatter.
+
+        Torch calls this method in place of its own allocation. If the size is that of this rank's rows, the result is
+        `memory`, which holds the sum over the parts. `memory` is made if it is None; otherwise it keeps its contents.
+        For any other size, the result is new, uninitialized memory, as for all of the unit's gradients.
+        """
         if math.prod(size) != sum(self._lengths):
             return torch.empty(*size, dtype=dtype, device=device)
         if self.memory is None:
@@ -359,7 +383,10 @@ class UnitSum:
             distributed.all_reduce(total, group=counterparts())
 
     def total(self) -> None:
-        """Make gradients of the whole numbers in `memory`, in place."""
+        """Turn the whole numbers in `memory` into gradients, in place, and record each block's largest value.
+
+        If `memory` is None, nothing is changed.
+        """
         if self.memory is None:
             return
         self.memory.copy_(self.memory.view(torch.int32))

@@ -78,7 +78,10 @@ class Places:
 
 
 def lay_out(tensors: Sequence[Tensor]) -> Places:
-    """Return the places of these tensors in the memory of a bucket."""
+    """Choose where the numbers of each tensor lie in the memory of a bucket, and return these places.
+
+    Tensors whose blocks have the same width lie side by side, narrow blocks first. No memory is allocated.
+    """
     shapes = [block_shape(tensor) for tensor in tensors]
     # Blocks of the same width lie together, so that few kernels measure and scale them
     order = sorted((number for number, (blocks, _) in enumerate(shapes) if blocks), key=lambda one: shapes[one][1])
@@ -217,9 +220,10 @@ class Units:
         self.use(torch.zeros(len(self._tensor), 1, dtype=torch.int32, device=device))
 
     def use(self, exponents: Tensor) -> None:
-        """Set the attribute `exponents`, and the scales (1 / unit) in the buckets that follow from it.
+        """Set `exponents`, and from them the scales (1 / unit) in the buckets.
 
-        A block's unit is the power of two by which a sum as large as its exponent tells has Digits.total bits.
+        Each block gets the unit, a power of two, in which a sum as large as expected is a whole number of Digits.total
+        bits.
 
         Args:
             exponents: (blocks, 1) int32, in steps of 1/8: the exponent of the largest number expected in each block's
@@ -237,12 +241,17 @@ class Units:
         self._words_needed = torch.where(self._words_scales == 2.0**LARGEST_SCALE, 0, self._needed)
 
     def write_words(self) -> None:
-        """Write into the last bucket's words how well this rank's addends fit their units, before the bucket is sent.
+        """Write into the last bucket how well this rank's gradients fit their units, before the bucket is sent.
 
-        The words are added up over the ranks, and keep_bound() and fit() read the sums. Each block and each tensor has
-        a word: 0 if all addends are 0, 1 if they are too small for the unit, and 1 + the number of ranks if they are
-        large enough. So a sum from 1 to the number of ranks means that no rank had a large enough addend. The last word
-        is 1 if an addend is too large or not finite, otherwise 0.
+        There is one word, an int32, for each block and for each tensor. On each rank a word is one of three numbers:
+
+        - 0 if all gradients of the block or tensor are 0.
+        - 1 if they are too small for the unit.
+        - 1 + the number of ranks if they are large enough.
+
+        The words are added up over the ranks. So a sum from 1 to the number of ranks means that no rank had large
+        enough gradients. One more word, the last, is 1 if a gradient is too large or not finite, otherwise 0.
+        keep_bound() and fit() read the sums.
         """
         of_blocks = self._largest()
         largest = torch.cat([of_blocks.view(-1), self._by_tensor(of_blocks)])
@@ -268,12 +277,13 @@ class Units:
         return ~((words > 0) & (words <= self._ranks)).any()
 
     def follow_addends(self) -> bool:
-        """Choose the units by the addends of this sum on all ranks, so that a repetition of the sum fits; a collective.
+        """Choose the units by the gradients of all parts on all ranks, so that a repeated sum fits them; a collective.
 
-        It changes `exponents` and the scales of the buckets, not the gradients: the caller computes the sum again.
+        The method changes `exponents` and the scales (1 / unit) of the buckets. It leaves the sum and the gradients as
+        they are: the caller computes the sum again.
 
         Returns:
-            True if all addends are finite, otherwise False: a repetition would be in vain.
+            True if all gradients of the parts are finite. False otherwise: a repetition would be in vain.
         """
         largest = self._largest().nan_to_num_(nan=math.inf, posinf=math.inf)
         if self._ranks > 1:
@@ -284,23 +294,30 @@ class Units:
     def follow_sums(self) -> Tensor:
         """Return the exponents to use for the next step's sums, from the sums of this step.
 
-        The units themselves stay as they are. Call it once all buckets have their total. Where this step's sum needs a
-        larger exponent, the result has it at once. Where it needs a smaller one, the result is smaller by 1/8 of the
-        difference alone, because a block that was large often grows again.
+        Call it once all buckets have their total. `exponents` and the units stay as they are. If a block's sum needs a
+        larger exponent, the result has that exponent at once. If it needs a smaller one, the exponent falls by only 1/8
+        of the difference, because a block that was large often grows again.
 
         Returns:
-            (blocks, 1) int32, in steps of 1/8, as the attribute exponents; use() takes it.
+            (blocks, 1) int32, in steps of 1/8, as use() takes it.
         """
         expected = self._expected(self._largest(), 0)
         excess = (self.exponents - expected).clamp_(min=0)
         return expected + (excess * (STEPS - 1) >> 3)
 
     def _expected(self, largest: Tensor, bits: int) -> Tensor:
-        """Return the exponents to expect for sums that are 2^bits times as large as these numbers, as in `exponents`.
+        """Return the exponents to expect for sums that are 2^bits times as large as `largest`.
 
-        For each block, the exponent is what its `largest` number needs, and ROOM bits more in case the block grows, but
-        at most what the largest number of its tensor needs. A block of zeros keeps its present exponent, with the same
-        limit. All blocks of a tensor of zeros keep their exponents. No exponent asks for a unit below 2^-126.
+        The exponent of a block covers its largest number, and ROOM bits more in case the block grows. It is at most
+        what the largest number of the whole tensor needs. A block of zeros keeps its present exponent, up to the same
+        limit. In a tensor of zeros, all blocks keep their exponents. No result asks for a unit below 2^-126.
+
+        Args:
+            largest: (blocks, 1) float32, the largest absolute value of each block.
+            bits: how many bits larger the sums are.
+
+        Returns:
+            (blocks, 1) int32, in steps of 1/8.
         """
         least = self._digits.total - LARGEST_SCALE
         of_tensor = self._by_tensor(largest)[self._tensor].unsqueeze(1)
@@ -342,9 +359,15 @@ def group_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
-    """Make buckets for the gradients of tensors, from the last tensor to the first, and the units of their sums.
+    """Make the buckets for sums of the tensors' gradients, from the last tensor to the first, and the sums' units.
 
-    So many addends are added up for each tensor, over all ranks; `more` whole numbers travel with the last bucket.
+    Args:
+        tensors: the trained weights, at least one, in the order of the network.
+        addends: how many gradients each sum has, over all ranks.
+        more: how many further int32 numbers the last bucket carries.
+
+    Returns:
+        The buckets, and the units of all of their blocks.
     """
     groups = group_tensors(tensors)
     buckets = [Bucket(group, more if group is groups[-1] else 0) for group in groups]
@@ -363,10 +386,14 @@ def block_shape(tensor: Tensor) -> tuple[int, int]:
 
 
 def _view(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Return the beginning of the memory, which has one dimension, as a tensor of this tensor's shape, without a copy.
+    """Return a view of the beginning of a memory, in the shape of a tensor.
 
-    If the tensor is a parameter that is not contiguous, the result has the strides of its gradient, on which fused
+    If the tensor is a parameter that is not contiguous, the view has the strides of its gradient, on which fused
     optimizers rely.
+
+    Args:
+        tensor: gives the shape.
+        memory: (numbers,), at least as long as the tensor has numbers.
     """
     if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
         strides = torch.empty_like(tensor).stride()
