@@ -17,7 +17,7 @@ def one_cycle(step: int, steps: int, warmup_fraction: float = 0.25, start: float
     warmup = warmup_fraction * steps
     if step < warmup:
         return start + (1 - start) * step / warmup
-    return 1 + (end - 1) * (min(step, steps) - warmup) / (steps - warmup)
+    return 1 + (end - 1) * (min(step, steps) - warmup) / max(1.0, steps - warmup)
 
 
 def cosine(step: int, steps: int, warmup_fraction: float = 0.05, end: float = 0.0) -> float:

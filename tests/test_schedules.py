@@ -12,6 +12,7 @@ STEPS = 37
 def test_one_cycle_is_two_straight_lines(warmup):
     found = [schedules.one_cycle(step, STEPS, warmup) for step in range(STEPS + 1)]
     assert found == pytest.approx(np.interp(range(STEPS + 1), (0, warmup * STEPS, STEPS), (0.1, 1, 0.001)))
+    assert schedules.one_cycle(STEPS, STEPS, warmup_fraction=1.0) == 1
 
 
 def test_cosine_rises_to_one_and_falls_to_its_end():

@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from flyte_ddp.attempt.platform import Platform
@@ -40,9 +39,11 @@ class StoredModels(StorageFolder):
         self._stored = _read_list(self.fetch_text(LIST))
         # If ranks have left the checkpoint on this machine, there is no list, and the files have their own names
         own = {model.name: model.name for model in Path(self.url.removeprefix("file://")).glob("*.pt")}
-        for name, file in (self._stored or own).items():
-            with suppress(FileNotFoundError):
+        for name, file in [*(self._stored or own).items()]:
+            try:
                 self.fetch(file, self.folder / name)
+            except FileNotFoundError:
+                self._stored.pop(name, None)  # the next model of this name is to be uploaded
 
     def put_all(self, models: Path, put_checkpoint: Callable[[], None]) -> None:
         """Upload a folder's models NAME.pt, except those that the storage has already, and then the checkpoint.

@@ -165,12 +165,15 @@ class Audit:
             before: the digest of each weight before the loss was computed.
         """
         names = [name for name, _ in self._step.module.model.named_parameters()]
-        for name, earlier, now in zip(names, before, self._digest_weights(), strict=True):
-            if earlier != now:
-                raise InputError(
-                    f"with virtual_ranks the loss of a part must be computed without a change of weights, and {name} "
-                    "was changed: change it after the optimizer's step, or make it a buffer by register_buffer"
-                )
+        digests = zip(before, self._digest_weights(), strict=True)
+        own = next((number for number, (earlier, now) in enumerate(digests) if earlier != now), -1)
+        moved = max(gather_numbers(torch.tensor(own, device=self._device)))
+        if moved >= 0:
+            raise InputError(
+                f"with virtual_ranks the loss of a part must be computed without a change of weights, and "
+                f"{names[moved]} was changed: change it after the optimizer's step, or make it a buffer by "
+                "register_buffer"
+            )
 
     def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
         """Judge why digests of a part differ, by repeating its computation on all ranks; a collective.
@@ -227,7 +230,7 @@ class Audit:
         )
         if self.every:
             raise InputError(f"audit_every must be 0 where processors differ, got {self.every}: {reason}")
-        self._warn(epoch, step, [reason])
+        self._warn(epoch, step + 1, [reason])
 
     def _send_part(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
         """Broadcast one part of the global batch from its owner to all ranks, and return a copy; a collective.

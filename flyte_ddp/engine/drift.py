@@ -10,7 +10,7 @@ from flyte_ddp.engine.hosts.places import Place
 from flyte_ddp.engine.hosts.unlike import minority, name_ranks
 from flyte_ddp.errors import WrongBitsError
 
-Warn = Callable[[int, int, Sequence[str]], None]  # of epoch, step and reasons
+Warn = Callable[[int, int, Sequence[str]], None]  # of the epoch, its number of steps so far, and reasons
 
 RANKS = (
     "code reads its rank or host, or counts calls outside of a buffer, or one of these has errors in its processor or "
@@ -51,7 +51,7 @@ class Drift:
         if len({place.hardware for place in self._places}) == 1:
             raise WrongBitsError(epoch, step, f"{reason}: {RANKS}")
         self._is_told = True
-        self._warn(epoch, step, [f"{reason}: use processors of one kind, so that all ranks train the same network"])
+        self._warn(epoch, step + 1, [f"{reason}: use processors of one kind, so that all ranks train the same network"])
 
 
 def gather_numbers(own: Tensor) -> list[int]:

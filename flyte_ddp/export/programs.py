@@ -82,8 +82,10 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
 
     args = pytree.tree_map(dynamic, few.args, more.args)
     kwargs = pytree.tree_map(dynamic, few.kwargs, more.kwargs)
-    names = list(inspect.signature(model.forward).parameters)
-    shapes = (*args, *kwargs.values()) if not kwargs else {**dict(zip(names, args, strict=False)), **kwargs}
+    # By name where there are keyword arguments, those of *args as a tuple
+    own, rest = _positional_names(model)
+    by_name = {**dict(zip(own, args, strict=False)), **({rest: args[len(own) :]} if rest else {}), **kwargs}
+    shapes = by_name if kwargs else args
     # Gradients stay on, because the fast paths of inference use operations that other formats do not support
     return torch.export.export(model, more.args, more.kwargs or None, dynamic_shapes=shapes)
 
@@ -234,8 +236,7 @@ def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[Ten
     Returns:
         The inputs, and the outputs.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+    names, _ = _positional_names(model)
     names += [f"input_{index}" for index in range(len(names), len(few.args))]
 
     def inputs(call: Call) -> dict[str, Any]:
@@ -243,6 +244,13 @@ def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[Ten
 
     outputs = ({"output": call.outputs} for call in (few, more))
     return _specs(inputs(few), inputs(more)), _specs(*outputs)
+
+
+def _positional_names(model: nn.Module) -> tuple[list[str], str]:
+    """Return the names of forward's positional parameters, and the name of its *args; empty without one."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    own = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return own, next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), "")
 
 
 def _specs(few: Any, more: Any) -> tuple[TensorSpec, ...]:

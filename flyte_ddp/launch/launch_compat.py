@@ -29,7 +29,11 @@ def locate_rank(local_rank: int) -> Answer:
         local_rank: this rank's number on its host, from which its GPU's number follows.
     """
     torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_initialized():
+    try:
+        is_initialized = torch.distributed.is_initialized()
+    except AttributeError:  # torch isn't imported, or is just being imported
+        is_initialized = False
+    if not is_initialized:
         return Answer(reached=0, is_idle=True)
     is_idle = True
     if torch.cuda.is_initialized():

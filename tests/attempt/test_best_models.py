@@ -60,6 +60,19 @@ def test_one_attempt_uploads_each_once_and_uses_names_again(tmp_path):
     assert {*stored(tmp_path / "0")} <= {"0", "1", "2", "3", "list.json"}
 
 
+def test_a_model_that_the_storage_has_lost_is_uploaded_again_under_its_name(tmp_path):
+    platform = Watched(tmp_path)
+    with checkpoint_store(platform, "key", resume=True) as store:
+        written(store, 1)
+    shutil.rmtree(tmp_path / "pod-0")
+    (tmp_path / "0" / "checkpoints" / "checkpoint-best" / "0").unlink()
+    with checkpoint_store(platform, "key", resume=True) as store:
+        written(store, 1)
+    shutil.rmtree(tmp_path / "pod-0")
+    with checkpoint_store(platform, "key", resume=True) as store:
+        assert whole(store.path) == 1
+
+
 @pytest.mark.parametrize("number", [3, 4])
 def test_an_upload_that_ends_anywhere_leaves_what_the_stored_checkpoint_needs(tmp_path, number):
     """From its n-th put on, the storage takes nothing; then the pod starts again."""

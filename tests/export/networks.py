@@ -96,21 +96,21 @@ class Chooser(nn.Linear):
 
 
 class Nested(Lines):
-    """Its network takes a number and a tensor by name, and returns a dict with a tuple and None in it."""
+    """Its network takes *args, and a number and a tensor by name; it returns a dict with a tuple and None in it."""
 
     def model(self) -> nn.Module:
         return Nest()
 
     def forward(self, model, batch):
-        return model(batch[0], scale=2.0, shift=batch[0][:, :1])["scores"][1]
+        return model(batch[0], batch[0][:, 1:], scale=2.0, shift=batch[0][:, :1])["scores"][1]
 
 
 class Nest(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
 
-    def forward(self, points, scale, *, shift):  # type: ignore[override]
-        found = super().forward(points) * scale + shift
+    def forward(self, points, *more, scale, shift):  # type: ignore[override]
+        found = super().forward(points) * scale + shift + sum(more)
         return {"scores": (found.sum(1), found), "states": None, "points": points + 0}
 
 

@@ -177,12 +177,15 @@ def test_inputs_by_name_and_nested_outputs_come_through(short):
     assert len(outputs.summary.exported) == 3
     assert set(outputs.summary.classes) == {"below", "above"}
     card = (Path(outputs.model.path) / "model_card.md").read_text().replace("\\", "")
-    assert "| Input | shift: (batch, 1) float32 |" in card
+    assert "| Input | points: (batch, 2) float32; input_1: (batch, 1) float32; shift: (batch, 1) float32 |" in card
     assert "| Output | output_scores_1: (batch, 2) float32 |" in card
     (call,) = re.findall(r"model\.pt2.*module\(\)(\(.*\))", card)
     program, points = torch.export.load(Path(outputs.model.path) / "model.pt2").module(), torch.rand(5, 2)
-    found = eval(f"program{call}", {"program": program, "points": points, "shift": points[:, :1]})
-    assert torch.equal(found["scores"][1], load_model(path)(points, scale=2.0, shift=points[:, :1])["scores"][1])
+    found = eval(
+        f"program{call}", {"program": program, "points": points, "input_1": points[:, 1:], "shift": points[:, :1]}
+    )
+    expected = load_model(path)(points, points[:, 1:], scale=2.0, shift=points[:, :1])
+    assert torch.equal(found["scores"][1], expected["scores"][1])
 
 
 def test_outputs_that_one_format_cannot_hold_go_into_the_others(short):

@@ -147,8 +147,9 @@ def open_rows(path: Path, length: int, name: str) -> np.ndarray:
         rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False, max_header_size=MOST_HEADER_BYTES)
     except ValueError as error:  # numpy raises it for a damaged header, and for a file that is cut short
         raise DataError(f"{name} is cut short, or no block: {error}") from None
-    if len(rows) != length:
-        raise DataError(f"{name} has {len(rows)} samples, where {length} were announced")
+    if rows.shape[:1] != (length,):
+        count = len(rows) if rows.ndim else "no"
+        raise DataError(f"{name} has {count} samples, where {length} were announced")
     return rows
 
 

@@ -335,8 +335,10 @@ class ExactStep(SingleStep):
         """
         self.seen.zero_()
         self._watched = part
-        yield
-        self._watched = -1
+        try:
+            yield
+        finally:
+            self._watched = -1
 
     @torch_compat.only_deterministic()
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:

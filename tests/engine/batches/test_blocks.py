@@ -15,11 +15,11 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.data.blocks.block_folder import write_blocks
-from flyte_ddp.data.blocks.blocks import Blocks
+from flyte_ddp.data.blocks.blocks import Blocks, open_rows
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.engine.job import job_in, make_subject
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.events import RunStarted, StepLogged
 from flyte_ddp.flyte1 import platform as flytekit_platform
 from flyte_ddp.flyte1.data import stream
@@ -220,6 +220,12 @@ def test_a_block_that_is_wrong_ends_the_run_with_its_name(alone, tmp_path, probl
     with pytest.raises(Exception, match=PROBLEMS[problem]) as caught:
         run(folder, tmp_path / "trained", recipe="Broken")
     assert type(caught.value).__name__ == "DataError"
+
+
+def test_a_file_without_rows_is_named(tmp_path):
+    np.save(tmp_path / "block.npy", np.float32(1))
+    with pytest.raises(DataError, match="block 7 has no samples, where 3 were announced"):
+        open_rows(tmp_path / "block.npy", 3, "block 7")
 
 
 @pytest.mark.slow
