@@ -30,7 +30,7 @@ from flyte_ddp.engine.hosts.places import Place
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.set_up import SetUp, set_up
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
-from flyte_ddp.engine.worker import settle_process
+from flyte_ddp.engine.worker import configure_process
 from flyte_ddp.launch.environment import Environment, World, visible_gpus
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.process_group import process_group
@@ -163,7 +163,7 @@ def show_audits(names: list[str], runs: int) -> None:
 
 def compare(environment: Environment, link: Link, job: Job) -> tuple[float, float, int]:
     """Return a step's milliseconds by virtual ranks, the ratio to the default's, and how many were added up again."""
-    settle_process(environment, job)
+    configure_process(environment, job)
     with process_group(environment, job.options) as device:
         exact = set_up(environment, device, job, BlockCache(environment))
         plain = set_up(
@@ -178,7 +178,7 @@ def compare(environment: Environment, link: Link, job: Job) -> tuple[float, floa
 
 def compare_audited(environment: Environment, link: Link, job: Job) -> tuple[float, float]:
     """Milliseconds of a step that is audited, and the ratio to one that isn't."""
-    settle_process(environment, job)
+    configure_process(environment, job)
     with process_group(environment, job.options) as device:
         audited, plain = (set_up(environment, device, job, BlockCache(environment)) for _ in range(2))
         assert isinstance(audited.state.parallel, ExactStep)

@@ -27,7 +27,7 @@ from benchmarks.engine import hardware
 from benchmarks.gpu_rows import training
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.checkpoints.writer import make_checkpoints
-from flyte_ddp.engine.compiler_compat import leave_dynamo_out
+from flyte_ddp.engine.compiler_compat import defer_dynamo_import
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe
 from flyte_ddp.engine.network.first_model import first_model
@@ -62,7 +62,7 @@ class Unfused(Large):
 def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     """MB that this rank takes: at most until it has its part of the network, until it has tried that, in the second
     step, after it, and while a checkpoint is written; and seconds of a step."""
-    leave_dynamo_out()
+    defer_dynamo_import()
     with process_group(environment, job.options) as device:
         with Peak() as in_set_up:
             before = resident()

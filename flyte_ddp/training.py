@@ -123,7 +123,7 @@ def train(
         PreemptedError: the process has received a SIGTERM.
     """
     show_output()
-    code = _check_arguments(recipe, settings, options, data_files)
+    code = find_checked_code(recipe, settings, options, data_files)
     if not report and options.tracking not in ("auto", "off"):
         raise InputError(
             f"RunOptions.tracking must be auto or off without a report, got {options.tracking}: give train report=True"
@@ -133,7 +133,7 @@ def train(
             f"output must be a folder of this machine, got {output}: copy it to the storage later, or train in a task"
         )
     watching = find_observers(observers)
-    source = existing(data)
+    source = locate_data(data)
     first = absolute(init, "init") if init else None
     if first and not first.exists():
         raise InputError(f"init must be a file or folder that is there, got {first}")
@@ -147,11 +147,11 @@ def train(
             "checkpoint in its output folder"
         )
     job = job_in(folder, subject, options)
-    with alone_in(folder) if is_first_rank() else nullcontext():
+    with locked_output(folder) if is_first_rank() else nullcontext():
         return run_in(folder, job, watching, on_event, report)
 
 
-def _check_arguments(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
+def find_checked_code(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
     """Check the arguments of train(), and find the code of the recipe.
 
     Args:
@@ -178,7 +178,7 @@ def _check_arguments(recipe: Any, settings: Any, options: Any, data_files: Seque
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def locked_output(folder: Path) -> Iterator[None]:
     """Keep other processes from training into the folder while the block runs, by a lock.
 
     Raises:
@@ -205,7 +205,7 @@ def run_in(
 ) -> Result:
     """Run a job whose files are all in one folder, tell the user and the observers, and return the outputs.
 
-    Before this call, the caller has locked the folder by alone_in(), and made the job by job_in(). The job continues
+    Before this call, the caller locks the folder by locked_output(), and makes the job by job_in(). The job continues
     from a checkpoint that an earlier attempt has left in the folder. Before the training, temporary files that killed
     processes have left there are removed. After a success, the checkpoint is removed. Under a launcher every rank calls
     this function, and the first rank alone removes files.
@@ -258,7 +258,8 @@ def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
     Args:
         folder: that folder, whose name is the run's.
         job: the run.
-        goodput: the attempts at the run.
+        goodput: the attempts at the run, with all earlier ones. The id of the tracker's run depends on when the first
+            attempt began, so without the earlier attempts the tracker would begin a new run.
     """
     return RunInfo(
         name=folder.name,
@@ -274,7 +275,7 @@ def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
     )
 
 
-def existing(data: str | Path | None) -> Path | StoredData | None:
+def locate_data(data: str | Path | None) -> Path | StoredData | None:
     """Return the absolute path of the data, or for a URL a StoredData; None without data.
 
     A StoredData has the URL and a hash of what is stored there.

@@ -175,7 +175,15 @@ def _refuse(error: OSError) -> None:
 def content_digest(path: Path, algorithm: str = "sha256") -> str:
     """Return the hash of a file's content, or of the names and contents of all files below a folder, as hex.
 
-    Names are relative to the folder. algorithm is one of hashlib's.
+    Names are relative to the folder. Links are followed. Empty folders, and links that lead nowhere, do not count.
+
+    Args:
+        path: the file or folder.
+        algorithm: the name of one of hashlib's algorithms.
+
+    Raises:
+        OSError: A file or folder is missing or cannot be read.
+        InputError: A link leads to a folder that contains the link.
     """
     if not path.is_dir():
         with open(path, "rb") as file:

@@ -20,7 +20,7 @@ from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.settings import RunOptions, TrainingSettings
-from flyte_ddp.training import alone_in, describe_run, find_import_name, train
+from flyte_ddp.training import describe_run, find_import_name, locked_output, train
 from tests.commands import unreadable
 from tests.engine.probe_recipes import Settings, Sound
 
@@ -115,13 +115,13 @@ def another(folder):
 def test_a_folder_that_another_process_trains_into_is_refused_until_that_has_ended(tmp_path):
     with another(tmp_path) as process:
         holder = f"got {tmp_path}, which is in use by process {process.pid} on .*, since 2.*: give another output"
-        with pytest.raises(InputError, match=holder), alone_in(tmp_path):
+        with pytest.raises(InputError, match=holder), locked_output(tmp_path):
             pass
         process.kill()
         process.wait()
-        with alone_in(tmp_path):
+        with locked_output(tmp_path):
             assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
-            with pytest.raises(InputError, match=r"in use by process .*, this one"), alone_in(tmp_path / "." / ""):
+            with pytest.raises(InputError, match=r"in use by process .*, this one"), locked_output(tmp_path / "." / ""):
                 pass
     assert not any(tmp_path.iterdir())
 
@@ -138,13 +138,13 @@ def test_a_lock_that_its_holder_removes_just_now_is_made_anew(tmp_path, monkeypa
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", stat_after_removal)
-    with alone_in(tmp_path):
+    with locked_output(tmp_path):
         pass
     assert not any(tmp_path.iterdir())
 
 
 def test_a_child_that_ends_leaves_the_folder_to_its_parent(tmp_path):
-    with alone_in(tmp_path):
+    with locked_output(tmp_path):
         child = multiprocessing.get_context("fork").Process(target=os.getpid)
         child.start()
         child.join()  # which has closed what it inherited
@@ -155,7 +155,7 @@ def test_a_child_that_ends_leaves_the_folder_to_its_parent(tmp_path):
 def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_trained():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         words = f"^cannot write to {folder}: Permission denied; free or allow space there, or set output to another"
-        with unreadable(Path(folder), 0o555), pytest.raises(InputError, match=words), alone_in(Path(folder)):
+        with unreadable(Path(folder), 0o555), pytest.raises(InputError, match=words), locked_output(Path(folder)):
             pass
 
 

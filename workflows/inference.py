@@ -15,7 +15,7 @@ from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
 from flyte_ddp.flyte1.resources import dynamic_resources
 from flyte_ddp.inference.gather import InferenceOutputs, gather_shards
 from flyte_ddp.inference.shards import InferenceOptions
-from flyte_ddp.inference.task import check_inputs, plan_shards, predict_shard
+from flyte_ddp.inference.task import plan_shards, predict_shard, resolve_inputs
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from workflows.mnist import pytorch_training_wf
@@ -49,7 +49,7 @@ def inference_wf(
         options: the network, the dataset that it was trained on, and how to predict; the first two may be left out if
             the weights have metadata, as training writes them.
     """
-    checked = check_inputs(model_state=model_state, folder=folder, options=options)
+    checked = resolve_inputs(model_state=model_state, folder=folder, options=options)
     data = prepare_dataset(name=checked.dataset)
     weights = given_or_trained(model_state=model_state, data=data, options=checked.options)
     plan = plan_shards(model_state=weights, data=data, folder=folder, options=checked.options)

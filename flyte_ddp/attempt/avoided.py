@@ -21,7 +21,7 @@ from flyte_ddp.attempt.pod import RETRIES_VARIABLE
 from flyte_ddp.attempt.registration import NAME, registration
 from flyte_ddp.attempt.requested import HOURS_VARIABLE
 from flyte_ddp.attempt.restarts import Start
-from flyte_ddp.attempt.storage_folder import StorageFolder, patiently
+from flyte_ddp.attempt.storage_folder import StorageFolder, retry_storage
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import Event, OddNodes
@@ -89,7 +89,7 @@ def find_nodes(platform: Platform, *urls: str, limit: float | None = None) -> li
 
 
 def _fetch(platform: Platform, url: str, name: str) -> str:
-    return patiently(f"cannot read {url}/{name}", lambda: StorageFolder(platform, url).fetch_text(name))
+    return retry_storage(f"cannot read {url}/{name}", lambda: StorageFolder(platform, url).fetch_text(name))
 
 
 def _parse(text: str, place: str) -> list[AvoidedNode] | None:
@@ -156,18 +156,19 @@ def _only_warning(problem: str) -> Iterator[None]:
 def keep_away(platform: Platform, resume_from: str = "") -> dict[str, str]:
     """Leave this node if its hardware has failed before; otherwise return warnings about the nodes to avoid.
 
-    A retry's pod may come to the same node again. An execution leaves a node only once, and not in its last attempt,
-    because a doubtful node is better than none. The list of nodes comes from this attempt's checkpoint folder, the
-    previous attempt's or resume_from. Rank 0, or the process that starts the ranks, copies the list to this attempt's
-    folder.
+    A retry's pod may come to the same node again. An execution leaves each node at most once, and none in its last
+    attempt, because a doubtful node is better than none. The list of nodes to avoid comes from the first of these
+    folders that has one: this attempt's checkpoint folder, the previous attempt's, resume_from. Rank 0, or the process
+    that starts the ranks, copies the list to this attempt's folder. If the storage fails, there is a warning, and the
+    pod stays.
 
     Args:
         platform: the platform.
         resume_from: the folder of an earlier execution's checkpoint; empty is none.
 
     Returns:
-        A warning for each node to avoid, by the node's name. Empty in a local run or without DDP_AVOID_HOURS, for which
-        the storage is not read, and if the pod does not know its node's name.
+        For each node to avoid, by its name, a warning to show if a rank trains there. Empty in a local run or without
+        DDP_AVOID_HOURS, for which the storage is not read, and if the pod does not know its node's name.
 
     Raises:
         RecoverableError: This pod leaves its node.
@@ -182,7 +183,7 @@ def keep_away(platform: Platform, resume_from: str = "") -> dict[str, str]:
     nodes = {one.node: one for one in find_nodes(platform, own, previous, resume_from.rstrip("/"))}
     if nodes and is_first_rank():
         _write(platform, nodes.values())  # the next attempt may know this one's folder alone
-    if node in nodes and _may_leave(platform, nodes[node]):
+    if node in nodes and _try_to_leave(platform, nodes[node]):
         raise RecoverableError(f"left {_describe(nodes[node])}")
     return {name: f"trains on {_describe(one)}" for name, one in nodes.items()}
 
@@ -191,7 +192,7 @@ def _describe(node: AvoidedNode) -> str:
     return f"node {node.node}, which {HOURS_VARIABLE} avoids ({node.reason}): {how_to_avoid([node.node])}"
 
 
-def _may_leave(platform: Platform, node: AvoidedNode) -> bool:
+def _try_to_leave(platform: Platform, node: AvoidedNode) -> bool:
     """Return whether this pod can leave its node, and mark in the storage that it does.
 
     The pod can leave if another attempt follows this one, and if no pod of this execution has marked that it left the
@@ -216,7 +217,7 @@ def _name_mark(platform: Platform, node: AvoidedNode) -> str:
 
 
 @contextmanager
-def noting_failure(platform: Platform) -> Iterator[None]:
+def listing_bad_nodes(platform: Platform) -> Iterator[None]:
     """Add nodes to the list of nodes to avoid if a RankError ends the block and blames their hardware.
 
     A context manager; it raises the error again. Rank 0, or the process that starts the ranks, adds all nodes that the
@@ -232,7 +233,7 @@ def noting_failure(platform: Platform) -> Iterator[None]:
         raise
 
 
-def noting_nodes(platform: Platform, start: Start) -> Start:
+def with_bad_nodes_listed(platform: Platform, start: Start) -> Start:
     """Return a function like `start` that adds nodes to the list of nodes to avoid.
 
     It adds nodes whose hardware ranks report as odd, and nodes whose hardware a RankError blames, which is raised
@@ -249,7 +250,7 @@ def noting_nodes(platform: Platform, start: Start) -> Start:
                 add_nodes(platform, event.nodes, event.reason)
             on_event(event)
 
-        with noting_failure(platform):
+        with listing_bad_nodes(platform):
             return start(job, note)
 
     return start_noting if is_avoiding(platform) else start
@@ -258,7 +259,7 @@ def noting_nodes(platform: Platform, start: Start) -> Start:
 # --- pods ---
 
 
-def tell_node(spec: Any, container: str) -> None:
+def set_node_variable(spec: Any, container: str) -> None:
     """Have Kubernetes put the name of the pod's node into a container's environment variable DDP_NODE_NAME.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 from flyte_ddp.attempt.best_models import StoredModels, unused
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread, patiently
+from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread, retry_storage
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, Observer
 from flyte_ddp.launch.failures import PreemptedError
@@ -66,7 +66,7 @@ class CheckpointStore(StorageFolder, Observer):
         """
         if not url or self.path.exists():
             return
-        if not patiently(f"cannot tell whether {url} has a checkpoint", lambda: self._find(url.rstrip("/"))):
+        if not retry_storage(f"cannot tell whether {url} has a checkpoint", lambda: self._find(url.rstrip("/"))):
             raise InputError(
                 f"RunOptions.resume_from must be a folder with a checkpoint in it, got {url}: it is named in the log "
                 "and in the report of the execution that was not finished; without it, training starts anew"
@@ -123,7 +123,7 @@ class CheckpointStore(StorageFolder, Observer):
 
     def get(self, url: str, file: Path) -> None:
         """Download a file. Raises FileNotFoundError, or RecoverableError if the storage fails."""
-        patiently(f"cannot read {url}", lambda: self._platform.get(url, file))
+        retry_storage(f"cannot read {url}", lambda: self._platform.get(url, file))
 
 
 class PlatformStore(CheckpointStore):
@@ -163,7 +163,7 @@ class PlatformStore(CheckpointStore):
         problem = f"cannot tell whether {previous or self.url} has a checkpoint"
         found = ""
         try:
-            found = patiently(problem, lambda: self._find(self.url) or self._find(previous))
+            found = retry_storage(problem, lambda: self._find(self.url) or self._find(previous))
         finally:
             if found != self.url:
                 point_to(self._platform, found or previous)

@@ -38,10 +38,10 @@ def to_failure(platform: Platform, error: BaseException) -> Failure:
     Any other error becomes a failure of this host, without a rank.
     """
     carried: Failure | None = getattr(error, "failure", None)
-    return carried or from_exception(_retry_downloads(platform, error), None, host_name())
+    return carried or from_exception(as_download_error(platform, error), None, host_name())
 
 
-def _retry_downloads(platform: Platform, error: BaseException) -> BaseException:
+def as_download_error(platform: Platform, error: BaseException) -> BaseException:
     """Return (not raise) a DownloadError in place of an error of an input that another pod may get whole.
 
     An error of the platform's downloads is replaced, and, on a cluster, a DataError: the input is damaged in this pod.

@@ -16,7 +16,7 @@ from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread
 from flyte_ddp.events import Observer, Printed
 from flyte_ddp.launch.failures import describe_error
-from flyte_ddp.launch.output import printed_lines
+from flyte_ddp.launch.output import capture_lines
 from flyte_ddp.report.console import say, warn
 from flyte_ddp.text import explain_error
 
@@ -149,7 +149,7 @@ def copied_output(path: Path, prefix: str) -> Iterator[None]:
 
         return hand_on
 
-    with printed_lines(copying(sys.stdout.write), copying(sys.stderr.write)):
+    with capture_lines(copying(sys.stdout.write), copying(sys.stderr.write)):
         yield
 
 

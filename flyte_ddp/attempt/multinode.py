@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from flyte_ddp.attempt.avoided import keep_away, noting_failure
+from flyte_ddp.attempt.avoided import keep_away, listing_bad_nodes
 from flyte_ddp.attempt.checkpoints import CheckpointStore, point_to_previous
 from flyte_ddp.attempt.failures import platform_errors, to_failure
 from flyte_ddp.attempt.logs import kept_logs
@@ -112,7 +112,7 @@ def train_as_rank(
             if not platform.is_local():
                 storage = CheckpointStore(platform, own / "checkpoint", platform.checkpoint_url())
                 job = dataclasses.replace(job, storage=storage)
-            with noting_failure(platform):
+            with listing_bad_nodes(platform):
                 start(environment, job, None)
         return None
 
@@ -191,12 +191,12 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
     return from_exit_code(first.exitcode, rank, host_name())
 
 
-def worth_restarts() -> Callable[[ChildFailedError], bool]:
+def make_restart_rule() -> Callable[[ChildFailedError], bool]:
     """Return a function that says whether torch's agent should start a node's ranks again after a failure.
 
     The function gets the agent's ChildFailedError. It returns True if a rank was killed or has lost its peers, and
     False for an error of the ranks' code or for a hang: after a hang, another node's agent may stand still, too. It
-    also returns False if the kernel has killed a process for want of memory since worth_restarts() was called.
+    also returns False if the kernel has killed a process for want of memory since make_restart_rule() was called.
     """
     kills = memory_kills()
     return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills

@@ -90,9 +90,13 @@ def pod_environment() -> dict[str, str]:
 
 
 def registered_environment() -> dict[str, str]:
-    """Return pod_environment() and all settings of the registration as variables.
+    """Return the environment variables from which registration() in a pod reads the same settings as here.
 
-    They are for tasks in whose pods the workflow's file reads the registration again.
+    They are pod_environment(), and a variable DDP_... for each setting, which replaces one of the same name. Tasks need
+    them if their pods import a workflow's file that calls registration().
+
+    Raises:
+        InputError: A DDP_ variable of this process is invalid.
     """
     asked = registration()  # is called once, because each call checks all settings
     values = {name_variable(field): getattr(asked, field.name) for field in dataclasses.fields(asked)}

@@ -94,7 +94,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def patiently(problem: str, call: Callable[[], Value]) -> Value:
+def retry_storage(problem: str, call: Callable[[], Value]) -> Value:
     """Call a function that reads the storage until it succeeds, at most four times, and return its result.
 
     The further calls come after 2, 10 and 60 s. Each error before a further call is printed.

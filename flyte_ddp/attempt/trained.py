@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flyte_ddp.attempt.avoided import keep_away, noting_nodes
+from flyte_ddp.attempt.avoided import keep_away, with_bad_nodes_listed
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.restarts import Start
 from flyte_ddp.attempt.run import Run, training_run
@@ -135,7 +135,7 @@ def train_by(
         job = make_job(subject, options, model_path=model, checkpoint_path=run.store.path, logs=logs)
         job = replace(job, avoided=avoided, storage=run.store if is_by_ranks and not platform.is_local() else None)
         info = describe_run(platform, subject, options, run)
-        share_events(platform, run, info)
+        continue_tensorboard_file(platform, run, info)
         publish = platform.publisher("Training")
         is_local = platform.is_local()
         goodput = Goodput(started, job.launched - started, earlier_attempts(platform, run, options.resume))
@@ -146,7 +146,7 @@ def train_by(
             observers(StartUp("importing torch"))
             finish_first()
             try:
-                results = noting_nodes(platform, start)(job, observers)
+                results = with_bad_nodes_listed(platform, start)(job, observers)
             except (KeyboardInterrupt, PreemptedError):
                 if platform.is_local():
                     say_interrupted(run.store.path)
@@ -246,7 +246,7 @@ def leave_progress(platform: Platform, run: Run) -> None:
         _link(run.logs.folder / FILE, _beside_checkpoint(run))
 
 
-def share_events(platform: Platform, run: Run, info: RunInfo) -> None:
+def continue_tensorboard_file(platform: Platform, run: Run, info: RunInfo) -> None:
     """Put the TensorBoard file of an earlier attempt into the run's folder, so that this run continues it.
 
     Nothing happens unless options.tracking is "tensorboard". On a cluster, the file is downloaded from the logs of this

@@ -176,9 +176,10 @@ def is_first_party(module: str, file: str, root: str, own: Collection[str] = ())
 
 
 def is_installed(path: str) -> bool:
-    """Return whether a path is in the standard library or installed by pip.
+    """Return whether a path is in the standard library, or below a folder named site-packages or dist-packages.
 
-    Being below sys.prefix does not show that: /usr/src/app is below /usr.
+    Links are not followed. Whether a path is below sys.prefix is no test: sys.prefix may be /usr, and /usr/src/app a
+    user's code.
     """
     standard_library = os.path.dirname(os.__file__)
     installed = {"site-packages", "dist-packages"} & {*Path(path).parts}

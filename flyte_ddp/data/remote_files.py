@@ -43,10 +43,20 @@ Details = dict[str, Any]
 
 
 def find_files(files: AbstractFileSystem, root: str) -> dict[str, Details]:
-    """Return the client's details of each file below root, such as its size, sorted, by the file's name below root.
+    """Find all files below a root, and return their details, such as the size, by their names below the root, sorted.
 
-    If root is itself a file, its name is "". If nothing is there, the dict is empty. Hidden files are left out, and so
-    are the empty objects that some tools write for a folder. On a disk, links are followed, which fsspec would skip.
+    If the root is itself a file, its name is "". If nothing is there, the dict is empty. Left out are hidden files,
+    files in hidden folders, and the empty objects that some tools write for a folder. On a disk, links are followed,
+    which fsspec would skip.
+
+    Args:
+        files: fsspec's client of the storage.
+        root: the path of a folder or file, in the client's form.
+
+    Raises:
+        InputError: On a disk, a link whose own name is not hidden leads nowhere, or any link leads to a folder that
+            contains it.
+        OSError: On a disk, a folder cannot be listed. A storage's client has errors of its own.
     """
     if isinstance(files, LocalFileSystem):
         entries = _find_on_disk(root)

@@ -52,12 +52,18 @@ def check_attributes(recipe: Recipe) -> None:
 
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:
-    """Return by name the layers that match the patterns (fnmatch) of a recipe's attribute, such as "fsdp_units".
+    """Return the layers whose names match the patterns in a recipe's attribute, by name.
 
-    A layer inside of another match is left out.
+    The patterns are fnmatch's, and a name is that of named_modules(), such as "blocks.0": "blocks.*" matches it, and
+    the layers within it. A layer within another match is left out. Without patterns the dict is empty.
+
+    Args:
+        recipe: the recipe.
+        attribute: the name of the attribute that has the patterns, such as "fsdp_units".
+        model: the network.
 
     Raises:
-        InputError: A pattern matches nothing, or a match is a list of layers.
+        InputError: A pattern matches nothing, or a layer to return is a ModuleList or ModuleDict.
     """
     owner = f"{type(recipe).__name__}.{attribute}"
     layers = {name: one for name, one in model.named_modules() if name}

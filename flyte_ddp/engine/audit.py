@@ -19,7 +19,7 @@ from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.drift import RANKS, Warn, describe_difference, gather_numbers
 from flyte_ddp.engine.hosts.places import Place, multiply_matrices
-from flyte_ddp.engine.hosts.unlike import minority, name_ranks, wrong_products
+from flyte_ddp.engine.hosts.unlike import find_wrong_products, name_ranks, split_by_majority
 from flyte_ddp.engine.step import Totals
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep, copied
@@ -190,7 +190,7 @@ class Audit:
         digests = {rank: [*found.get(rank, []), *(one[rank] for one in again)] for rank in ranks}
         products = gather_numbers(torch.tensor(multiply_matrices(self._device)[1], device=self._device))
         wrong = {rank for rank in ranks if products[rank] != self._places[rank].product}  # other bits than at the start
-        for odd, others in wrong_products(self._places, products):
+        for odd, others in find_wrong_products(self._places, products):
             wrong.update(odd if others else ())
         return judge(digests, wrong)
 
@@ -296,7 +296,7 @@ def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int
     return part, owner, others[key // len(parts) % len(others)]
 
 
-def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] = ()) -> Verdict:
+def judge(digests: Mapping[int, Sequence[int]], find_wrong_products: Collection[int] = ()) -> Verdict:
     """Judge why ranks have computed different digests of the same thing, and which ranks are to blame.
 
     A rank is unsteady if its own digests differ. A rank is odd if its usual digest is not that of the majority of
@@ -309,12 +309,12 @@ def judge(digests: Mapping[int, Sequence[int]], wrong_products: Collection[int] 
 
     Args:
         digests: several digests of each rank, by rank.
-        wrong_products: the ranks that have multiplied two matrices wrongly.
+        find_wrong_products: the ranks that have multiplied two matrices wrongly.
     """
     usual = {rank: _usual(own) for rank, own in digests.items()}
-    odd, others = minority(usual)
+    odd, others = split_by_majority(usual)
     unsteady = [rank for rank, own in digests.items() if len({*own}) > 1]
-    wrong = [rank for rank in odd or unsteady if rank in wrong_products]
+    wrong = [rank for rank in odd or unsteady if rank in find_wrong_products]
     if wrong or (len(unsteady) == 1 and not odd and None not in usual.values()):
         return Verdict(Cause.PROCESSOR, wrong or unsteady, is_sure=bool(wrong))
     return Verdict(Cause.CODE, unsteady) if unsteady else Verdict(Cause.RANKS, odd, others)

@@ -122,15 +122,15 @@ class BestModels(Observer):
         return models
 
     def _keep(self, number: int, weights: Weights) -> None:
-        """Write the weights of evaluation `number` to a file, if it is among the best so far; a collective.
+        """Write the weights of an evaluation to a file, if the evaluation is among the best so far; a collective.
 
-        An evaluation that is no longer among the best stops counting as kept. Its file is deleted later, once a
-        checkpoint is there that does not need the file. If a file cannot be written, CheckpointFailed is emitted, and
-        training goes on.
+        At most options.keep_best evaluations are among the best. The file of an evaluation that no longer is gets
+        deleted later, after a checkpoint that does not need the file. If rank 0 cannot write a file, CheckpointFailed
+        is emitted and training goes on. The evaluation then still counts as one of the best, although it has no file.
 
         Args:
             number: the number of the evaluation in the training's history, from 0.
-            weights: the weights that were evaluated.
+            weights: the weights that were evaluated; of a sharded weight, this rank's rows.
         """
         self._kept = self._best([*self._kept, number])
         if number not in self._kept:

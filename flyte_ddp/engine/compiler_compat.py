@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-def leave_dynamo_out() -> None:
+def defer_dynamo_import() -> None:
     """Put a stand-in in the place of torch._dynamo, unless that is already imported, because importing it is slow.
 
     The real module takes longer to import than torch (3.6 s after 2.7 s on two EPYC cores, torch 2.15), and every rank

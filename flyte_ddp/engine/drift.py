@@ -7,7 +7,7 @@ from torch import Tensor, distributed
 
 from flyte_ddp.engine.digest import sum_of_all
 from flyte_ddp.engine.hosts.places import Place
-from flyte_ddp.engine.hosts.unlike import minority, name_ranks
+from flyte_ddp.engine.hosts.unlike import name_ranks, split_by_majority
 from flyte_ddp.errors import WrongBitsError
 
 Warn = Callable[[int, int, Sequence[str]], None]  # of the epoch, its number of steps so far, and reasons
@@ -47,7 +47,7 @@ class Drift:
         digests = gather_numbers(sum_of_all(tensors, self._device))
         if len({*digests}) == 1 or self._is_told:
             return
-        reason = describe_difference(what, *minority(dict(enumerate(digests))), self._places)
+        reason = describe_difference(what, *split_by_majority(dict(enumerate(digests))), self._places)
         if len({place.hardware for place in self._places}) == 1:
             raise WrongBitsError(epoch, step, f"{reason}: {RANKS}")
         self._is_told = True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.job import Measured
-from flyte_ddp.engine.measures import compute_pairs, find_headline, ratios, sum_measures
+from flyte_ddp.engine.measures import compute_pairs, compute_ratios, find_headline, sum_measures
 from flyte_ddp.engine.monitor.best_tracker import is_lower_better
 from flyte_ddp.engine.seeds import seed_part
 from flyte_ddp.launch.link import Link
@@ -37,13 +37,18 @@ def measure(
         network: the trained network, on the split's device and in evaluation mode.
         split: the samples.
         link: told after each batch that the process is alive.
-        forward: forward(network, tree) returns the outputs of a batch; by default the recipe's own. If the network is
-            of another recipe, give that recipe's forward.
-        look: called with each batch, and with the values and weights, (samples,) each, of its measures by name.
+        forward: forward(network, tree) returns the outputs of a batch; None stands for the recipe's own. If the network
+            is of another recipe, give that recipe's forward.
+        look: look(batch, pairs) is called after each batch is measured. `pairs` has for each measure's name its values
+            and their weights, (n,) each for n samples.
 
     Returns:
         The measures by name, the name of the main one, those that are shown in per cent, the number of samples, and for
         each measure whether lower is better, where that is known.
+
+    Raises:
+        InputError: The outputs are None, or the recipe's measure() returns something else than the same measures for
+            each batch, with one value for each sample and "loss" among them.
     """
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)
@@ -56,7 +61,7 @@ def measure(
         sums = sums + sum_measures(pairs)
         look(batch, pairs)
         link.heartbeat()
-    measures = ratios(recipe, names, sums.tolist())
+    measures = compute_ratios(recipe, names, sums.tolist())
     directions = {name: is_lower_better(recipe, name) for name in measures}
     return Measured(
         measures=measures,

@@ -14,7 +14,7 @@ from flyte_ddp.engine.seeds import put_back_generators, seed_part
 from flyte_ddp.engine.sharding.sharding import in_own_types
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.stop_poll import StopPoll
-from flyte_ddp.engine.virtual_ranks.gathered import Gathered, first_pass
+from flyte_ddp.engine.virtual_ranks.gathered import Gathered, compute_rows
 from flyte_ddp.errors import NonFiniteError, StopRequested
 from flyte_ddp.events import EpochChosen
 from flyte_ddp.launch.link import Link
@@ -93,7 +93,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     """Measure the network on a whole split, in float32; a collective.
 
     Each rank evaluates its share of the batches. The measures are made from the sums of all ranks. The moving average
-    of the weights is evaluated if the training has one. The network stays in evaluation mode.
+    of the weights is evaluated if the training has one. The network stays in evaluation mode, and random generators are
+    seeded for each batch.
 
     Args:
         state: the training.
@@ -103,8 +104,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
 
     Returns:
         The evaluation, the same on all ranks, except that `predictions` are those of this rank's samples, on the host.
-        If the loss is not finite, it is the only measure. `stop` is True if the request to stop came too late to leave
-        the evaluation.
+        If a sample's loss is not finite, `measures` has only the loss. `stop` is True if a rank was asked to stop too
+        late to leave the evaluation.
 
     Raises:
         StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with the buffers as before.
@@ -150,15 +151,24 @@ def _forward_all(
 ) -> Iterator[tuple[Batch, Any]]:
     """Yield each batch that this rank evaluates, with the outputs of the recipe's forward() for it; a collective.
 
-    A global batch gives one batch, or with virtual ranks one for each part of this rank. If the recipe calls
-    all_gather() with virtual ranks, each batch also has the rows that all parts have gathered. At each yield,
-    recipe.share and the random generators are set for the batch.
+    A global batch gives one batch or, with virtual ranks, one for each part of this rank that has samples. A rank
+    without samples in a global batch gets one batch with a sample of another rank. Such a batch has share.borrowed set,
+    and the caller must not count it.
+
+    At each yield, recipe.share is the batch's share, and the random generators are as forward() has left them for this
+    batch. With virtual ranks, if measure() calls all_gather(), forward() has run for all of this rank's parts of the
+    global batch before the first is yielded. Each batch then has the rows that all parts have gathered. The caller's
+    first call of all_gather() for the batch returns these rows, and a second call raises InputError.
 
     Args:
         state: the training.
         split: the batches of the evaluation.
         is_over: is called after each global batch. If is_over returns True, no more batches are yielded. The result
             must be the same on all ranks.
+
+    Raises:
+        InputError: With virtual ranks, forward() calls all_gather(), or measure() calls all_gather() for some parts
+            only.
     """
     recipe, model = state.recipe, state.evaluated
 
@@ -171,9 +181,9 @@ def _forward_all(
 
     for shares in split.steps():
         if state.gathers_by_part:
-            seen, rows = first_pass(recipe, forward, measure, shares)
+            seen, rows = compute_rows(recipe, forward, measure, shares)
             for part, outputs, generators in seen:
-                given = part if rows is None else Gathered(rows).given_to(part)
+                given = part if rows is None else Gathered(rows).with_known_rows(part)
                 recipe.share = given.share
                 put_back_generators(generators)
                 yield given, outputs

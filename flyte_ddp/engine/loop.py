@@ -85,14 +85,26 @@ def _is_over(state: TrainingState, settings: TrainingSettings) -> bool:
 
 
 def train_until(state: TrainingState, train: TrainBatches, end: int, log_interval: int, link: Link) -> None:
-    """Take the steps of the current epoch from the state's position until `end` of them are done; a collective.
+    """Take the current epoch's steps until `end` steps of the epoch are done; a collective.
 
-    Each multiple of log_interval and the last step are logged. Checkpoints that are due or were asked for are saved in
-    between.
+    The steps go on from the state's position. After each step whose number in the epoch is a multiple of log_interval,
+    and after the last step, the steps since the last log are logged. Checkpoints that are due or were asked for are
+    saved in between.
+
+    Args:
+        state: the training, which is changed.
+        train: the batches of the training.
+        end: the number of steps, counted from the beginning of the epoch, after which this function returns.
+        log_interval: the number of steps from one log to the next.
+        link: gets events, and says whether this rank is asked to stop.
 
     Raises:
         StopRequested: A rank was asked to stop, and the checkpoint is saved. All ranks raise it at the same step.
         NonFiniteError: A loss or gradient is not finite. All ranks raise it, with the weights as before the bad step.
+        WrongBitsError: The weights of ranks differ, as is checked before a checkpoint, or a rank has computed wrong
+            gradients. No checkpoint is saved.
+        InputError: The recipe's code changes a frozen weight that checkpoints leave out, or computes other bits each
+            time.
     """
     progress = state.progress
     assert progress.checkpoints
@@ -107,4 +119,4 @@ def train_until(state: TrainingState, train: TrainBatches, end: int, log_interva
                 break
             if progress.step == len(train) and link.is_heard and state.log_gradients:
                 link.emit(GradientsSeen(progress.epoch, state.gradient_histograms()))
-            progress.obey(state, asked, is_evaluation_next=is_last)
+            progress.save_or_stop(state, asked, is_evaluation_next=is_last)

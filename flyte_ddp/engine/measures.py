@@ -34,7 +34,7 @@ def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
     return number
 
 
-def own_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+def make_checked_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Return the recipe's optimizer for the network, and check that it has only the network's weights.
 
     The trials before the first step cannot check this: they use copies of the network, and a recipe may keep the
@@ -169,7 +169,7 @@ def sum_measures(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([part.double() for pair in pairs.values() for part in pair]).sum(1)
 
 
-def ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:
+def compute_ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:
     """Compute the measures to report from their sums, and let the recipe's derive() change or add measures.
 
     A measure whose weights add up to 0 is NaN. A measure "objective", which is trained but not reported, is left out.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from flyte_ddp.engine.contracts import Checkpoints, Plan, Resumable, Training
-from flyte_ddp.engine.hosts.places import Place, describe_machine, hardware, measure_places, note_machine
+from flyte_ddp.engine.hosts.places import Place, add_machine, describe_machine, hardware, measure_places
 from flyte_ddp.engine.hosts.unlike import list_bad_hosts, list_oddities
 from flyte_ddp.engine.job import Job, KeptModel, TrainingResult
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
@@ -111,7 +111,7 @@ class Progress:
         hosts = [place.host for place in self.places]
         virtual_ranks: int | None = getattr(job.settings, "virtual_ranks", None)  # Lightning's settings have none
         machine = describe_machine(self.places, plan.precision, job.options)
-        self.ran_on, moves = note_machine(self.ran_on, machine, virtual_ranks)
+        self.ran_on, moves = add_machine(self.ran_on, machine, virtual_ranks)
         has_gpus = self._device.type == "cuda"
         self._plan, self._world = plan, world
         self._stragglers = Stragglers(hosts, plan.slow_data, plan.meets_within, has_gpus)
@@ -215,7 +215,7 @@ class Progress:
         is_asked = recent is not None and recent.asks(self.last)
         if not (is_asked or is_logged or self.owes_checkpoint):
             return NOTHING
-        asked = self._look()
+        asked = self._read_sums()
         if asked.bad_step is not None:
             if training.go_back(asked.bad_step):
                 return asked
@@ -224,7 +224,7 @@ class Progress:
             self._log(training)
         return asked
 
-    def obey(self, training: Training, asked: Asked, is_evaluation_next: bool = False) -> None:
+    def save_or_stop(self, training: Training, asked: Asked, is_evaluation_next: bool = False) -> None:
         """Save a checkpoint if a rank has asked to save or to stop, and then stop if asked to; a collective.
 
         training.compare_between_ranks() is called before saving, and its errors are passed on. If the training must
@@ -260,11 +260,11 @@ class Progress:
         Raises:
             NonFiniteError: A number of a step was not finite. All ranks raise it.
         """
-        bad_step = self._look().bad_step
+        bad_step = self._read_sums().bad_step
         if bad_step is not None:
             raise training.step_error(bad_step)
 
-    def _look(self) -> Asked:
+    def _read_sums(self) -> Asked:
         before = self.last
         now = self.sums.now(self.step, self.seconds)
         if now.steps < self.step:
@@ -311,7 +311,7 @@ class Progress:
                 NotLearning(self.epoch, self.step, LEFT_OUT.format(new, before.step + 1, now.step, self.epoch + 1))
             )
         self.emit_all(self.monitor.after_steps(self.epoch, self.step, measures["loss"], recent))
-        self.sums.readback.keep_pace(self._time_ranks())
+        self.sums.readback.keep_pace(self._check_stragglers())
 
     def _count_tokens(self, pairs: Sequence[float], first: int, end: int) -> float:
         """Return how many tokens all ranks had in some steps of the epoch; 0 if tokens are not counted.
@@ -332,11 +332,12 @@ class Progress:
         """Return the most bytes that this rank's tensors have had on its GPU; 0 on a CPU."""
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
-    def _time_ranks(self) -> float:
-        """Emit warnings of slow ranks, and return how many seconds a step took on the slowest rank; a collective.
+    def _check_stragglers(self) -> float:
+        """Warn of slow ranks, and return the mean seconds of a step on the slowest rank; a collective.
 
-        The seconds are an average over the steps since the last call, of reading data, computing and waiting for other
-        ranks together.
+        The mean is over the steps since the last call. A step's seconds are those of reading data, computing and
+        waiting for other ranks. The call sets the clock to zero, adds new warnings to the monitor, and emits the
+        warnings.
         """
         steps, times = self.clock.steps, self.clock.read_all()
         slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
@@ -412,11 +413,12 @@ class Progress:
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
-        """Close the checkpoints when the block ends or fails; a context manager.
+        """Wait until this rank's last checkpoint is written, when the block ends or fails; a context manager.
 
-        After a NonFiniteError or WrongBitsError, which must be raised on all ranks, each rank closes its checkpoints
-        and waits until all have, before the error goes on. Without this wait, the rank that reports the error first
-        would have the others ended before they have written their last checkpoint.
+        A NonFiniteError or WrongBitsError must be raised on all ranks. Each rank then also waits until the other ranks
+        have written their last checkpoints, before the error leaves the block. Without this wait, the first report of
+        the error would end the other ranks while they are writing. After any other error, a rank waits for its own
+        checkpoint alone.
         """
         try:
             yield

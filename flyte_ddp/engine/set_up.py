@@ -8,7 +8,7 @@ import torch
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.checkpoints.warm_start import continue_from, is_checkpoint
+from flyte_ddp.engine.checkpoints.warm_start import is_checkpoint, load_init_checkpoint
 from flyte_ddp.engine.checks.probe import Probed, probe
 from flyte_ddp.engine.collectives import all_reduce_flags
 from flyte_ddp.engine.job import Job
@@ -160,7 +160,7 @@ def set_up(
     warnings = monitor.record(0, 0, (*reasons, *probed.warnings))
     if job.init and job.init.is_file() and is_checkpoint(job.init):
         try:
-            remarks.append(continue_from(state, job.init, job, len(batches)))
+            remarks.append(load_init_checkpoint(state, job.init, job, len(batches)))
         except CheckpointError as error:
             raise InputError(f"init: the checkpoint {job.init} {error}") from None
     place_in_world = settings.test_batch_size, rank, world_size, probed.is_mixed, settings.virtual_ranks

@@ -23,14 +23,14 @@ from flyte_ddp.engine.buffers import BufferCopy, Buffers
 from flyte_ddp.engine.contracts import StepFigures
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.drift import Drift
-from flyte_ddp.engine.measures import own_optimizer, ratios, trained_measure
+from flyte_ddp.engine.measures import compute_ratios, make_checked_optimizer, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.monitor.trace import Trace
 from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.seeds import seed_all, seed_part
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard, fitted
-from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, on_shards
+from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, update_own_rows
 from flyte_ddp.engine.spikes import Spikes
 from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.sums import Sums
@@ -111,12 +111,12 @@ class TrainingState:
         if average and virtual_ranks and self.world_size > 1 and not is_sharded(model):
             # A copy from before the network had rank 0's weights
             collectives.broadcast_in_place((*average.model.parameters(), *average.model.buffers()))
-        optimizer = own_optimizer(recipe, model)
+        optimizer = make_checked_optimizer(recipe, model)
         given = {id(weight) for weight in chain.from_iterable(group["params"] for group in optimizer.param_groups)}
         # Trainable weights that are not trained all the same, by name
         self.left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
         self.layout = Layout(self.model, optimizer)
-        self.optimizer = on_shards(optimizer)
+        self.optimizer = update_own_rows(optimizer)
         # LambdaLR asks for the rate of a step after the last, for which a schedule has none
         last = total_steps - 1
         self.schedule = LambdaLR(self.optimizer, lambda step: recipe.lr_lambda(min(step, last), total_steps))
@@ -302,7 +302,7 @@ class TrainingState:
         """
         seed_part(share.seed, share.share.part)
         parts = self.parallel.parts(share, self.micro_batch)
-        return [self._gathered.given_to(part) for part in parts] if self._gathered else parts
+        return [self._gathered.with_known_rows(part) for part in parts] if self._gathered else parts
 
     @torch_compat.only_deterministic()
     def _gather(self, shares: Sequence[Batch], before: BufferCopy) -> Gathered | None:
@@ -353,7 +353,7 @@ class TrainingState:
         Args:
             pairs: the sum of values and the sum of weights of each measure, alternating.
         """
-        return ratios(self.recipe, self.names, pairs)
+        return compute_ratios(self.recipe, self.names, pairs)
 
     def samples(self, sums: Sums) -> int:
         """Return how many samples the epoch's steps up to these sums have had."""

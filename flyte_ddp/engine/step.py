@@ -97,15 +97,16 @@ class Step(nn.Module):
         return torch.autocast(self.carrier.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def forward(self, *of_part: Any) -> Tensor:
-        """Return the loss to call backward() on, (): the sum over the samples, times the number of ranks.
+        """Return the loss to call backward() on, (): the sum of the samples' losses, times the number of ranks.
 
-        DistributedDataParallel averages gradients over the ranks, and the factor makes up for that. The backward pass
-        also sets the gradient of the parameter `carrier`, which is 0 itself, to the sums of the measures and requests.
-        So the ranks add these up together with the gradients.
+        A sample's "objective" takes the place of its loss if the recipe has one. DistributedDataParallel averages
+        gradients over the ranks, and the factor makes up for that. The backward pass also adds to the gradient of the
+        parameter `carrier`, whose value is 0: it adds the sums of this part's measures and requests, times the number
+        of ranks. After the rank's last part, DistributedDataParallel makes of this gradient the sums over all ranks.
 
         Args:
             *of_part: the arguments of compute_sums(): a part of the batch, this rank's requests to stop and to save,
-                and whether it is the last part.
+                and whether it is the last part. The requests count only with the last part.
         """
         trained, sums = self.compute_sums(*of_part)
         # backward(gradient) would save this product, but imports sympy

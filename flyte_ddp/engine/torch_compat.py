@@ -242,7 +242,7 @@ def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
 
 
 @contextmanager
-def gathered_as_they_are(units: Iterable[Any]) -> Iterator[None]:
+def gather_in_own_dtype(units: Iterable[Any]) -> Iterator[None]:
     """Let FSDP units gather weights in the weights' own dtype while the block runs; a context manager.
 
     Outside of the block, a unit with mixed precision gathers its weights in a lower precision, such as bfloat16. At the
@@ -283,7 +283,7 @@ def _trained_params(unit: Any) -> list[Any]:
     return [param for param in params if param.sharded_param.requires_grad]
 
 
-def after_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
+def hook_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
     """Register a function that torch calls in a backward pass for each trained weight of an FSDP unit; a collective.
 
     This function returns at once. Later, torch calls `call` when this rank's gradient of a whole weight is complete,
@@ -300,13 +300,16 @@ def after_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
         param._unsharded_param.register_post_accumulate_grad_hook(lambda _, number=number: call(number))
 
 
-def leave_graph(unit: Any) -> None:
-    """Make an FSDP unit notice the end of its backward pass by hooks, instead of by a function in the graph.
+def use_backward_hooks(unit: Any) -> None:
+    """Make an FSDP unit notice the end of its backward pass by hooks on its inputs, instead of by an autograd function.
 
-    The unit is changed in place. By default, torch passes the unit's inputs through an autograd function. This function
-    makes two differences to a network that is not sharded: if a tensor is used in the unit and elsewhere, its gradients
-    are added up in another order; and a layer that checks whether two of its inputs are the same tensor finds that they
-    are not.
+    The unit is changed in place. By default, torch passes the unit's inputs through an autograd function. Because of
+    that autograd function, a sharded network differs in two ways from the same network without sharding. If a tensor is
+    used in the unit and elsewhere, its gradients are added up in another order. And a layer that checks whether two of
+    its inputs are the same tensor finds that they are not.
+
+    Args:
+        unit: a module that fully_shard was applied to.
     """
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         group._register_post_backward_hook = partial(_hook_inputs, group)

@@ -18,7 +18,7 @@ from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import resume
 from flyte_ddp.engine.checkpoints.same_training import check_same_training
 from flyte_ddp.engine.checkpoints.writer import make_checkpoints
-from flyte_ddp.engine.compiler_compat import leave_dynamo_out
+from flyte_ddp.engine.compiler_compat import defer_dynamo_import
 from flyte_ddp.engine.contracts import Plan
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.evaluations import evaluate_test
@@ -66,7 +66,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         StopRequested: A rank was asked to stop; a checkpoint was written.
         WrongBitsError: Ranks with the same hardware have computed different bits.
     """
-    settle_process(environment, job)
+    configure_process(environment, job)
     check_same_training(environment, job)
     named = load_named(job)
     if inspect.isfunction(named):
@@ -75,7 +75,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         return _train(environment, device, link, job, cache)
 
 
-def settle_process(environment: Environment, job: Job) -> None:
+def configure_process(environment: Environment, job: Job) -> None:
     """Configure torch and memory in this process, before anything is computed.
 
     TF32 is turned off, and operations are deterministic where torch has a deterministic version. With virtual ranks,
@@ -84,7 +84,7 @@ def settle_process(environment: Environment, job: Job) -> None:
     ranks and environment.threads without them.
     """
     if not job.options.compile:
-        leave_dynamo_out()
+        defer_dynamo_import()
     keep_freed_memory()
     settle_arithmetic()
     if job.settings.virtual_ranks:  # torch evaluates encoder layers by other kernels, unless they are sharded

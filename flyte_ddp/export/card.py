@@ -44,7 +44,7 @@ def make_card(asked: ExportJob, written: Written, formats: dict[str, Measured]) 
         measures_section(asked, written, formats),
         *([classes_section(written)] if written.classes else []),
         inputs_section(written),
-        *([before_section(written)] if written.before else []),
+        *([preprocessing_section(written)] if written.before else []),
         loading_section(written, tuple(formats), needs_data=bool(subject.data) and not subject.description),
         Section("Where it was exported", lines=list(surroundings().items())),
     ]
@@ -115,7 +115,7 @@ def inputs_section(written: Written) -> Section:
     return Section("Inputs and outputs", ["batch is any number of samples."], lines=lines)
 
 
-def before_section(written: Written) -> Section:
+def preprocessing_section(written: Written) -> Section:
     """Return the section "Around the network": the numbered lines of the recipe's own forward.
 
     Call it only if written.before, the source, is not empty. Indents are no-break spaces, which HTML keeps.

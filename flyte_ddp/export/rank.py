@@ -64,7 +64,7 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
     measured = measure(recipe, model, test, link, look=collect_hits)
     few, more = (
         programs.record_call(recipe, model, fetch_batch(recipe, test, indices), len(indices))
-        for indices in few_and_more(test)
+        for indices in pick_samples(test)
     )
     metadata = build_metadata(recipe, job, measured.headline, measured.measures, asked.training)
     metadata = dataclasses.replace(metadata, settings=asked.settings)
@@ -154,7 +154,7 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> d
     return {str(name): right / count for name, right, count in zip(classes, rights, counts, strict=False) if count}
 
 
-def few_and_more(test: Split) -> tuple[Tensor, Tensor]:
+def pick_samples(test: Split) -> tuple[Tensor, Tensor]:
     """Return the indices of FEW (2) and of MORE (3) test samples, for two calls that are compared.
 
     If the samples have lengths, the few are the shortest and the more are the longest ones; otherwise they are among

@@ -172,7 +172,7 @@ def _classifier(
     if known and options.model == "auto":
         hp = replace(hp, model=known.facts["network"])
     settings = {"model": hp.model, "dataset": hp.dataset}
-    return _exported(image_subject(hp, data), weights, settings, options.reported, known, options)
+    return _export_verified(image_subject(hp, data), weights, settings, options.reported, known, options)
 
 
 @platform_errors(platform)
@@ -214,10 +214,10 @@ def export_recipe(
     subject = training.subject(settings, data if isinstance(data, StoredData) else downloaded(data), downloaded(init))
     weights = Path(model_state.download())
     known = read_metadata(weights)
-    return _exported(subject, weights, asdict(settings), reported or options.reported, known, options)
+    return _export_verified(subject, weights, asdict(settings), reported or options.reported, known, options)
 
 
-def _exported(
+def _export_verified(
     subject: Subject,
     weights: Path,
     settings: dict[str, Any],
@@ -225,23 +225,28 @@ def _exported(
     known: ModelMetadata | None,
     options: ExportOptions,
 ) -> ExportOutputs:
-    """Export the weights to the folder `model` in a new folder of this run, and verify each file.
+    """Export the weights to the folder `model` in the folder for this run's outputs, and verify each file.
 
     The folder `model` appears whole or not at all. A local run prints the paths of `model` and of the report at its
-    end. The errors are those of export().
+    end.
 
     Args:
         subject: the recipe, with its data and options.
         weights: the file of weights.
-        settings: the training's settings, for the card and the files. If `known` is of the subject's recipe, its
-            settings replace these.
-        reported: the measures of the training, which the weights must give again. If `known` is of the subject's
-            recipe, its measures are added where these lack them.
+        settings: the training's settings, for the card and the files. The settings in `known` replace all of these if
+            the same recipe wrote the weights.
+        reported: the training's measures, with which those of the weights must agree. A measure that is not among these
+            is taken from `known` if the same recipe wrote the weights.
         known: the weights' metadata; None if the file has none.
         options: how to export.
 
     Returns:
         The folder `model`, the figures, and the model card as a page.
+
+    Raises:
+        InputError: The loss is not finite, the measures do not agree, a format does not support the network, or the
+            folder for outputs cannot be written to.
+        ReportedError: A file cannot be used, or gives other measures than the weights.
     """
     if known and known.recipe == subject.recipe:
         settings = known.settings

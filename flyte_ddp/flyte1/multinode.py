@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt.checkpoints import point_to_previous
 from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
-from flyte_ddp.attempt.multinode import failure_of_node, worth_restarts
+from flyte_ddp.attempt.multinode import failure_of_node, make_restart_rule
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import registered_environment
 from flyte_ddp.attempt.webhook import notifying_webhook
@@ -35,7 +35,7 @@ class MultinodeTask(PytorchElasticFunctionTask):
     def execute(self, **inputs: Any) -> Any:
         point_to_previous(platform)  # the attempt may end here, if not all nodes come
         try:
-            with restarts_only(worth_restarts()):
+            with restarts_only(make_restart_rule()):
                 return super().execute(**inputs)
         except IgnoreOutputs:  # nodes without rank 0 raise it when all has gone well
             raise

@@ -34,7 +34,7 @@ def set_up_pyflyte() -> None:
     explain_unknown_options(get_python_type)
     describe_settings(get_python_type)
     explain_missing_paths()
-    on_cache_hit(say_cached)
+    on_cache_hit(print_cached)
     ship_whole_package()
 
 
@@ -57,9 +57,13 @@ def ship_whole_package() -> None:
 def ship(files: Iterable[str]) -> None:
     """Make `pyflyte run --remote` send these files, too, without importing them.
 
-    pyflyte sends the __file__ of everything in sys.modules that is below the project's root, so each file that is not
-    imported gets a placeholder entry there. The ranks' modules aren't imported here, because they import torch. If a
-    user forgets `--copy all`, the pod would otherwise run the code of its image.
+    pyflyte sends the __file__ of each entry in sys.modules that is below the project's root. So each file that is not
+    imported gets an entry there, which is no real module and only has a __file__. (Importing the files of the ranks
+    would import torch.) Without these entries, if the user forgets `--copy all`, the pod would run the files of its
+    image in place of the user's.
+
+    Args:
+        files: absolute paths. A file that is already imported gets no entry, as pyflyte sends it anyway.
     """
     imported = set(loaded_files().values())  # pyflyte sends imported files anyway, and would send them twice
     for file in files:
@@ -79,7 +83,7 @@ class _File(ModuleType):
 TRAIN_AGAIN = "To train again, put --overwrite-cache before the file: pyflyte run --overwrite-cache FILE WORKFLOW …"
 
 
-def say_cached(outputs: Mapping[str, Literal]) -> None:
+def print_cached(outputs: Mapping[str, Literal]) -> None:
     """Print that a training was taken from the local cache, with its measures, its files and how to train again.
 
     For outputs that are not those of a training here, nothing is printed.

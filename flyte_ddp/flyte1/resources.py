@@ -15,7 +15,7 @@ from flytekit.extras import accelerators
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.attempt import requested
-from flyte_ddp.attempt.avoided import exclude_nodes, find_nodes, is_avoiding, tell_node
+from flyte_ddp.attempt.avoided import exclude_nodes, find_nodes, is_avoiding, set_node_variable
 from flyte_ddp.attempt.pod import GPUS_VARIABLE
 from flyte_ddp.attempt.registration import MOST_GPUS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment, training_environment
@@ -205,7 +205,7 @@ def with_avoidance(arguments: dict[str, Any]) -> dict[str, Any]:
     template = arguments.get("pod_template")
     if not in_cluster:
         template = copy.deepcopy(template or PodTemplate())
-        tell_node(template.pod_spec, template.primary_container_name)
+        set_node_variable(template.pod_spec, template.primary_container_name)
         exclude_nodes(template.pod_spec, asked.hosts_to_avoid)
     environment = {**requested.avoidance_environment(arguments["retries"] or 0), **arguments["environment"]}
     return {**arguments, "pod_template": template, "environment": environment}

@@ -30,14 +30,22 @@ def training_arguments(
     ignored_inputs: Sequence[str] = ("options",),
     **own: Any,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a @task that trains: cache, retries, live report (Deck), resources and grace.
+    """Return the keyword arguments of a @task that trains: cache, retries, live report (Deck), and those of its pod.
+
+    The pod's are image, resources, environment, secrets, time limit, the grace after a SIGTERM, and the hosts to avoid.
+    They come from the registered settings.
 
     Args:
-        code: the version of the code that decides the result. It is a part of the cache key.
+        code: the version of the code that decides the result. It is a part of the cache key, and the pod checks it.
         salt: more text that is a part of the cache key, such as a recipe's name.
         ignored_inputs: names of the task's inputs that the cache ignores.
-        own: keyword arguments of training_resources, such as requests and most_gpus. Others are arguments of @task;
-            they replace the computed ones, even cache and retries.
+        own: arguments of training_resources() or @task. environment, secret_requests, labels and annotations are added
+            to the registered ones. requests and limits replace single quantities. most_gpus limits the number of GPUs.
+            Any other argument, even cache or retries, replaces the computed one.
+
+    Raises:
+        InputError: A registered secret is not named GROUP/KEY, or avoid_hosts is registered, and the pod's template is
+            one in the cluster.
     """
     arguments = {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),

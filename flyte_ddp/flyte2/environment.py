@@ -17,7 +17,7 @@ import flyte
 
 import flyte_ddp
 from flyte_ddp.attempt import requested
-from flyte_ddp.attempt.avoided import exclude_nodes, tell_node
+from flyte_ddp.attempt.avoided import exclude_nodes, set_node_variable
 from flyte_ddp.attempt.registration import SECRETS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
 from flyte_ddp.code.code_version import is_installed, with_installed
@@ -249,7 +249,7 @@ def _with_avoidance(template: PodTemplate) -> PodTemplate:
     if not (template and (asked.avoid_hours or asked.avoid_hosts)):
         return template
     mine = without_nodes(template, asked.hosts_to_avoid)
-    tell_node(mine.pod_spec, mine.primary_container_name)
+    set_node_variable(mine.pod_spec, mine.primary_container_name)
     return mine
 
 

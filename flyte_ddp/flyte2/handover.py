@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from flyte_ddp.attempt.checkpoints import point_to_previous
 from flyte_ddp.attempt.pod import HANDOVER_VARIABLE
-from flyte_ddp.attempt.storage_folder import StorageFolder, patiently
+from flyte_ddp.attempt.storage_folder import StorageFolder, retry_storage
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.flyte2 import platform
 from flyte_ddp.launch.failures import Failure
@@ -60,4 +60,4 @@ def failure_left(folder: str) -> Failure | None:
 
 
 def _read(folder: str, name: str) -> str:
-    return patiently(f"cannot read {folder}/{name}", lambda: StorageFolder(platform, folder).fetch_text(name))
+    return retry_storage(f"cannot read {folder}/{name}", lambda: StorageFolder(platform, folder).fetch_text(name))

@@ -30,10 +30,10 @@ def set_up_flyte() -> None:
     describe_settings(get_python_type)
     refuse_inputs(InputError, lambda error: attempt_error(platform, to_failure(platform, error)))
     forget_lost_results()
-    logging.getLogger("flyte").addFilter(is_news)
+    logging.getLogger("flyte").addFilter(should_log)
 
 
-def is_news(record: logging.LogRecord) -> bool:
+def should_log(record: logging.LogRecord) -> bool:
     """Return whether to log a record, as a logging filter: False for a task's failure in a local run.
 
     `flyte run --local` shows that failure at its end, too. The record would also have the stacks of all tasks that

@@ -91,7 +91,7 @@ def gather_shards(
         totals = tally(predictions)
         source = f"folder {Path(folder.path).name}" if folder is not None else f"{description.name}, {options.split}"
         title = f"Predictions: {source}"
-        images = load_images(totals, Path(data.download()), folder, Path(listing.download()), options)
+        images = load_least_certain(totals, Path(data.download()), folder, Path(listing.download()), options)
         fragment = render_results(title, totals, images, description, options)
         report = output_page(work, title, fragment)
     summary = InferenceSummary(description.name, totals.images, totals.unreadable, totals.labelled, totals.accuracy)
@@ -100,23 +100,25 @@ def gather_shards(
     return InferenceOutputs(output_file(predictions, CSVFile), summary, report)
 
 
-def load_images(
+def load_least_certain(
     totals: Tally, data: Path, folder: FlyteDirectory | None, listing: Path, options: InferenceOptions
 ) -> list[np.ndarray]:
-    """Return the images whose predictions are least certain, the least certain first, as the network saw them.
+    """Return the images of totals.least_certain in that order, the least certain first, as the network saw them.
 
-    Each image is (C, H, W) uint8.
+    Each image is (C, H, W) uint8, in the shape of the dataset's images.
 
     Args:
-        totals: the counts, with the rows of these images.
-        data: the prepared dataset that the model was trained on.
-        folder: the images, of which the needed files are read in the dataset's image shape. None if the images are
+        totals: the counts of all predictions, with the rows of the least certain ones.
+        data: the folder of the prepared dataset that the model was trained on.
+        folder: the folder of the predicted images, from which only the needed files are read. None if the images are
             those of options.split of `data`.
-        listing: the list of the folder's files.
-        options: the options of the prediction.
+        listing: the JSON file in which plan_shards() has listed the folder's files. It is not read if there is no
+            folder.
+        options: the options of the prediction, of which only `split` is used.
 
     Raises:
-        ReportedError: A file has changed since it was listed.
+        ReportedError: A needed file has changed, or is gone, since it was listed. DataError, which derives from this
+            error, means that the prepared dataset is damaged.
     """
     numbers = [number for number, _ in totals.least_certain]
     if folder is None:

@@ -41,7 +41,7 @@ INSPECTOR = "flyte_ddp.inference.rank:check_model"
 INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__), ("torch", "pillow"))
 
 
-def one_device() -> dict[str, Any]:
+def shard_arguments() -> dict[str, Any]:
     """Return the arguments of @task for predicting a shard.
 
     The arguments are those of training, with at most one GPU and without secrets.
@@ -64,7 +64,7 @@ class Checked(NamedTuple):
 
 @task(**small_resources())
 @platform_errors(platform)
-def check_inputs(
+def resolve_inputs(
     model_state: PythonPickledFile | None, folder: FlyteDirectory | None, options: InferenceOptions
 ) -> Checked:
     """Check the inputs of a batch prediction, and find out which dataset and network "auto" stands for; a Flyte task.
@@ -155,7 +155,7 @@ def _key(**decisive: Any) -> str:
     # A shard's key stands for all other inputs
     cache=Cache(policies=INFERENCE_CODE, ignored_inputs=("model_state", "data", "folder", "listing", "options")),
     retries=3,
-    **one_device(),
+    **shard_arguments(),
 )
 @platform_errors(platform)
 def predict_shard(

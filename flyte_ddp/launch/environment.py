@@ -202,8 +202,8 @@ def is_first_rank() -> bool:
 def visible_gpus(devices: Path = Path("/dev")) -> int:
     """Return the number of GPUs that a rank started here can use: 0 if the installed torch is not built for CUDA.
 
-    They are counted by NVML, without CUDA and without torch, which takes seconds to import. Torch is asked only if
-    there are NVIDIA device files but the driver does not answer.
+    CUDA_VISIBLE_DEVICES counts. The GPUs are counted by NVML, without CUDA and without torch, which takes seconds to
+    import. Torch is asked only if there are NVIDIA device files, but NVML cannot be used.
 
     Args:
         devices: the folder of device files.

@@ -167,11 +167,12 @@ def _find_bad_nodes(error: BaseException, host: str, may_be_hardware: bool) -> t
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Format an error's traceback without this library's frames that lead to the user's code.
+    """Format an error's traceback, without this library's frames at its start that lead to the user's code.
 
-    Frames of launch/, engine/ and script/ are left out, except for the last one, which shows what called the user's
-    code. Any other code, such as torch's, counts as the user's. If there is no such code, all frames stay. The
-    tracebacks of the error's causes stay whole.
+    The frames left out are those of launch/, engine/ and script/ before the first frame of other code. The last of
+    these stays, to show what called the other code. That code may also be torch's, or another part of this library.
+    Frames after it stay, whatever they are. If there is no other code, all frames stay. The tracebacks of the error's
+    causes stay whole.
     """
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/", f"{ROOT}/script/")
     caller = error.__traceback__

@@ -78,11 +78,12 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
     """Format the host, last collective and stacks of each rank, in the order of the answers.
 
-    Ranks of one host with the same collective and the same stacks share one entry. If a rank has not answered and the
-    launcher has no stacks of it either, a line says so.
+    Ranks of one host with the same collective and the same stacks share one entry. The launcher can read a rank's
+    stacks even if the rank has not answered. If there are no stacks of such a rank either, a line says that it does not
+    answer.
 
     Args:
-        answers: the answer of each rank. One whose `reached` is below 0 stands for a rank that has not answered.
+        answers: the answer of each rank. A rank has not answered if `reached` is below 0.
         hosts: the host of each rank.
     """
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)

@@ -307,11 +307,15 @@ def _supervise(
 def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: float) -> BaseException:
     """Return, without raising it, the error of a run that was asked to stop.
 
+    Call this when all ranks of this host have ended, at least one of them as "stopped", or when the grace is over. The
+    grace is the time from the request to stop until the ranks are killed.
+
     Args:
         ranks: the ranks of this host.
         signals: the signals that this process got, in their order. They are empty if only a rank got a SIGTERM.
-        grace: the time that the ranks had, and where the checkpoints are.
-        until: when to stop waiting for the upload of a checkpoint, as of time.monotonic().
+        grace: the grace, which also knows the position of the newest checkpoint, for the message.
+        until: the time of time.monotonic() up to which a checkpoint may be uploaded. This function does not wait: the
+            PreemptedError gets it as its `until`.
 
     Returns:
         A KeyboardInterrupt if the first signal was Ctrl-C. Otherwise a PreemptedError. If all ranks have ended, its

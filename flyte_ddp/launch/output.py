@@ -66,7 +66,7 @@ def _without_overwritten(line: bytes) -> bytes:
 
 
 @contextmanager
-def printed_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Iterator[None]:
+def capture_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Iterator[None]:
     """Call out(line) and err(line) for lines that Python code prints in a with statement, in place of printing them.
 
     The lines to stdout go to `out`, those to stderr to `err`, without their ends. An unfinished last line comes when

@@ -17,7 +17,7 @@ from flyte_ddp.errors import StopRequested
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.failures import from_exception
 from flyte_ddp.launch.link import ParentLink
-from flyte_ddp.launch.output import printed_lines
+from flyte_ddp.launch.output import capture_lines
 from flyte_ddp.launch.phases import STARTING
 from flyte_ddp.launch.signals import STOP_SIGNALS
 
@@ -89,7 +89,7 @@ def serve(
     threading.Thread(target=link.listen, args=(private,), daemon=True).start()
     try:
         link.heartbeat(STARTING)
-        with printed_lines(link.on_line, link.on_line):  # only the parent writes to the terminal
+        with capture_lines(link.on_line, link.on_line):  # only the parent writes to the terminal
             value = pkgutil.resolve_name(target)(environment, link, argument)
         link.send("done", value)
     except StopRequested as stopped:

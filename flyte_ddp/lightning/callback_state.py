@@ -51,7 +51,7 @@ def callback_state(trainer: Trainer) -> dict[str, Any]:
         "stops_early": whether a callback has ended the training. "frozen": a dict of flags, with requires_grad under
         the name of each weight, and track_running_stats under the name of each layer that has this attribute.
     """
-    switches = _switches(trainer.lightning_module)
+    switches = _freeze_flags(trainer.lightning_module)
     frozen = {name: getattr(owner, attribute) for name, (owner, attribute) in switches.items()}
     return {"stops_early": trainer.should_stop, "frozen": frozen}
 
@@ -59,7 +59,9 @@ def callback_state(trainer: Trainer) -> dict[str, Any]:
 def restore_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Freeze and unfreeze weights as callback_state() found them, and end the training if a callback had ended it."""
     trainer.should_stop |= saved["stops_early"]
-    for name, (owner, attribute) in _switches(trainer.lightning_module).items():  # BackboneFinetuning unfreezes once
+    for name, (owner, attribute) in _freeze_flags(
+        trainer.lightning_module
+    ).items():  # BackboneFinetuning unfreezes once
         setattr(owner, attribute, saved["frozen"][name])
 
 
@@ -111,7 +113,7 @@ def _versions(trainer: Trainer) -> list[Any]:
     return [*((id(tensor), version(tensor)) for tensor in tensors), *others]
 
 
-def _switches(module: LightningModule) -> dict[str, tuple[Any, str]]:
+def _freeze_flags(module: LightningModule) -> dict[str, tuple[Any, str]]:
     """Return the attributes that callbacks such as BackboneFinetuning set to freeze something.
 
     Returns:

@@ -88,10 +88,20 @@ class CheckpointFiles(TorchCheckpointIO):
         check_readable(_needed(checkpoint))
 
     def _save_theirs(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Write a checkpoint of the user's callbacks as Lightning does, but replace the file at the path as a whole.
+        """Write a checkpoint of the user's callbacks in Lightning's format, replacing a file at the path as a whole.
 
-        Lightning itself would write into the old file if the folder is on another disk than /tmp. A URL is left to
-        Lightning.
+        The content goes to a temporary file in the same folder, which is then renamed. Lightning alone would write to
+        /tmp first and, if the path is on another disk, copy from there into the old file: a reader could find half of a
+        checkpoint. A checkpoint whose path is a URL is left to Lightning.
+
+        Args:
+            checkpoint: the content.
+            path: the path of the file, or a URL.
+            storage_options: must be None, as Lightning demands.
+
+        Raises:
+            OSError: The file cannot be written. The old file stays as it was.
+            TypeError: storage_options is not None.
         """
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)

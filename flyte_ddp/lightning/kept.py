@@ -61,17 +61,18 @@ class KeptFiles:
     def restore(self, callbacks: dict[str, Any], kept: Mapping[str, Any]) -> list[str]:
         """Put the kept files into this attempt's logs, and change their paths in the callbacks' state; a collective.
 
-        Rank 0 alone links or copies files. All ranks change the paths.
+        Rank 0 alone links or copies files, and replaces any that are there. All ranks change the paths: in the states
+        of ModelCheckpoints, each path in the earlier attempt's logs becomes one in the logs of rank 0.
 
         Args:
             callbacks: the state of the callbacks, which is changed in place.
             kept: what keep() returned in the attempt before.
 
         Returns:
-            On rank 0, the names of files that are gone. On other ranks, an empty list.
+            On rank 0, the names of the files that are neither kept nor in the logs. On other ranks, an empty list.
 
         Raises:
-            OSError: Rank 0 cannot link or copy a file.
+            OSError: Rank 0 cannot link or copy a file. The other ranks do not raise it.
         """
         gone = []
         before, now = kept["logs"], broadcast_value(self._logs)

@@ -185,7 +185,7 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
         )
 
 
-def problems_of_ranks(batch: Any) -> list[str]:
+def warn_of_equal_batches(batch: Any) -> list[str]:
     """Return a list with one warning if some ranks have been given equal batches, else an empty list; a collective.
 
     All ranks return the same. Batches are equal if the checksums of their tensors are.

@@ -59,7 +59,7 @@ class LoggedByValidation(DummyLogger):
         return {name: value for name, value in logged.items() if name not in self._names}
 
 
-def problems_of_names(
+def find_unlogged_measures(
     headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool, has_batches: bool
 ) -> list[str]:
     """Return a warning for each measure that the module does not log as a report needs it; [] if all is well.

@@ -44,9 +44,9 @@ from flyte_ddp.lightning.lightning_compat import (
     checkpoint_now,
     set_steps_done,
 )
-from flyte_ddp.lightning.loaders import Loaders, problems_of_ranks
-from flyte_ddp.lightning.measures import LoggedByValidation, problems_of_names, read_measures
-from flyte_ddp.lightning.remedies import check_schedules, problem_of_ranks
+from flyte_ddp.lightning.loaders import Loaders, warn_of_equal_batches
+from flyte_ddp.lightning.measures import LoggedByValidation, find_unlogged_measures, read_measures
+from flyte_ddp.lightning.remedies import check_schedules, describe_rank_change
 from flyte_ddp.lightning.results import make_plan
 from flyte_ddp.random_numbers import Use, derive_key
 
@@ -131,7 +131,7 @@ class RankObserver(Checkpoint):
             self.position = self.position[0], trainer.fit_loop.epoch_loop.batch_idx + 1
         self._epoch_state = EpochState(trainer, module, self._validation)
         before_each_step(trainer, lambda: self._between_steps(trainer, module))
-        before_each_validation(trainer, lambda: self._before_validation(trainer))
+        before_each_validation(trainer, lambda: self._keep_checkpoint_for_validation(trainer))
         if trainer.num_training_batches == float("inf"):
             raise InputError(
                 f"{self._job.datamodule or self._job.recipe}: train_dataloader has no length: set limit_train_batches "
@@ -147,7 +147,9 @@ class RankObserver(Checkpoint):
         Call this before the first step. If a resumed training has no steps left, call it before the test.
 
         Raises:
-            InputError: this rank has no training batch, or a learning rate schedule would end before the training.
+            InputError: this rank has no training batch; or a resumed training has another number of ranks than before,
+                and a learning rate schedule with total_steps would therefore end before the training.
+            RecoverableError: a host differs from the others, and options.odd_hosts is "refuse".
         """
         if not trainer.num_training_batches:  # Lightning ends at once then, without training
             raise InputError(
@@ -155,7 +157,7 @@ class RankObserver(Checkpoint):
                 "give it more samples, a smaller batch size, or drop_last=False"
             )
         progress = self.progress
-        other_ranks = problem_of_ranks(progress.ran_on, self._environment.world.size)
+        other_ranks = describe_rank_change(progress.ran_on, self._environment.world.size)
         check_schedules(trainer, self.position[1], other_ranks)
         progress.epoch, progress.step = self.position
         progress.start(self._environment, self._job, make_plan(self._job, trainer), trainer.lightning_module)
@@ -169,12 +171,13 @@ class RankObserver(Checkpoint):
     def _begin_evaluation(self, batches: Sequence[float], loaders: Any) -> None:
         """Prepare the ranks to agree during an evaluation on whether to stop; a collective.
 
-        The ranks may have different numbers of batches. So they exchange requests to stop only up to the smallest
-        number of batches that a loader has on any rank. They exchange none if every loader is infinite on every rank,
-        or if a loader reads an IterableDataset on any rank, since it may end before its stated length.
+        The ranks may have different numbers of batches. So they exchange requests to stop only during the evaluation's
+        first batches: as many as the shortest loader of any rank has. Infinite loaders are left out of this minimum.
+        The ranks exchange nothing if all loaders are infinite, or if a loader of any rank reads an IterableDataset,
+        which may end before its stated length.
 
         Args:
-            batches: the number of batches of each loader on this rank, which may be infinite.
+            batches: the number of batches of each loader on this rank; may be infinite.
             loaders: the loaders, in any nesting.
         """
         datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
@@ -204,7 +207,7 @@ class RankObserver(Checkpoint):
         self._epoch_state.begin_step()
         if not self._is_compared:
             self._is_compared = True
-            self.progress.warn(trainer.current_epoch, 0, problems_of_ranks(batch))
+            self.progress.warn(trainer.current_epoch, 0, warn_of_equal_batches(batch))
         steps = batch_idx + 1
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._rate = rates[0] if rates else 0.0  # now: a schedule sets that of the next step
@@ -289,7 +292,7 @@ class RankObserver(Checkpoint):
         if self._is_first_step and self.position[1]:
             self._begin_epoch_again(trainer)
         self._is_first_step = False
-        self.progress.obey(self, self._asked)
+        self.progress.save_or_stop(self, self._asked)
         self._asked = NOTHING
 
     def gather_within(self) -> None:
@@ -327,19 +330,23 @@ class RankObserver(Checkpoint):
 
     # --- epochs ---
 
-    def _before_validation(self, trainer: Trainer) -> None:
-        """Prepare a validation that a request to stop can end; a collective. Rank 0 keeps a checkpoint from before it.
+    def _keep_checkpoint_for_validation(self, trainer: Trainer) -> None:
+        """Keep a checkpoint on rank 0, so that a request to stop can end the validation that comes next; a collective.
 
-        The validation can be left early only with such a checkpoint. None is kept if a loader cannot resume within an
-        epoch, gradients are being accumulated, the epoch's end needs what only its steps have left, or a hook of the
-        user's code fails while the checkpoint is made on any rank.
+        The checkpoint is kept in memory. Without it the ranks go through the whole validation before they stop. No
+        checkpoint is kept in these cases: a loader cannot resume within an epoch; gradients wait for an optimizer's
+        step; the end of the epoch needs something that a resume after the steps would lack, such as a metric's list; or
+        a hook of the user's code fails on any rank while the checkpoint is made.
 
         Raises:
-            NonFiniteError: a loss or weight is not finite. All ranks raise this.
+            NonFiniteError: A loss or weight is not finite. All ranks raise this error. Loss and weights are checked
+                only if none of the first three cases applies.
         """
         self._last_step = None
         self._begin_evaluation(trainer.num_val_batches, trainer.val_dataloaders)
-        self._can_leave = not (self._loaders.begins_epochs_anew or self.must_wait() or self._needs_steps(trainer))
+        self._can_leave = not (
+            self._loaders.begins_epochs_anew or self.must_wait() or self._cannot_resume_at_validation(trainer)
+        )
         if not self._can_leave:
             return
         self.gather_within()
@@ -360,7 +367,7 @@ class RankObserver(Checkpoint):
                 lambda keys: keys[0] == "callbacks" or (keys[0] == "state_dict" and keys[1] in buffers),
             )
 
-    def _needs_steps(self, trainer: Trainer) -> bool:
+    def _cannot_resume_at_validation(self, trainer: Trainer) -> bool:
         """Return whether the epoch's end needs more than a checkpoint before the validation could hold; a collective.
 
         If so, a resume cannot begin with the validation. All ranks return True if, on any rank, a callback has ended
@@ -429,7 +436,7 @@ class RankObserver(Checkpoint):
         if len(progress.history) == 1:
             has_batches = trainer.val_dataloaders is None or any(trainer.num_val_batches)
             names = {*finished.train}, validation, self._evaluation_seconds > 0, has_batches
-            progress.warn(epoch, 0, problems_of_names(self._job.headline, *names))
+            progress.warn(epoch, 0, find_unlogged_measures(self._job.headline, *names))
         self.compare_between_ranks()
         progress.begin_next(1.0)
         self._evaluation_seconds, self._validation.values, self._asked = 0.0, {}, NOTHING

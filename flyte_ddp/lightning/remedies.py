@@ -24,7 +24,7 @@ def with_remedy(error: Exception) -> InputError | None:
     return InputError(f"{type(error).__name__}: {str(error).strip()} Here: {remedies[0]}") if remedies else None
 
 
-def problem_of_ranks(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
+def describe_rank_change(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
     """Return a warning if a training continues on another number of ranks than before, else an empty text.
 
     Args:
@@ -50,7 +50,7 @@ def check_schedules(trainer: Trainer, step: int, other_ranks: str) -> None:
     Args:
         trainer: the trainer, at the start of this attempt, with the schedules restored.
         step: how many batches of the current epoch are done.
-        other_ranks: the text from problem_of_ranks(), which ends the message. If it is empty, the number of ranks is
+        other_ranks: the text from describe_rank_change(), the end of the message. If empty, the number of ranks is
             the same as before, and nothing is checked.
     """
     epochs = range(trainer.current_epoch, trainer.max_epochs or 0)

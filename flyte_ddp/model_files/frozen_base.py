@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-def with_versions(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def add_module_versions(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return weights as a state dict for load_state_dict(), with the versions of the network's modules.
 
     Files have no versions. Without one, a module such as torchvision's MNASNet takes its weights for those of an
@@ -67,4 +67,4 @@ class FrozenBase:
     def load(self, model: nn.Module, rest: Mapping[str, Tensor]) -> None:
         """Load what `without` returned. Raises RuntimeError if it does not fit."""
         own = model.state_dict()
-        model.load_state_dict(with_versions({**{name: own[name] for name in self.names}, **rest}, model))
+        model.load_state_dict(add_module_versions({**{name: own[name] for name in self.names}, **rest}, model))

@@ -73,7 +73,7 @@ class ModelMetadata:
         Raises:
             InputError: the class cannot be imported, or has other settings by now.
         """
-        kind = class_named(self.settings_class, Settings, f"{path}: the class of the settings")
+        kind = import_class(self.settings_class, Settings, f"{path}: the class of the settings")
         try:
             return kind.from_dict(self.settings)
         except InputError as error:
@@ -82,7 +82,7 @@ class ModelMetadata:
             ) from None
 
 
-def class_named(name: str, base: type[Kind], what: str) -> type[Kind]:
+def import_class(name: str, base: type[Kind], what: str) -> type[Kind]:
     """Return the class "package.module:Name", after importing its module.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization_config
 
 from flyte_ddp.errors import InputError, not_installed
-from flyte_ddp.model_files.frozen_base import compute_base_digest, frozen_weights, with_versions
+from flyte_ddp.model_files.frozen_base import add_module_versions, compute_base_digest, frozen_weights
 from flyte_ddp.model_files.model_metadata import is_safetensors, read_metadata
 from flyte_ddp.text import listed
 
@@ -35,11 +35,11 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
         InputError: the file cannot be read, or its weights do not fit the network.
     """
     own = model.state_dict()
-    weights = with_base(with_tied(read_weights(path, called, remedy), own), model, path, called)
+    weights = add_frozen_weights(with_tied(read_weights(path, called, remedy), own), model, path, called)
     if names := misfits(weights, own):
         problem = describe_misfits(names, weights, own)
         raise InputError(f"{called} must fit the network, got {path} with {problem}: {remedy}")
-    model.load_state_dict(with_versions(weights, model))
+    model.load_state_dict(add_module_versions(weights, model))
     return model
 
 
@@ -96,7 +96,7 @@ def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
     }
 
 
-def copied_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None = None) -> dict[Name, Tensor]:
+def copy_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None = None) -> dict[Name, Tensor]:
     """Copy weights to the host's memory, wait until the copies are complete, and return them by name.
 
     Tied weights share one copy.
@@ -131,7 +131,7 @@ def with_tied(weights: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
     return {**weights, **{name: weights[first] for name, first in others.items()}}
 
 
-def with_base(
+def add_frozen_weights(
     weights: dict[str, Tensor], model: nn.Module, path: str | Path, called: str = "model_state"
 ) -> dict[str, Tensor]:
     """Return a file's weights, with the network's frozen weights added if the training left those out of the file.

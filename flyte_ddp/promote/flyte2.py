@@ -25,7 +25,7 @@ from flyte_ddp.flyte2.environment import PAUSES
 from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.place import Place
-from flyte_ddp.promote.promotion import PromotionSummary, promote, return_to, writable_place
+from flyte_ddp.promote.promotion import PromotionSummary, promote, roll_back_or_show, writable_place
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 
@@ -134,5 +134,5 @@ def make_artifact(model_state: File, summary: PromotionSummary, name: str) -> An
 def roll_back_to(place: str, name: str) -> RollBackOutputs:
     """Promote an earlier version again. With an empty name, only show the history and the versions."""
     with one_attempt():
-        version, report = return_to(platform, place, name)
+        version, report = roll_back_or_show(platform, place, name)
         return RollBackOutputs(version, output_file(report))

@@ -230,13 +230,17 @@ class Place:
     def roll_back(self, version: str) -> Pointer:
         """Promote an earlier version again, after verifying its weights, and return the new pointer.
 
-        A current.json that is damaged or missing is replaced by a new one, without the history.
+        The roll-back is added to the history in current.json. A current.json that is damaged or missing is replaced by
+        a new one, and the history before is lost.
+
+        Args:
+            version: the name of a version in this place.
 
         Raises:
             InputError: the place has no versions, or none of this name; it cannot be read or written; or a newer
                 program has written its current.json.
-            ReportedError: the version is damaged. RecoverableError, which derives from this error, means that the
-                storage fails.
+            RecoverableError: the storage fails. This error is a ReportedError, too, so catch RecoverableError first.
+            ReportedError: the version is damaged.
         """
         versions = self.versions()
         if not versions:

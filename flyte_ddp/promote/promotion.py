@@ -200,7 +200,7 @@ def roll_back(place: Place, version: str) -> Pointer:
     return pointer
 
 
-def return_to(platform: Platform, place: str, version: str) -> tuple[str, Path]:
+def roll_back_or_show(platform: Platform, place: str, version: str) -> tuple[str, Path]:
     """Roll back to a version, or only show the history if `version` is "". Print the versions, and write a page.
 
     The place is a URL or a folder; "" is the default of a local run. Returns the version that is promoted now, "" if

@@ -29,7 +29,7 @@ from flyte_ddp.flyte1.resources import small_resources, training_resources, trai
 from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.place import Place
-from flyte_ddp.promote.promotion import PromotionSummary, promote, return_to, writable_place
+from flyte_ddp.promote.promotion import PromotionSummary, promote, roll_back_or_show, writable_place
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.mlflow_run import ADDRESS
 from flyte_ddp.settings import RunOptions
@@ -158,5 +158,5 @@ def promote_model(
 @task(enable_deck=True, deck_fields=(), secret_requests=mlflow_secret(), **small_resources())
 def roll_back(place: str, name: str) -> RollBackOutputs:
     """Promote an earlier version again. With an empty name, only show the history and the versions."""
-    version, report = return_to(platform, place, name)
+    version, report = roll_back_or_show(platform, place, name)
     return RollBackOutputs(version, output_file(report))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_files.model_metadata import check_is_file, class_named, plain_remedy, read_metadata
+from flyte_ddp.model_files.model_metadata import check_is_file, import_class, plain_remedy, read_metadata
 from flyte_ddp.model_files.weights import load_weights
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.recipes.airbench import Airbench94
@@ -163,7 +163,7 @@ def load_model(
     check_is_file(path)
     metadata = read_metadata(path)
     if metadata and metadata.recipe != OURS and name is None:
-        recipe = class_named(metadata.recipe, Recipe, f"{path}: the recipe")
+        recipe = import_class(metadata.recipe, Recipe, f"{path}: the recipe")
         try:
             return recipe.load_model(path, data_path=data_path, init_path=init_path)
         except InputError:

@@ -220,8 +220,8 @@ def _network(record: Record) -> list[tuple[str, str]]:
 def _memory(record: Record) -> list[tuple[str, str]]:
     """Return lines (label, text) with the peak memory of a rank on the host and on the GPU.
 
-    Each line is the maximum over all ranks. A peak of 0 is left out, so a run without GPUs has one line. Before the
-    training has finished there are no lines.
+    Each line is the maximum over the ranks whose results the record has. A peak of 0 is left out, so a run without GPUs
+    has one line. Before the training has finished there are no lines.
     """
     results = record.finished.results if record.finished else []
     peaks = {

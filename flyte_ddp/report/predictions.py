@@ -73,11 +73,17 @@ def describe_predictions(record: Record) -> dict[str, Any]:
     """Return what the page shows of the predictions: accuracy by class, mistakes and the confusion matrix.
 
     Returns:
-        Values for the page's template. "classes" has at most MOST_BARS classes, the worst ones if there are more.
-        "mistakes" has the MOST_MISTAKES most confident mistakes. "cells" has the confusion matrix, or nothing if there
-        are more than MOST_CLASSES classes. "names" has the classes' names, and "roomy" says whether cells need more
-        space. Without predictions (the run is not finished, or no image classifier), the first three are empty and the
-        other two missing.
+        Values for the page's template:
+
+        - "classes": the classes with their accuracies. If there are more than MOST_BARS, only the MOST_BARS worst, the
+        worst first.
+        - "mistakes": the most confident mistakes, MOST_MISTAKES at most.
+        - "cells": the confusion matrix; an empty list if there are more than MOST_CLASSES classes.
+        - "names": the names of all classes.
+        - "roomy": whether the matrix's cells need more space.
+
+        There are no predictions if the run has not finished, or is no image classifier's. Then "classes", "mistakes"
+        and "cells" are empty lists, and "names" and "roomy" are missing.
     """
     predictions = load_predictions(record.info, record.finished) if record.finished else None
     if predictions is None:

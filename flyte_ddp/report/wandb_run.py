@@ -48,7 +48,7 @@ class WandbRun(Tracker):
         self._unsaid = Unsaid()
         wandb.termsetup(wandb.setup().settings, self._unsaid)
         mode = self.info.options.tracking
-        reason = unreachable() if mode == "online" else ""
+        reason = explain_unreachable() if mode == "online" else ""
         # Other attempts' folders are kept, because their last measures may still be unsent
         earlier = {*self.info.logs.glob("wandb/run-*")}
         if mode == "online" and not reason:
@@ -74,14 +74,14 @@ class WandbRun(Tracker):
         return step <= int(self._earlier.get(f"{AXIS}/{group}", -1))
 
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
-        """Add the machine to the run's config, and show the network's layers as wandb.watch would.
+        """Add facts about the attempt to the run's config, and show the network's layers as wandb.watch would.
 
         wandb.watch needs the network itself, which this process does not have.
 
         Args:
-            world: facts about the attempt by name, such as the backend. A name that a setting has, too, gets the prefix
-                "run.". But backend and precision replace the settings of this name, which may be "auto". So does the
-                dataset of an image classifier.
+            world: the facts by name. A name that is also a setting's gets the prefix "run.". Exceptions are backend,
+                precision and, for an image classifier, dataset. These replace the setting in the config, because the
+                setting may be "auto".
             layers: name, type and number of parameters of each layer.
         """
         settings = {field.name for field in fields(self.info.settings)}
@@ -203,7 +203,7 @@ def shown_images(count: int, batch_size: int) -> list[int]:
     return [*chain.from_iterable(batch[:IMAGES_PER_BATCH] for batch in batches)]
 
 
-def unreachable() -> str:
+def explain_unreachable() -> str:
     """Return why W&B cannot be used: there is no key, or its server does not answer. Return "" if it can.
 
     wandb itself would keep trying for a long time.

@@ -135,16 +135,16 @@ def as_typed(message: str) -> str:
 def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
     """Return the command-line option for a field of the settings or options.
 
-    An option that the user leaves out has the value None. If the field's default is text, a given value is taken as it
-    is. Any other value is parsed as JSON; true and false of a bool may be in upper or lower case. The type of the
+    An option that the user leaves out has the value None. If the field's default is a string, a given value is taken as
+    it is. Any other value is parsed as JSON; true and false of a bool may be in upper or lower case. The type of the
     parsed value is not checked here, since the settings check it.
+
+    This function itself raises nothing. Later, while click parses the command line, the option raises InputError if the
+    given value is not JSON, or if an object in it has a name twice.
 
     Args:
         field: the field.
         said: the option's help.
-
-    Raises:
-        InputError: From click, when it parses the command line: the given value is no JSON.
     """
     default = field.default_factory() if callable(field.default_factory) else field.default
 

@@ -20,7 +20,7 @@ from flyte_ddp.report.record import RunFinished
 from flyte_ddp.script.job import RANKS
 from flyte_ddp.script.training import CHECKPOINT, describe_script, launch, make_script_job
 from flyte_ddp.settings import TRACKING, RunOptions
-from flyte_ddp.training import alone_in, describe_run
+from flyte_ddp.training import describe_run, locked_output
 from flyte_ddp.whole_files import absolute, writing_to
 
 TIMEOUT = RunOptions().write_timeout_seconds
@@ -63,7 +63,7 @@ def script(nproc: int, output: Path, timeout_seconds: float, tracking: str, scri
         checkpoints.mkdir(parents=True, exist_ok=True)
     job = job_in(folder, describe_script(code, arguments), options)
     report = folder / "report.html"
-    with alone_in(folder), tempfile.TemporaryDirectory() as ended:
+    with locked_output(folder), tempfile.TemporaryDirectory() as ended:
         logs = Logs(folder, url="")
         info = describe_run(folder, job, goodput := Goodput(started))
         with Observers(info, goodput, logs, page=report) as observers:

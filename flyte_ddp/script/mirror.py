@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from flyte_ddp.attempt.best_models import unused
 from flyte_ddp.attempt.checkpoints import CheckpointStore
 from flyte_ddp.attempt.platform import Platform
-from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread, patiently
+from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread, retry_storage
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, Event
 from flyte_ddp.launch.failures import PreemptedError
@@ -169,7 +169,7 @@ class CheckpointMirror:
             there, _, file = copy.url.rpartition("/")
             folder = StorageFolder(self._platform, there)
             with suppress(FileNotFoundError):
-                patiently(f"cannot read {copy.url}", lambda: folder.fetch(file, path))
+                retry_storage(f"cannot read {copy.url}", lambda: folder.fetch(file, path))
             if not path.exists() or path.stat().st_size != size:
                 raise InputError(f"the checkpoint's file {copy.url} was removed or replaced: start anew, without it")
         os.utime(path, ns=(changed, changed), follow_symlinks=False)
@@ -247,7 +247,7 @@ class CheckpointMirror:
         quiet = {one for one in known if now - self._changed.get(one, -math.inf) >= QUIET_SECONDS}
         newest = {one: max(changed for changed, _, _ in files.values()) for one, files in entries.items()}
         quiet |= {one for one in known if newest.get(one, math.inf) <= whole_until}
-        self._note_busy({*entries} - quiet, now)
+        self._warn_of_busy_entries({*entries} - quiet, now)
         copies = dict(self._copies)
         has_new = whole_until == math.inf
         problem = ""
@@ -268,7 +268,7 @@ class CheckpointMirror:
         if problem:
             raise OSError(problem)
 
-    def _note_busy(self, busy: set[str], now: float) -> None:
+    def _warn_of_busy_entries(self, busy: set[str], now: float) -> None:
         """Warn, once for each, of entries that have not been quiet for BUSY_SECONDS.
 
         An entry is a file or folder at the top of the checkpoints. It is quiet if nothing has changed it for

@@ -255,12 +255,15 @@ def whole_until(ended: Path, size: int, is_stop: bool) -> float:
 def make_script_job(job: Job, code: UserCode, arguments: Sequence[str], folder: Path, ended: str) -> ScriptJob:
     """Return the job that the ranks of a script get.
 
+    The script will run in this process's current folder, and its events go to events.jsonl in job.logs. Rank 0 will
+    meet the other ranks at a port that is free now, and that nobody reserves. The new job has no storage.
+
     Args:
         job: the run.
         code: the script's code.
         arguments: the script's arguments.
         folder: the folder of its checkpoints.
-        ended: an empty folder, for ScriptJob.ended.
+        ended: an empty folder. Each rank leaves a file there if its script has come to its own end.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

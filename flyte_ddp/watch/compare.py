@@ -118,9 +118,11 @@ def compare(context: click.Context, first: str, second: str) -> None:
 
 
 def compare_runs(one: Recorded, other: Recorded) -> tuple[bool, str]:
-    """Return whether both have finished with the same digests at all evaluations and in model.pt, and a sentence.
+    """Compare the digests of two runs' weights, and return whether all are equal, and a text that says so or why not.
 
-    The sentence names the first evaluation that differs, or why the runs are not equal in spite of equal evaluations.
+    The runs are equal if both have finished, have the same digest in model.pt, and have evaluations at the same
+    positions with the same digests. If a digest differs, the text names the first such evaluation. Otherwise it says
+    that no evaluation is common to both, that one run goes further or has not finished, or that model.pt differs.
     """
     both = sorted(one.digests.keys() & other.digests.keys())
     differing = [position for position in both if one.digests[position] != other.digests[position]]

@@ -16,7 +16,15 @@ from kubernetes.client import (
     V1PodSpec,
 )
 
-from flyte_ddp.attempt.avoided import FILE, add_nodes, exclude_nodes, find_nodes, keep_away, noting_nodes, tell_node
+from flyte_ddp.attempt.avoided import (
+    FILE,
+    add_nodes,
+    exclude_nodes,
+    find_nodes,
+    keep_away,
+    set_node_variable,
+    with_bad_nodes_listed,
+)
 from flyte_ddp.attempt.checkpoints import point_to_previous
 from flyte_ddp.attempt.platform_training import CommonRecipeTraining
 from flyte_ddp.attempt.trained import Trained
@@ -104,7 +112,7 @@ def test_without_being_asked_for_nothing_is_read_or_written(monkeypatch, tmp_pat
     start: Any = list
     assert keep_away(platform) == {}
     add_nodes(platform, ["node-a"], ECC)
-    assert noting_nodes(platform, start) is start
+    assert with_bad_nodes_listed(platform, start) is start
 
 
 def leaves(platform, **more):
@@ -224,7 +232,7 @@ def test_of_many_ranks_the_first_writes_what_all_have_found_and_each_what_it_alo
         raise RankError(Failure(int(rank), "node-a", "error", "WrongBitsError", "wrong bits", bad_nodes=bad_nodes))
 
     with pytest.raises(RankError):
-        noting_nodes(platform, fail)(NO_JOB, lambda event: None)
+        with_bad_nodes_listed(platform, fail)(NO_JOB, lambda event: None)
     assert listed(platform) == [*bad_nodes] * writes
 
 
@@ -235,7 +243,7 @@ def test_odd_nodes_are_listed_while_the_training_goes_on(on):
         on_event(OddNodes(("node-b",), "TFLOPS differ"))
         return []
 
-    assert noting_nodes(platform, train)(NO_JOB, lambda event: None) == []
+    assert with_bad_nodes_listed(platform, train)(NO_JOB, lambda event: None) == []
     assert listed(platform) == ["node-b"]
 
 
@@ -248,7 +256,7 @@ def test_a_pod_is_told_its_node_and_forbidden_others_in_addition_to_its_own_affi
     own = V1NodeAffinity(required_during_scheduling_ignored_during_execution=V1NodeSelector(node_selector_terms=terms))
     for affinity, before in ((None, [0]), (V1Affinity(), [0]), (V1Affinity(node_affinity=own), [1, 0])):
         spec: Any = V1PodSpec(containers=[V1Container(name="sidecar")], affinity=affinity)
-        tell_node(spec, "primary")
+        set_node_variable(spec, "primary")
         exclude_nodes(spec, [])
         assert spec.affinity == affinity
         exclude_nodes(spec, ["node-a", "node-b"])

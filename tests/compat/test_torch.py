@@ -205,8 +205,8 @@ COMPILER = """if True:
     import sys, torch
     from torch import distributed, nn
     from torch.nn.parallel import DistributedDataParallel
-    from flyte_ddp.engine.compiler_compat import leave_dynamo_out
-    leave_dynamo_out()
+    from flyte_ddp.engine.compiler_compat import defer_dynamo_import
+    defer_dynamo_import()
     distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -236,7 +236,7 @@ def test_weights_can_be_gathered_in_their_own_types_before_and_after_the_first_u
     features = torch.ones(1, 2)
     try:
         for _ in range(2):
-            with torch_compat.gathered_as_they_are([layer]):
+            with torch_compat.gather_in_own_dtype([layer]):
                 assert layer(features).dtype == torch.float32
             layer(features.bfloat16()).sum().backward()
             assert layer.weight.grad.dtype == torch.float32
@@ -269,13 +269,13 @@ def test_a_sharded_unit_tells_of_its_gradients_and_leaves_the_graph_as_it_is(tmp
         for unit in (network.unit, network):
             unit.unused.bias.requires_grad_(False)
             fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-            torch_compat.leave_graph(unit)
+            torch_compat.use_backward_hooks(unit)
         unit = network.unit
         features = torch.ones(1, 2, requires_grad=True)
         network(features, features)  # now torch knows which module is the outermost
         trained = unit.used.weight, unit.used.bias, unit.unused.weight
         assert [*map(id, torch_compat.trained_weights(unit))] == [*map(id, trained)]
-        torch_compat.after_whole_gradients(unit, called.append)
+        torch_compat.hook_whole_gradients(unit, called.append)
         features.register_hook(lambda _: reduced.append(unit.used.weight.grad is not None))
         for _ in range(2):
             network(features, features).sum().backward()

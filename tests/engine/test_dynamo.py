@@ -9,8 +9,8 @@ import pytest
 PROGRAM = """if True:
     import os, sys, torch
     from torch.utils.checkpoint import checkpoint
-    from flyte_ddp.engine.compiler_compat import leave_dynamo_out
-    leave_dynamo_out()
+    from flyte_ddp.engine.compiler_compat import defer_dynamo_import
+    defer_dynamo_import()
     torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
     import torchvision.models
     import torch._dynamo.config as settings

@@ -16,7 +16,7 @@ from torch import distributed
 from flyte_ddp.engine import worker
 from flyte_ddp.engine.hosts import links, places
 from flyte_ddp.engine.hosts.links import GPU_LINK, rings_of_hosts
-from flyte_ddp.engine.hosts.places import Place, check_disk, note_machine
+from flyte_ddp.engine.hosts.places import Place, add_machine, check_disk
 from flyte_ddp.engine.hosts.unlike import list_bad_hosts
 from flyte_ddp.engine.hosts.unlike import list_oddities as reasons_of
 from flyte_ddp.engine.job import FINAL, Subject, make_job
@@ -42,16 +42,16 @@ ON_ANOTHER = """if True:
 
 
 def test_each_machine_is_kept_and_other_hardware_is_remarked_upon():
-    assert note_machine([], ONE) == ([ONE], [])
-    assert note_machine([ONE], dict(ONE)) == ([ONE], [])
+    assert add_machine([], ONE) == ([ONE], [])
+    assert add_machine([ONE], dict(ONE)) == ([ONE], [])
     more = {**ONE, "ranks": 3}
-    machines, (remark,) = note_machine([ONE], more, 0)
+    machines, (remark,) = add_machine([ONE], more, 0)
     assert machines == [ONE, more]
     assert "from 2 ranks, and 3 go on from it: the result is not that" in remark
     assert "which only virtual_ranks would keep" in remark
-    assert note_machine([ONE], more, 4) == ([ONE, more], [])
+    assert add_machine([ONE], more, 4) == ([ONE, more], [])
     other = {**more, "hardware": "NVIDIA H100"}
-    machines, (remark,) = note_machine([ONE, more], other)
+    machines, (remark,) = add_machine([ONE, more], other)
     assert machines == [ONE, more, other]
     assert "other hardware (CPU, AVX512) than this (NVIDIA H100)" in remark
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from flyte_ddp.attempt import storage_folder
 from flyte_ddp.attempt.checkpoints import checkpoint_store
-from flyte_ddp.attempt.multinode import recording_failure, worth_restarts
+from flyte_ddp.attempt.multinode import make_restart_rule, recording_failure
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.flyte1 import platform as flytekit_platform
@@ -110,7 +110,7 @@ def test_only_lost_ranks_are_started_again_by_torchs_agent(tmp_path, monkeypatch
         raise RankError(failure)
     (tmp_path / "error.json").write_text('{"message": "what torchrun knows"}')
     first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
-    assert worth_restarts()(ChildFailedError("ranks", {1: first})) == again
+    assert make_restart_rule()(ChildFailedError("ranks", {1: first})) == again
 
 
 def test_what_may_be_an_effect_of_another_nodes_failure_counts_as_later(tmp_path):

@@ -122,7 +122,7 @@ def test_failed_shard_is_retried_alone(trained, photos, tmp_path):
     model = literal(PythonPickledFile(str(trained.model), remote_path=False))
     folder = literal(FlyteDirectory(str(photos), remote_directory=False), FlyteDirectory | None)
     given = {"model_state": model, "folder": folder, "options": literal(InferenceOptions(shards=2))}
-    checked = Pod(tasks["flyte_ddp.inference.task.check_inputs"], given, tmp_path / "check").run()
+    checked = Pod(tasks["flyte_ddp.inference.task.resolve_inputs"], given, tmp_path / "check").run()
     assert checked["dataset"].scalar.primitive.string_value == "digits"
     fixed = {"data": data, "folder": folder, "options": checked["options"]}
     inputs = {"model_state": model, **fixed}

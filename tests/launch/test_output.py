@@ -6,13 +6,13 @@ import tracemalloc
 
 import pytest
 
-from flyte_ddp.launch.output import printed_lines
+from flyte_ddp.launch.output import capture_lines
 
 
 def follow_lines(*printed):
     """What is passed on of text and bytes that are written one after the other."""
     lines: list[str] = []
-    with printed_lines(lines.append, lines.append):
+    with capture_lines(lines.append, lines.append):
         for piece in printed:
             (sys.stdout if isinstance(piece, str) else sys.stdout.buffer).write(piece)
     return lines
@@ -37,7 +37,7 @@ def test_lines_are_those_that_a_terminal_would_show(printed, lines):
 def test_a_progress_bar_that_never_ends_its_line_is_not_kept():
     tracemalloc.start()
     lines: list[str] = []
-    with printed_lines(lines.append, lines.append):
+    with capture_lines(lines.append, lines.append):
         for _ in range(1000):
             sys.stdout.write("\r" + 1000 * "=")
         assert tracemalloc.get_traced_memory()[0] < 500_000
@@ -46,7 +46,7 @@ def test_a_progress_bar_that_never_ends_its_line_is_not_kept():
 
 def test_standard_output_is_a_text_stream_as_libraries_expect_it():
     lines: list[str] = []
-    with printed_lines(lines.append, lines.append):
+    with capture_lines(lines.append, lines.append):
         assert (sys.stdout.encoding, sys.stdout.errors) == ("utf-8", "backslashreplace")
         assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(line_buffering=True)
@@ -65,7 +65,7 @@ def test_a_finalizer_prints_while_its_thread_prints():
         if line == "first":
             Finalized()
 
-    with printed_lines(hand_on, hand_on):
+    with capture_lines(hand_on, hand_on):
         print("first")
         print("second")
     assert sorted(lines) == ["first", "from the finalizer", "second"]

@@ -11,7 +11,7 @@ import torch
 from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, RunOptions, TrainingSettings
 from flyte_ddp.code.user_code import find_code, join_codes
 from flyte_ddp.errors import InputError
-from flyte_ddp.lightning.measures import problems_of_names, read_measures
+from flyte_ddp.lightning.measures import find_unlogged_measures, read_measures
 from flyte_ddp.lightning.task import check_lightning
 from tests.commands import ROOT
 from tests.lightning.project import write_project
@@ -150,7 +150,7 @@ def test_measures_have_the_same_name_in_all_splits():
     ],
 )
 def test_a_measure_that_is_not_shown_is_named_with_the_cause(validated, has_validation, has_batches, problems):
-    said = problems_of_names("acc", {"loss"}, validated, has_validation, has_batches)
+    said = find_unlogged_measures("acc", {"loss"}, validated, has_validation, has_batches)
     assert [bool(re.fullmatch(words, one)) for words, one in zip(problems, said, strict=True)] == [True] * len(problems)
 
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from flyte_ddp.attempt.run import training_run
-from flyte_ddp.attempt.trained import find_tracking_id, share_events
+from flyte_ddp.attempt.trained import continue_tensorboard_file, find_tracking_id
 from flyte_ddp.data.prepared.prepared import open_split
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, GradientsSeen, RunStarted, StepLogged
@@ -159,7 +159,7 @@ def test_run_is_kept_where_nobody_listens(recorded, track):
 
 def test_online_without_a_key_is_offline(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert "WANDB_API_KEY" in wandb_run.unreachable()
+    assert "WANDB_API_KEY" in wandb_run.explain_unreachable()
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_a_local_attempt_goes_on_with_the_file_of_one_that_was_killed(recorded, 
                 tracking_id=find_tracking_id(platform, key, run.store.path),
                 options=RunOptions(tracking="tensorboard"),
             )
-            share_events(platform, run, info)
+            continue_tensorboard_file(platform, run, info)
             tracker = Tracking(info, TensorBoard(info, print), tmp_path)
             run.store.path.touch()  # the checkpoint, without which nothing is resumed
             for event in events:

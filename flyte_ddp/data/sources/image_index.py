@@ -277,9 +277,14 @@ def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, label
 
 
 def _large_classes(paths: Files, least_images: int) -> list[str]:
-    """Return the names of the classes that have at least `least_images` images to train on, in the order of `paths`.
+    """Return the names of the classes that have at least `least_images` images, in the order of `paths`.
 
-    Images of the split "test" do not count.
+    If the folder has the sub-folders train and test, only the images in train count. Otherwise all images count,
+    including those that will be used for testing.
+
+    Args:
+        paths: the names of the image files by split and class, as list_images() returns them.
+        least_images: the fewest images of a class.
 
     Raises:
         InputError: Fewer than two classes have so many images.

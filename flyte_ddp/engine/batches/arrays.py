@@ -26,13 +26,14 @@ def to_tensor(array: np.ndarray) -> Tensor:
     return torch.as_tensor(array)
 
 
-def with_dicts(tree: Any) -> Any:
-    """Return a tree of tensors with dicts in place of other mappings, on all levels.
+def replace_mappings(tree: Any) -> Any:
+    """Return a tree in which dicts replace the mappings that torch's pytree does not know, on all levels.
 
-    Functions for trees take other mappings, such as a tokenizer's BatchEncoding, for leaves.
+    pytree knows dict, OrderedDict and defaultdict, which keep their types. Other mappings, such as a tokenizer's
+    BatchEncoding, would be leaves. The given tree is not changed. The tensors are not copied.
     """
 
     def with_dict(leaf: Any) -> Any:
-        return with_dicts({key: leaf[key] for key in leaf}) if isinstance(leaf, Mapping) else leaf
+        return replace_mappings({key: leaf[key] for key in leaf}) if isinstance(leaf, Mapping) else leaf
 
     return pytree.tree_map(with_dict, tree)

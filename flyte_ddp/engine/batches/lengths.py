@@ -72,19 +72,20 @@ class Lengths:
     def padded(self, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
         """Return a rank's samples with the length of the global batch's longest sample, so that all ranks pad alike.
 
-        Tensors that are shorter are padded with zeros, and longer ones are cut.
+        Shorter tensors are padded with zeros. Longer tensors, which only a Dataset that pads its samples itself can
+        return, are cut.
 
         Args:
             tree: the tensors (n, length, ...) of the rank's samples. A tensor that has no lengths stays as it is.
-            own: (n,) the indices of these samples.
+            own: (n,) the indices of these samples; n is at least 1.
             global_indices: (N,) the indices of all samples of the global batch.
 
         Returns:
             The tree with tensors (n, longest, ...).
 
         Raises:
-            DataError: A tensor does not have the length that lengths() announces for the longest of these n samples. A
-                longer tensor is allowed if the Dataset pads its samples itself.
+            DataError: A tensor is shorter than the longest of these n samples is according to lengths(). Or a tensor is
+                longer than that, and the Dataset does not pad its samples itself.
         """
         longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flyte_ddp.engine.batches.arrays import KINDS, to_tensor, with_dicts
+from flyte_ddp.engine.batches.arrays import KINDS, replace_mappings, to_tensor
 from flyte_ddp.engine.batches.inherited_files import reopen_in_forks
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.sample_seeds import (
@@ -202,7 +202,7 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
             seed_generators(key)
             samples.append(dataset[int(index)])
     if any(isinstance(leaf, Mapping) for leaf in pytree.tree_leaves(samples[0])):
-        samples = [with_dicts(sample) for sample in samples]
+        samples = [replace_mappings(sample) for sample in samples]
     structures = [pytree.tree_structure(sample) for sample in samples]
     for index, structure, sample in zip(indices, structures, samples, strict=True):
         if structure != structures[0]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.engine.batches.arrays import KINDS, to_tensor, with_dicts
+from flyte_ddp.engine.batches.arrays import KINDS, replace_mappings, to_tensor
 from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.batches.lengths import Lengths, get_lengths
 from flyte_ddp.engine.batches.order import shuffled
@@ -56,7 +56,7 @@ class Resident:
         self.device = device
         self.remedy = "look for other programs on its host, at what augment does, and at the disk of memory maps"
         self.lengths: Lengths | None = None
-        leaves, self._structure = pytree.tree_flatten(with_dicts(data))
+        leaves, self._structure = pytree.tree_flatten(replace_mappings(data))
         leaves = [_convert_leaf(leaf) for leaf in leaves]
         lengths = [len(leaf) if leaf.ndim else 0 for leaf in leaves]
         if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:

@@ -15,8 +15,8 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
-from flyte_ddp.model_files.frozen_base import with_versions
-from flyte_ddp.model_files.weights import describe_misfits, misfits, read_weights, with_base, with_tied
+from flyte_ddp.model_files.frozen_base import add_module_versions
+from flyte_ddp.model_files.weights import add_frozen_weights, describe_misfits, misfits, read_weights, with_tied
 from flyte_ddp.text import listed
 
 MISMATCHING = "mismatching"
@@ -49,7 +49,7 @@ def is_checkpoint(path: Path) -> bool:
     return isinstance(content, dict) and isinstance(content.get("format"), int)
 
 
-def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
+def load_init_weights(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
     """Load a file's weights into the network. Tensors that leave_out names keep their initial values.
 
     After an error, the whole network has its initial values.
@@ -72,7 +72,7 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
     inside = read_weights(path, "init", "use a model_state or checkpoint of a training")
     own = model.state_dict()
     patterns = split_patterns(leave_out)
-    weights = with_base(with_tied(inside, own), model, path, "init")
+    weights = add_frozen_weights(with_tied(inside, own), model, path, "init")
     named = [pattern for pattern in patterns if pattern != MISMATCHING]
     left_out = matching("init_leave_out", named, sorted({*own, *weights}))
     unfit = [name for name in misfits(weights, own) if name not in left_out]
@@ -87,13 +87,13 @@ def start_from(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], 
     taken = {name: value for name, value in weights.items() if name not in {*left_out, *unfit}}
     if not taken:
         raise InputError(f"init_leave_out must leave some tensors of init ({path}), got {leave_out!r}: name fewer")
-    model.load_state_dict(with_versions(taken, model), strict=False)
+    model.load_state_dict(add_module_versions(taken, model), strict=False)
     new = [name for name in own if name not in taken]
     rest = f"; newly initialised: {listed(new)}" if new else ""
     return {*taken} & {*inside}, f"Starts from {len(taken)} of {len(own)} tensors of {path.name}{rest}"
 
 
-def continue_from(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
+def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_epoch: int) -> str:
     """Load another training's checkpoint, to continue it with this training's settings.
 
     The weights, the optimizer's state and the position in the training come from the checkpoint. The optimizer's

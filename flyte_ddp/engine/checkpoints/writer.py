@@ -24,7 +24,7 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.manifest import shards_beside
-from flyte_ddp.model_files.weights import copied_to_host
+from flyte_ddp.model_files.weights import copy_to_host
 from flyte_ddp.text import explain_error
 
 # A function that copies the content of a checkpoint, whose tensors may change afterwards, and returns a function for a
@@ -90,7 +90,7 @@ def begin_file(
     if device.type == "cpu":
         write = partial(finish_draft, write_draft(path, content, device), path)
     else:
-        copies = copied_to_host(
+        copies = copy_to_host(
             {where: leaf for where, leaf in pytree.tree_flatten_with_path(content)[0] if isinstance(leaf, Tensor)}, room
         )
         copied = pytree.tree_map_with_path(lambda where, leaf: copies.get(where, leaf), content)

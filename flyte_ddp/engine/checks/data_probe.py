@@ -56,7 +56,7 @@ class Fault(Enum):
     )
 
 
-def unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
+def find_unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     """Return a sentence for each reason why samples differ between ranks, or between two readings; a collective.
 
     All ranks get the same list; it is empty if no sample differs. A sentence names all splits with that reason. Of
@@ -222,11 +222,13 @@ def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
 
 
 def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.ndarray) -> np.ndarray:
-    """Read samples in one of two loader workers, which take turns, and return digests of the samples.
+    """Read samples in one of two loader workers that take turns, and return digests of the samples.
 
-    After each call of a function in C, such as seek or read, a worker waits until the other worker has made one. If
-    both share a file offset, the wrong reads therefore show each time, instead of once in a thousand samples. A worker
-    stops taking turns after MOST_TURNS of them, or if the other one does not answer.
+    If a Dataset's open file is shared by both workers, so is its offset, and reading by turns makes wrong reads certain
+    instead of rare. After each call of a function in C, such as seek or read, this worker waits until the other worker
+    has made one. The turns end after MOST_TURNS calls, when the other worker has finished, or if it does not answer for
+    TURN_SECONDS; reading then goes on alone. Call this in a loader worker: it takes the place of a profiler set by
+    sys.setprofile.
 
     Args:
         ends: the two ends of a socket, one for each worker.
@@ -263,19 +265,24 @@ def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.nd
 def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, ...]:
     """Read samples twice as in an evaluation, and return whether the readings differ, and digests of the samples.
 
-    The readings differ if a sample differs, or if random generators end up in another state: the global ones, or those
-    that the Dataset holds. States are compared because a random flip may leave these few samples as they are. A Dataset
-    that sets a seed for each sample ends up in the same state both times.
+    The readings differ if a sample differs. They also differ if random generators, the global ones or those in the
+    Dataset's attributes, are in another state after the second reading than after the first: a random flip, for
+    example, may leave these few samples as they are. A generator that is seeded anew for each sample is in the same
+    state both times.
 
     Args:
         is_padded: whether samples of different lengths are padded.
-        dataset: the Dataset.
+        dataset: the Dataset, whose own errors are raised unchanged.
         indices: (n,) int64, the indices of the samples.
 
     Returns:
-        Three arrays. (1,) bool: whether the readings differ. (k,) uint8: UTF-8 of the code that would seed the first of
-        the Dataset's own generators that has changed; empty if none has. (n,) int64: a digest of each sample as a
-        training reads it, in the order of increasing indices.
+        Three arrays:
+
+        - (1,) bool: whether the readings differ.
+        - (k,) uint8: a text in UTF-8, the code that would seed the first generator in the Dataset's attributes that has
+        changed, such as self.rng.manual_seed(...); empty if none has.
+        - (n,) int64: a digest of each sample, which is read a third time, as in a training, in the order of increasing
+        indices.
     """
     readings, held = [], []
     for _ in range(2):

@@ -15,7 +15,7 @@ from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.measures import finite_number
 from flyte_ddp.engine.seeds import seed_all
-from flyte_ddp.engine.sharding.sharding import OFF, is_sharded, on_shards
+from flyte_ddp.engine.sharding.sharding import OFF, is_sharded, update_own_rows
 from flyte_ddp.engine.torch_compat import guard_steps, move_towards, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Recipe
@@ -180,7 +180,7 @@ def _build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
             f"{where} must return an optimizer without a scheduler of torch, got one: nothing calls its step(), so "
             "that rates stay as it begins, which may be 0; let lr_lambda(step, steps) return what multiplies the rate"
         )
-    return on_shards(optimizer)
+    return update_own_rows(optimizer)
 
 
 def _some_rates(recipe: Recipe, steps: int) -> list[float]:

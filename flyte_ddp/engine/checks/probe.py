@@ -25,7 +25,7 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
 from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.splits import Split, spread
-from flyte_ddp.engine.checks.data_probe import refuse_coupled_reading, unequal_data
+from flyte_ddp.engine.checks.data_probe import find_unequal_data, refuse_coupled_reading
 from flyte_ddp.engine.checks.optimizer_probe import try_optimizer
 from flyte_ddp.engine.checks.trials import Network, Trial, Trials, as_input_error, choose_tolerance, is_close, is_same
 from flyte_ddp.engine.code_location import code_location
@@ -33,9 +33,9 @@ from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value
 from flyte_ddp.engine.measures import (
     check_rows,
     compute_pairs,
+    compute_ratios,
     find_headline,
     mismatched,
-    ratios,
     sum_measures,
 )
 from flyte_ddp.engine.sharding.sharding import OFF
@@ -99,7 +99,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         InputError: The recipe would fail in the first step or after an epoch, or the ranks have different data. The
             message names the place and the remedy.
     """
-    if reasons := unequal_data(code_location(recipe, "data"), splits):
+    if reasons := find_unequal_data(code_location(recipe, "data"), splits):
         raise InputError(f"all ranks must have the same samples each time: {'; '.join(reasons)}")
     for split in splits.values() if recipe.settings.virtual_ranks else ():
         refuse_coupled_reading(recipe, split)
@@ -143,7 +143,7 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
         _refuse_disagreement(recipe, totals + sum_measures(tested.pairs).tolist())
     finally:
         recipe.share = BatchShare()
-    headline = find_headline(recipe, ratios(recipe, names, totals))
+    headline = find_headline(recipe, compute_ratios(recipe, names, totals))
     return Probed(names, headline, warnings, sample_flops, moving, changing, has_unused, gathers, is_mixed)
 
 
@@ -240,7 +240,7 @@ def _refuse_changed_weights(recipe: Recipe, network: Network, whole: Trial) -> N
             f"{code_location(recipe, 'forward')}: with sharding it must leave frozen weights as they are, because they "
             f"are whole only during the call, and it changes {listed(sorted(whole.moved))}: leave them, {OFF}"
         )
-    for name in network.changed_weights():
+    for name in network.weights_unlike_original():
         if network.model.get_parameter(name).requires_grad:
             raise InputError(
                 f"{code_location(recipe, 'forward')}: it changes {network.with_owner(name)} by the samples of its "
@@ -405,7 +405,7 @@ def _find_moving(training: Trials) -> frozenset[str]:
     if not frozen or training.network.is_sharded:
         return frozenset()
     training(is_moved=True)
-    return frozen.intersection(training.network.changed_weights())
+    return frozen.intersection(training.network.weights_unlike_original())
 
 
 def _find_alike(training: Trials, whole: Trial) -> list[str]:

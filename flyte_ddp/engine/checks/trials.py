@@ -82,7 +82,7 @@ class Network:
             if name in self.buffers and buffer.shape == self.buffers[name].shape:
                 buffer.copy_(self.buffers[name])
 
-    def changed_weights(self) -> list[str]:
+    def weights_unlike_original(self) -> list[str]:
         """Return the names of the weights that differ from the original network's after the last trial.
 
         A tied weight is listed under each of its names. After a trial with is_moved, which changes all trained weights
@@ -191,10 +191,10 @@ class Trials:
         # A recipe may change its samples in place: in training, too, it gets copies
         tree = pytree.tree_map(lambda leaf: leaf[first:last].clone(), self.tree)
         with (
-            _types_named(recipe, tree),
+            naming_wrong_dtype(recipe, tree),
             _Draws(trial),
             torch.set_grad_enabled(self.is_training),
-            _noting_units(model, trial),
+            recording_units(model, trial),
         ):
             self.network.start_afresh(self.is_training, is_moved)
             if self.is_training:
@@ -214,7 +214,7 @@ class Trials:
 
 
 @contextmanager
-def _noting_units(model: nn.Module, trial: Trial) -> Iterator[None]:
+def recording_units(model: nn.Module, trial: Trial) -> Iterator[None]:
     """Record the sharded layers that are called in the block, and the frozen weights that these calls change.
 
     Use this as a context manager. Each call of a layer appends the layer's name to trial.units. The names of the
@@ -249,7 +249,7 @@ def _noting_units(model: nn.Module, trial: Trial) -> Iterator[None]:
 
 
 @contextmanager
-def _types_named(recipe: Recipe, batch: Tree) -> Iterator[None]:
+def naming_wrong_dtype(recipe: Recipe, batch: Tree) -> Iterator[None]:
     """Replace an error of torch about a dtype in the block by an InputError that names the tensor to convert.
 
     Use this as a context manager. Weights are float32, but NumPy computes in float64, and pictures are uint8. Other

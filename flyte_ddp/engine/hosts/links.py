@@ -15,7 +15,7 @@ ROUNDS = 4
 BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
 
 
-def link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[float, float]:
+def measure_link_speeds(hosts: Sequence[str], rank: int, device: torch.device) -> tuple[float, float]:
     """Measure how fast this rank sends to the next rank of each of its two rings; a collective.
 
     The first ring has the ranks of one host. The second has one rank of each host: the first ones, the second ones, and
@@ -53,7 +53,7 @@ def rings_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
     return [[rank for rank in ring if rank is not None] for ring in rings]
 
 
-def between_hosts(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
+def slowest_links(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[str, str], float]:
     """Return the slowest speed between each pair of hosts that are neighbours in a ring.
 
     Args:

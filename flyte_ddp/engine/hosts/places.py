@@ -15,7 +15,7 @@ from torch import distributed, nn
 
 from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.digest import compute_sum
-from flyte_ddp.engine.hosts.links import GPU_LINK, link_speeds
+from flyte_ddp.engine.hosts.links import GPU_LINK, measure_link_speeds
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.launch.environment import Environment, available_cores
@@ -75,7 +75,7 @@ def measure_places(environment: Environment, device: torch.device, job: Job, mod
     """
     hosts = gather_values(environment.host)
     clock = time.time()  # all ranks are here now
-    within, between = link_speeds(hosts, environment.rank, device)
+    within, between = measure_link_speeds(hosts, environment.rank, device)
     teraflops, product = multiply_matrices(device)
     figures = {**measure_memory(device), "TFLOPS": teraflops, GPU_LINK: within}
     kind = hardware(device)
@@ -208,7 +208,7 @@ def describe_machine(places: Sequence[Place], precision: str, options: RunOption
     }
 
 
-def note_machine(
+def add_machine(
     ran_on: Sequence[dict[str, Any]], now: dict[str, Any], virtual_ranks: int | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Add the present machine to those that a training has run on, and return remarks on what has changed.

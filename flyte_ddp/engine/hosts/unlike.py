@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from flyte_ddp.engine.hosts.links import GPU_LINK, between_hosts
+from flyte_ddp.engine.hosts.links import GPU_LINK, slowest_links
 from flyte_ddp.engine.hosts.places import Place
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.settings import RunOptions
@@ -69,7 +69,7 @@ def list_bad_hosts(places: Sequence[Place]) -> list[str]:
     ranks = [rank for rank, place in enumerate(places) if place.slow_by]
     for name in FIGURES:
         ranks += _find_low(places, name)[0].values()
-    for odd, others in wrong_products(places, [place.product for place in places]):
+    for odd, others in find_wrong_products(places, [place.product for place in places]):
         ranks += odd if others else []
     return list(dict.fromkeys(places[rank].host for rank in ranks))
 
@@ -108,7 +108,7 @@ def _find_low(places: Sequence[Place], name: str) -> tuple[dict[str, int], float
 
 
 def _slow_links(places: Sequence[Place]) -> Iterator[str]:
-    speeds = between_hosts([place.host for place in places], [place.link for place in places])
+    speeds = slowest_links([place.host for place in places], [place.link for place in places])
     best = max(speeds.values(), default=0.0)  # the median would not do: one slow host of three makes two links slow
     share = SLOW_LINK if any(place.product for place in places) else SLOW_LINK_OF_CPUS
     slow = [f"{speed:.3g} from {one} to {other}" for (one, other), speed in speeds.items() if speed < share * best]
@@ -125,7 +125,7 @@ def _other_clocks(places: Sequence[Place]) -> Iterator[str]:
         yield f"clocks are off: {listed(odd)}"
 
 
-def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def find_wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the ranks whose product of matrices, by its digest, differs from that of most GPUs of the same kind.
 
     Yields:
@@ -137,12 +137,12 @@ def wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator
     for rank, (place, product) in enumerate(zip(places, products, strict=True)):
         by_kind[place.hardware][rank] = product
     for by_rank in by_kind.values():
-        odd, others = minority(by_rank)
+        odd, others = split_by_majority(by_rank)
         if odd:
             yield odd, others
 
 
-def minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
+def split_by_majority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
     """Divide ranks by whether they have the value that more than half of the ranks have.
 
     Args:
@@ -168,7 +168,7 @@ def _wrong_gpus(places: Sequence[Place]) -> Iterator[str]:
 
     If most agree, the sentence names the other ranks as wrong. Without a majority it names all ranks of the kind.
     """
-    for odd, others in wrong_products(places, [place.product for place in places]):
+    for odd, others in find_wrong_products(places, [place.product for place in places]):
         if others:
             yield (
                 f"a product of matrices has other bits on {name_ranks(odd, places)} than on most GPUs of its kind: "

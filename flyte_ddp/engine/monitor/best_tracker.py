@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flyte_ddp.model_files.weights import copied_to_host
+from flyte_ddp.model_files.weights import copy_to_host
 from flyte_ddp.recipe import Recipe
 
 STATE = ("best", "score", "improved", "waited", "weights")
@@ -71,7 +71,7 @@ class BestTracker:
         if score > self.score:
             self.best = number
             self.score = score
-            self.weights = copied_to_host(weights)
+            self.weights = copy_to_host(weights)
         self.waited += 1
         if score > self.improved + self.minimum_delta:
             self.improved = score

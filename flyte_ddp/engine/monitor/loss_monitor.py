@@ -51,9 +51,11 @@ class LossMonitor:
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
         """Record the mean training loss of the latest steps, and return a warning if the loss has leapt.
 
-        Steps are collected into windows of at least WINDOW samples. The loss has leapt if a window's mean exceeds the
-        lowest mean since the last leap by more than LEAP times constant_loss. If constant_loss is unknown (0), the
-        first window's mean takes its place.
+        Steps are collected into windows of at least WINDOW samples, and the mean loss of each window is compared with
+        the lowest mean of the windows before it. The loss has leapt if it is higher by more than LEAP times
+        constant_loss or, if constant_loss is 0 (unknown), LEAP times the first window's mean. After a leap, only
+        windows from that one on are compared, so that a leap is reported once. The warning is also added to `warnings`;
+        the caller emits it.
 
         Args:
             epoch: the epoch, from 0.
@@ -141,7 +143,15 @@ class LossMonitor:
     def warn_of_no_best(self, measure: str, position: float) -> list[NotLearning]:
         """Record and return a warning that training returns the last weights, as no evaluation could be the best.
 
-        The measure to choose by has never been finite on the validation split.
+        Call this once, at the end of a training, if the measure to choose by has never been finite on the validation
+        split. The caller emits the warning.
+
+        Args:
+            measure: the name of the measure to choose by.
+            position: the number of epochs, with fractions, that the returned weights were trained for.
+
+        Returns:
+            A list with the warning.
         """
         reason = (
             f"the weights are those of the last epoch, not of the best: {measure} on the validation split has never "

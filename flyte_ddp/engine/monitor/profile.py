@@ -22,7 +22,8 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
     """Profile the 5th to 10th steps of an optimizer in the block, and write the results to a folder.
 
     Use this as a context manager. Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard
-    with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators.
+    with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators. If the block has fewer than
+    10 steps, the results are of what was recorded by its end. With fewer than 4 steps there are no results.
 
     Args:
         folder: the folder, which is created. With "" nothing is profiled.

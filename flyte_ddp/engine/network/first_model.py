@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, start_from
+from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, load_init_weights
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.collectives import broadcast_value, gather_values
 from flyte_ddp.engine.compiler_compat import records_graphs
@@ -101,7 +101,7 @@ def _with_values(recipe: Recipe, job: Job) -> First:
         remarks.append(f"Starts from the folder {init.name}")
     base = frozen_weights(model)
     if init and init.is_file() and not is_checkpoint(init):
-        taken, remark = start_from(model, init, settings.init_leave_out)
+        taken, remark = load_init_weights(model, init, settings.init_leave_out)
         remarks.append(remark)
         base = {name: value for name, value in base.items() if name not in taken}
     if settings.freeze:
@@ -114,12 +114,14 @@ def _with_values(recipe: Recipe, job: Job) -> First:
 def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     """Build the network on torch's meta device, where tensors have no values and take no memory, and return it.
 
-    The layers that the settings freeze are frozen. Nothing is loaded from init. Each tensor is tried for whether it can
-    get real memory later.
+    The layers that the settings freeze are frozen. Nothing is loaded from init. Memory on the meta device is allocated
+    anew for each tensor, so that a tensor for which give_room() would fail later fails here.
 
     Raises:
-        InputError: Something other than the network keeps a tensor that model() made.
-        Exception: model() may raise any error, because its tensors have no values.
+        InputError: model() returns no network, or one with a lazy layer. A pattern of settings.freeze matches nothing.
+            Or this process has a meta tensor that is neither a parameter nor a buffer of the network.
+        RuntimeError: A tensor of the network has a view, so it cannot get memory later.
+        Exception: model() needs values; it may raise any error without them.
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of each tensor that is loaded: it goes nowhere

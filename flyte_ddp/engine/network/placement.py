@@ -31,14 +31,15 @@ def to_device(
 ) -> Average | None:
     """Move the network to the device, or shard it over all ranks; a collective with sharding.
 
-    The network is sharded if options.sharding is not "off". With virtual ranks on a single rank it is only moved, which
-    gives the same bits.
+    The network is sharded if options.sharding is not "off". All ranks then get rank 0's weights and buffers. With
+    virtual ranks on a single rank, the network is checked as for sharding, but only moved, which gives the same bits.
 
     Args:
         recipe: the recipe.
-        model: the network, which is changed.
-        base: the frozen weights that checkpoints leave out. With sharding its digest is set to rank 0's, since only
-            rank 0 has their values.
+        model: the network, which is changed in place. With sharding, its tensors may be on torch's meta device on ranks
+            other than 0.
+        base: the frozen weights that checkpoints leave out. With sharding, base.digest is set to rank 0's, since the
+            other ranks do not have the values of these weights.
         options: the options.
         environment: this rank and its ranks.
         precision: the precision of the training, "float32" or "bfloat16"; used with sharding alone.

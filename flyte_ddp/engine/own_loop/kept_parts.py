@@ -18,7 +18,7 @@ from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.own_loop.optimizers import Optimizers, PendingGradients
 from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
-from flyte_ddp.model_files.frozen_base import with_versions
+from flyte_ddp.model_files.frozen_base import add_module_versions
 
 Groups = list[list[str]]
 
@@ -168,7 +168,7 @@ def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[
         if isinstance(part, Optimizer):
             _load_optimizer(part, state, arranged["groups"][name], weights)
         elif isinstance(part, nn.Module):
-            part.load_state_dict(with_versions(state, part))
+            part.load_state_dict(add_module_versions(state, part))
         else:
             part.load_state_dict(state)
 

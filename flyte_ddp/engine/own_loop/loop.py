@@ -25,7 +25,7 @@ from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import state_on_all_ranks
-from flyte_ddp.engine.checks.data_probe import unequal_data
+from flyte_ddp.engine.checks.data_probe import find_unequal_data
 from flyte_ddp.engine.compiler_compat import uncompiled
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import find_data_path, make_split
@@ -74,18 +74,19 @@ class Loop:
     def wrap(self, model: nn.Module) -> DistributedDataParallel | ByParts:
         """Move a network to the rank's device, and wrap it so that the ranks train it together; a collective.
 
-        Without settings.virtual_ranks it is wrapped in torch's DistributedDataParallel. With virtual ranks it is
-        wrapped for loop.backward, and only one network can be wrapped.
+        All ranks get rank 0's weights and buffers. Without settings.virtual_ranks the network is wrapped in torch's
+        DistributedDataParallel. With virtual ranks, its gradients can only come from loop.backward, and only one
+        network can be wrapped.
 
         Args:
-            model: the network.
+            model: the network, which is moved in place.
 
         Returns:
             The wrapped network.
 
         Raises:
-            InputError: The network is already wrapped, has no weight that is trained or one without a shape, or is the
-                second one with virtual ranks.
+            InputError: The network is already wrapped, or has no weight that is trained. A weight of a lazy layer has
+                no shape yet. Or, with virtual ranks, this is the second network, or a trained weight is not float32.
         """
         state, parts = self._state, self.settings.virtual_ranks
         if isinstance(uncompiled(model), (DistributedDataParallel, nn.DataParallel)):
@@ -382,7 +383,7 @@ class Loop:
     def _split(self, data: Any, name: str) -> Any:
         self._splits += 1  # a name of its own in the cache, or one split would be given another's blocks
         split = make_split(data, f"{name}-{self._splits}", self.device, self._job.options, self._cache)
-        for reason in unequal_data(self._job.recipe, {name: split}):
+        for reason in find_unequal_data(self._job.recipe, {name: split}):
             raise InputError(reason)
         if isinstance(split, BlockSplit):
             split.forget()  # what was looked at; a loop may ask for any number of splits

@@ -105,15 +105,16 @@ class PendingGradients:
     def wait(self) -> bool:
         """Return whether a checkpoint has to wait because gradients differ between ranks; a collective.
 
-        A checkpoint has one copy of each gradient that no optimizer has stepped by. All ranks' copies of these
-        gradients are compared. If some differ, the gradients are compared again without the weights of the optimizers
-        that have stepped in this training step. The method sets of_weights to the gradients for the checkpoint, and
-        has_given_up.
+        A checkpoint stores one copy, for all ranks, of each gradient that no optimizer has stepped by. So these
+        gradients must be the same on all ranks. If some differ, those of weights whose optimizer has stepped in this
+        training step are left out, and the others are compared again.
+
+        The method sets of_weights to the gradients to store, and has_given_up.
 
         Returns:
-            True if both comparisons found a difference; of_weights is empty. False if not; of_weights has the
-            gradients. After MOST_WAITED calls in a row that returned True, further differences give False, too:
-            of_weights is empty, and has_given_up is True, because nothing may ever be done with these gradients.
+            False if the gradients of a comparison are the same; of_weights has these. True if both comparisons found a
+            difference; of_weights is empty. After MOST_WAITED times True in a row, a further difference gives False,
+            too, because these gradients may never be used: of_weights is empty, and has_given_up is True.
         """
         for idle_alone in (False, True):
             self.of_weights = self._optimizers.pending(idle_alone)

@@ -36,7 +36,7 @@ from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
 from flyte_ddp.events import EpochChosen, EpochFinished, Event, forward_to_all
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
-from flyte_ddp.model_files.frozen_base import with_versions
+from flyte_ddp.model_files.frozen_base import add_module_versions
 from flyte_ddp.random_numbers import Use, derive_key
 from flyte_ddp.whole_files import writing_to
 
@@ -282,7 +282,7 @@ class LoopState:
         if is_left:
             return
         is_last = progress.step == self.steps
-        progress.obey(self, asked, is_evaluation_next=is_last)
+        progress.save_or_stop(self, asked, is_evaluation_next=is_last)
         if is_last and not progress.owes_checkpoint and not self.must_wait():
             self._can_leave = True
             if self._environment.rank == 0:
@@ -427,7 +427,7 @@ class LoopState:
         tracker = self.best_tracker
         if tracker and tracker.weights is not None:
             model = self.parts["model"]
-            model.load_state_dict(with_versions(tracker.weights, model))
+            model.load_state_dict(add_module_versions(tracker.weights, model))
         elif tracker:
             self.progress.warn_once(
                 f"the weights are those of the last epoch, not of the best: {tracker.measure} has never been a finite "

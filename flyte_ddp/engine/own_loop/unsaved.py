@@ -76,7 +76,11 @@ class Unsaved:
                 )
 
     def _unsaved_buffers(self) -> dict[str, tuple[torch.Size, int]]:
-        """Return shape and digest of each buffer of the kept networks that their state_dict lacks, by name."""
+        """Return the shape and digest of each buffer that is missing in the state_dict of its network.
+
+        The networks are those that loop.keep was given. A buffer's key is "PART.BUFFER": the network's name in
+        loop.keep, and the buffer's name in the network.
+        """
         found: dict[str, tuple[torch.Size, int]] = {}
         for prefix, part in self._parts.items():
             if isinstance(part, nn.Module):

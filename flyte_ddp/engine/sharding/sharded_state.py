@@ -140,7 +140,7 @@ class Layout:
 
         Args:
             model: the network.
-            optimizer: its optimizer, of the sharded weights: before on_shards() gives it this rank's rows instead.
+            optimizer: its optimizer, of the sharded weights: before update_own_rows() gives it this rank's rows.
         """
         weights = model.state_dict(keep_vars=True)
         self._weights = {name: weight for name, weight in weights.items() if is_shard(weight)}

@@ -158,7 +158,7 @@ def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
 
     A network that isn't sharded is left alone.
     """
-    return torch_compat.gathered_as_they_are(unit for unit in model.modules() if is_sharded(unit))
+    return torch_compat.gather_in_own_dtype(unit for unit in model.modules() if is_sharded(unit))
 
 
 @contextmanager
@@ -253,7 +253,7 @@ class ShardedStep(SingleStep):
         return self.module.split((totals[: len(sums)] / self.module.world_size).float(), norms)
 
 
-def on_shards(optimizer: Optimizer) -> Optimizer:
+def update_own_rows(optimizer: Optimizer) -> Optimizer:
     """Make a sharded network's optimizer update this rank's rows of the weights, and return the optimizer.
 
     The optimizer is changed in place. In its groups and state, plain tensors with the rows replace the sharded weights,

@@ -163,7 +163,7 @@ class ExactStep(SingleStep):
             self._units.use(self._exponents[call])
         self._sum(backward)
         is_exact = is_known and bool(self._units.keep_bound())
-        if not is_exact and self._units.follow_addends():
+        if not is_exact and self._units.refit_units():
             self.repeated += is_known
             self.zero_grad()
             self._sum(backward)
@@ -174,7 +174,7 @@ class ExactStep(SingleStep):
             else:
                 bucket.spoil()
         if is_exact:
-            self._exponents[call : call + 1] = [self._units.follow_sums()]
+            self._exponents[call : call + 1] = [self._units.next_exponents()]
             uses = torch.cat([bucket.uses for bucket in self._buckets]).tolist()
             for weight, count in zip(chain.from_iterable(self._weights), uses, strict=True):
                 if not count:
@@ -201,7 +201,7 @@ class ExactStep(SingleStep):
         self._sum(backward)
         for bucket in self._buckets:
             bucket.total()
-        self._exponents = [self._units.follow_sums()]
+        self._exponents = [self._units.next_exponents()]
         is_final = self._units.keep_bound() & torch.cat([bucket.uses for bucket in self._buckets]).all()
         totals = self._totals()
         return totals._replace(norms=totals.norms.where(is_final, torch.nan))
@@ -342,17 +342,18 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
-        """Run backward, and return a digest of one part's gradients.
+        """Run backward, and return a digest of one part's gradients; not a collective.
 
-        A step calls it before add_up_gradients(): the gradients are not added up, but set to zero. It is no collective.
+        An audit calls the method before the step's add_up_gradients(). The gradients are set to zero afterwards, and
+        count for nothing in the step. So do the measures of the forward passes.
 
         Args:
             part: the number of the part among all parts of the batch.
-            backward: runs the forward and backward pass of a part, from gradients of 0, and calls finish_part() after
-                them.
+            backward: runs the forward and backward passes of one or more parts by this object, and calls finish_part()
+                after each.
 
         Returns:
-            () int64, the digest; 0 if backward computes another part.
+            () int64, the digest; 0 if the part is not among those that backward computes.
 
         Raises:
             InputError: An operation has no deterministic version, unless the recipe has turned deterministic algorithms

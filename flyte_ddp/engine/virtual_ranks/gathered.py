@@ -48,7 +48,7 @@ class Gathered(NamedTuple):
     rows: Tensor
     gradients: Tensor | None = None
 
-    def given_to(self, part: Batch) -> Batch:
+    def with_known_rows(self, part: Batch) -> Batch:
         """Return a copy of the part in which all_gather() returns the rows of the whole batch.
 
         The copy allows one call of all_gather(); a second call raises InputError.
@@ -106,7 +106,7 @@ def _stop(local: Tensor) -> Tensor:
     raise _Stop(local)
 
 
-def first_pass(
+def compute_rows(
     recipe: Recipe,
     forward: Callable[[Batch], Any],
     measure: Measure,
@@ -195,7 +195,7 @@ def gather_by_part(
     """Compute the rows that all_gather() returns in a step, and the gradients of all losses for them; a collective.
 
     The weights get no gradients here. To compute the weights' gradients, the caller runs forward and measure() once
-    more with Gathered.given_to(part).
+    more with Gathered.with_known_rows(part).
 
     Here, forward runs once for each part. measure() runs once up to all_gather(), and again with the rows of all parts.
     The random number generators are left as the last part leaves them. `recipe.share` is changed.
@@ -214,7 +214,7 @@ def gather_by_part(
     Raises:
         InputError: forward calls all_gather(), or measure() calls it for some parts only.
     """
-    seen, rows = first_pass(recipe, forward, measure, parts, begin)
+    seen, rows = compute_rows(recipe, forward, measure, parts, begin)
     if rows is None or not rows.is_floating_point():
         return None if rows is None else Gathered(rows)
     virtual_ranks = recipe.settings.virtual_ranks

@@ -47,7 +47,7 @@ class ShardedExactStep(ExactStep):
         places = {weight: place for place, weight in enumerate(self._sums.weights)}
         for unit, weights in self._sums.trained.items():
             # A gradient of 0 stands for none in the sums
-            torch_compat.after_whole_gradients(unit, partial(self._use, [places[weight] for weight in weights]))
+            torch_compat.hook_whole_gradients(unit, partial(self._use, [places[weight] for weight in weights]))
 
     def _use(self, places: list[int], number: int) -> None:
         """Record that a part has used one of a unit's weights, whose places among all weights are given."""
@@ -85,14 +85,14 @@ class ShardedExactStep(ExactStep):
         weights = [weight for weight in self.module.trainable if weight.grad is not None]
         norms = torch.zeros(len(weights), dtype=torch.float32, device=self._sums.device)
         group = sharers()
-        for owned in _share_out(weights, group.size()):
-            for number, whole in self._sums.put_together(owned, group):
+        for owned in _assign_owners(weights, group.size()):
+            for number, whole in self._sums.exchange_gradients(owned, group):
                 norms[number] = torch_compat.norms([whole])[0]
         distributed.all_reduce(norms, group=group)
         return norms
 
 
-def _share_out(weights: Sequence[Tensor], ranks: int) -> Iterator[list[Owned]]:
+def _assign_owners(weights: Sequence[Tensor], ranks: int) -> Iterator[list[Owned]]:
     """Share out the weights among the ranks, and yield batches of what each rank owns.
 
     Each weight is owned by one rank: the rank that has the fewest bytes so far. In a batch, each rank owns at most
@@ -152,7 +152,7 @@ class Sums:
         self.trained = {unit: torch_compat.trained_weights(unit) for unit in units.values()}
         self._units = []
         for name, unit in units.items():
-            torch_compat.leave_graph(unit)
+            torch_compat.use_backward_hooks(unit)
             if self.trained[unit]:
                 rows = [Rows(weight, *views.get(weight, (self.scales[:0],) * 2)) for weight in self.trained[unit]]
                 self._units.append(UnitSum(self, name or "the network", rows))
@@ -197,7 +197,7 @@ class Sums:
             if unit.memory is not None:
                 unit.memory.fill_(torch.nan)
 
-    def put_together(self, owned: list[Owned], group: Any) -> Iterator[tuple[int, Tensor]]:
+    def exchange_gradients(self, owned: list[Owned], group: Any) -> Iterator[tuple[int, Tensor]]:
         """Exchange rows of gradients, and yield the whole gradients that this rank owns; a collective.
 
         Args:

@@ -276,7 +276,7 @@ class Units:
         words = self._buckets[-1].words
         return ~((words > 0) & (words <= self._ranks)).any()
 
-    def follow_addends(self) -> bool:
+    def refit_units(self) -> bool:
         """Choose the units by the gradients of all parts on all ranks, so that a repeated sum fits them; a collective.
 
         The method changes `exponents` and the scales (1 / unit) of the buckets. It leaves the sum and the gradients as
@@ -291,7 +291,7 @@ class Units:
         self.use(self._expected(largest, self._digits.spread))
         return bool(largest.isfinite().all())
 
-    def follow_sums(self) -> Tensor:
+    def next_exponents(self) -> Tensor:
         """Return the exponents to use for the next step's sums, from the sums of this step.
 
         Call it once all buckets have their total. `exponents` and the units stay as they are. If a block's sum needs a

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
-from flyte_ddp.engine.checkpoints.warm_start import freeze, matching, start_from
+from flyte_ddp.engine.checkpoints.warm_start import freeze, load_init_weights, matching
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
@@ -146,24 +146,24 @@ def test_weights_that_do_not_fit_are_refused_or_left_out(tmp_path):
     torch.save({**given.state_dict(), "spare": torch.zeros(1)}, path)
     own = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     with pytest.raises(InputError) as refused:
-        start_from(own, path, "")
+        load_init_weights(own, path, "")
     assert str(refused.value) == (
         f"init must fit the network, got {path} with unexpected keys spare; wrong shapes 1.bias (5,) instead of (2,), "
         "1.weight (5, 3) instead of (2, 3): to leave such tensors out, set init_leave_out to their names, as "
         '"1", or to "mismatching"'
     )
     for leave_out in ("mismatching", "1 spare", "1.*,spare"):
-        taken, said = start_from(own, path, leave_out)
+        taken, said = load_init_weights(own, path, leave_out)
         assert taken == {"0.weight", "0.bias"}
         assert said == "Starts from 2 of 4 tensors of model.pt; newly initialised: 1.weight, 1.bias"
         assert torch.equal(own.state_dict()["0.weight"], given.state_dict()["0.weight"])
     with pytest.raises(InputError, match="init_leave_out must leave some tensors of init"):
-        start_from(own, path, "*")
+        load_init_weights(own, path, "*")
     torch.save(nn.DataParallel(own).state_dict(), path)
     with pytest.raises(
         InputError, match=r"unexpected keys module\.0\.bias, .*: rename its tensors, before which a wrapper"
     ):
-        start_from(own, path, "")
+        load_init_weights(own, path, "")
 
 
 def test_what_to_leave_out_of_nothing_is_refused(tmp_path):

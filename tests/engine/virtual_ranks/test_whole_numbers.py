@@ -41,12 +41,12 @@ class Sums:
         self.add(parts)
         if not self.units.keep_bound():
             self.repeated += 1
-            assert self.units.follow_addends()
+            assert self.units.refit_units()
             self.add(parts)
             assert self.units.keep_bound()
         for bucket in self.buckets:
             bucket.total()
-        self.exponents = self.units.follow_sums()
+        self.exponents = self.units.next_exponents()
         return [view.clone() for view in self._views()]
 
     def add(self, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_said(grown):
     sums.add([[addend]])
     assert not sums.units.fit()
     assert not sums.units.keep_bound()
-    assert sums.units.follow_addends() == math.isfinite(grown)
+    assert sums.units.refit_units() == math.isfinite(grown)
 
 
 def test_nothing_can_be_added_up_too():
