@@ -54,7 +54,7 @@ def find_files(files: AbstractFileSystem, root: str) -> dict[str, Details]:
         root: the path of a folder or file, in the client's form.
 
     Raises:
-        InputError: On a disk, a link whose own name is not hidden leads nowhere, or any link leads to a folder that
+        InputError: On a disk, a link that is not hidden leads nowhere, or any link leads to a folder that
             contains it.
         OSError: On a disk, a folder cannot be listed. A storage's client has errors of its own.
     """
@@ -69,7 +69,12 @@ def find_files(files: AbstractFileSystem, root: str) -> dict[str, Details]:
             for path, details in objects
             if not path.endswith("/") and details.get("type") not in folders
         }
-    return {name: entries[name] for name in sorted(entries) if not any(part[:1] == "." for part in name.split("/"))}
+    return {name: entries[name] for name in sorted(entries) if not _is_hidden(name)}
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a file, or a folder in which it is, has a name that begins with a dot."""
+    return any(part[:1] == "." for part in name.split("/"))
 
 
 def _find_on_disk(root: str) -> dict[str, Details]:
@@ -80,7 +85,9 @@ def _find_on_disk(root: str) -> dict[str, Details]:
         with suppress(FileNotFoundError):  # the file may have been removed in the meantime
             if path.is_file():
                 files[path.relative_to(root).as_posix()] = _details(path.stat())
-            elif path.is_symlink() and path.name[:1] != ".":  # data that are still to be fetched may be such links
+            elif path.is_symlink() and not _is_hidden(
+                path.relative_to(root).as_posix()
+            ):  # data that are still to be fetched may be such links
                 target = os.readlink(path)
                 raise InputError(f"{path} leads to {target}, which is not there: put it there, or remove the link")
     return files

@@ -126,21 +126,26 @@ class BestModels(Observer):
 
         At most options.keep_best evaluations are among the best. The file of an evaluation that no longer is gets
         deleted later, after a checkpoint that does not need the file. If rank 0 cannot write a file, CheckpointFailed
-        is emitted and training goes on. The evaluation then still counts as one of the best, although it has no file.
+        is emitted and training goes on, with the files that there were before.
 
         Args:
             number: the number of the evaluation in the training's history, from 0.
             weights: the weights that were evaluated; of a sharded weight, this rank's rows.
         """
-        self._kept = self._best([*self._kept, number])
+        before = self._kept
+        self._kept = self._best([*before, number])
         if number not in self._kept:
             return
         epoch = self._training.progress.history[number]
         file = self._file(number)
+        is_written = True
         try:
             self._write(file, epoch.validation, weights)
         except OSError as error:  # training need not fail because a disk does
+            is_written = False
             self._emit(CheckpointFailed(f"{file}, epoch {counted(epoch.position)} for keep_best: {error.strerror}"))
+        if not broadcast_value(is_written):
+            self._kept = before
 
     def _best(self, numbers: Iterable[int]) -> list[int]:
         """Return the numbers of the best of these evaluations, options.keep_best at most, the best first.

@@ -48,6 +48,8 @@ def test_a_link_that_leads_nowhere_is_named_and_not_left_out(tmp_path):
     """As data have them whose content was not fetched yet; editors lock a file by a hidden one."""
     (tmp_path / "cat.png").write_bytes(b"png")
     (tmp_path / ".#cat.png").symlink_to("somebody@host")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "annex").symlink_to("gone")
     folder = remote_files.Stored(tmp_path)
     assert folder.sizes() == {"cat.png": 3}
     (tmp_path / "dog.png").symlink_to("annex/dog.png")

@@ -94,6 +94,27 @@ def test_what_cannot_be_written_is_said_and_training_goes_on(train, whole, tmp_p
     assert same(trained.weights, whole(**TWICE).weights)
 
 
+def test_a_model_that_cannot_be_written_leaves_the_one_before(train, whole, tmp_path):
+    epochs = whole(**TWICE).result.epochs
+    values = [epoch.validation["accuracy"] for epoch in epochs]
+
+    def best(numbers):
+        return sorted(numbers, key=lambda number: (-values[number], number))[:2]
+
+    last = max(number for number in range(len(values)) if number in best(range(number + 1)))
+    assert last > 1, "so that another model was there before"
+
+    def block(event):
+        if isinstance(event, EpochFinished) and event.position == epochs[last - 1].position:
+            model, *_ = (tmp_path / "training" / "checkpoint-best").glob("*.pt")
+            Path(f"{str(model).rpartition('-')[0]}-{last + 1}.pt").mkdir()
+
+    trained = train(keep_best=2, on_event=block, **TWICE)
+    expected = best(number for number in range(len(values)) if number != last)
+    assert [one.value for one in trained.result.kept] == [values[number] for number in expected]
+    assert len(of(trained, CheckpointFailed)) == 1
+
+
 def test_it_is_refused_where_nothing_chooses(tmp_path):
     options = RunOptions(nproc=1, keep_best=2)
     with pytest.raises(InputError, match=r"RunOptions.keep_best must be 0 without a validation split, got 2: set val"):

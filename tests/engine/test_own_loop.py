@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 from flyte_ddp.engine.own_loop.kept_parts import _fitting
+from flyte_ddp.engine.own_loop.unsaved import Unsaved
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RanksTimed, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankError
@@ -271,6 +274,11 @@ def test_measures_go_by_their_names_on_each_rank_and_one_that_is_not_finite_is_w
 def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
     with pytest.raises(RankError, match="NonFiniteError: the loss on the test split is nan after epoch 1"):
         mistaken("evaluates_nan")
+
+
+def test_a_buffer_that_is_saved_under_another_name_is_saved():
+    model = nn.Sequential(checkpoint_wrapper(nn.BatchNorm1d(2)))
+    assert not Unsaved({"model": model})._unsaved_buffers()
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor")  # in this process torch warns once

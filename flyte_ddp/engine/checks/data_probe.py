@@ -242,12 +242,14 @@ def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.nd
     assert worker
     end = ends[worker.id]
     turns = count(1)
+    answers = select.poll()  # select.select() fails with descriptors above 1023, which a Dataset of many files has
+    answers.register(end, select.POLLIN)
 
     def called(_frame: object, event: str, _function: object) -> None:
         if event != "c_return":
             return
         end.send(GO)
-        is_answered = bool(select.select([end], [], [], TURN_SECONDS)[0])
+        is_answered = bool(answers.poll(TURN_SECONDS * 1000))
         if not is_answered or end.recv(1) == END or next(turns) == MOST_TURNS:
             sys.setprofile(None)
             end.send(END)

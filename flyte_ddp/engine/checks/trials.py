@@ -353,7 +353,8 @@ def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     arguments = name_arguments(func, args, kwargs)
     probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
     is_training = next((arguments[name] for name in ("train", "training") if name in arguments), True)
-    return bool(probability) and is_training is not False
+    is_possible = isinstance(probability, Tensor) or bool(probability)  # bernoulli_() takes a tensor of probabilities
+    return is_possible and is_training is not False
 
 
 # --- comparison ---

@@ -23,7 +23,7 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
     Use this as a context manager. Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard
     with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators. If the block has fewer than
-    10 steps, the results are of what was recorded by its end. With fewer than 4 steps there are no results.
+    10 steps, the results are of what was recorded by its end. With fewer than 5 steps there is no operators.json.
 
     Args:
         folder: the folder, which is created. With "" nothing is profiled.
@@ -39,8 +39,9 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
     def write(profiler: Any) -> None:
         profiler.export_chrome_trace(str(path / f"rank{rank}.pt.trace.json"))
-        if rank == 0:
-            content = {"steps": ACTIVE, "operators": operators(profiler)}
+        steps = profiler.step_num - WAIT - WARMUP  # fewer than ACTIVE if the block has ended before
+        if rank == 0 and steps:
+            content = {"steps": steps, "operators": operators(profiler)}
             write_whole(path / "operators.json", json.dumps(content).encode())
 
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)

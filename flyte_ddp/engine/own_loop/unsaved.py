@@ -84,9 +84,10 @@ class Unsaved:
         found: dict[str, tuple[torch.Size, int]] = {}
         for prefix, part in self._parts.items():
             if isinstance(part, nn.Module):
-                saved = part.state_dict()
+                # Not by name, which some wrappers of layers change in the state_dict
+                saved = {*map(id, part.state_dict(keep_vars=True).values())}
                 for name, buffer in part.named_buffers():
-                    if name not in saved:
+                    if id(buffer) not in saved:
                         found[f"{prefix}.{name}"] = buffer.shape, int(compute_sum(buffer))
         return found
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flyte_ddp.engine.checks.trials import TOLERANCE, is_close
+from flyte_ddp.engine.checks.trials import TOLERANCE, _really_draws, is_close
 
 SPREAD = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(64, 100, generator=torch.Generator().manual_seed(1))
@@ -30,3 +30,9 @@ def test_whole_numbers_are_the_same_or_not():
     assert is_close(labels, labels.clone(), TOLERANCE)
     assert not is_close(labels, labels.flip(0), TOLERANCE)
     assert not is_close(labels, labels[:5], TOLERANCE)
+
+
+def test_probabilities_in_a_tensor_draw_and_a_dropout_of_zero_does_not():
+    mask = torch.zeros(3)
+    assert _really_draws(torch.ops.aten.bernoulli_.Tensor, (mask, torch.full((3,), 0.5)), {})
+    assert not _really_draws(torch.ops.aten.native_dropout.default, (mask, 0.0, True), {})
