@@ -1,21 +1,17 @@
-"""The workflows of examples/measure, as their users run them, and a pod."""
+"""The workflows of examples/measure, as their users run them."""
 
 import ast
 import importlib
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from flytekit.types.file import FlyteFile
 from PIL import Image
 
-from scripts.dry_run import build_package
-from tests.commands import ROOT, output, pyflyte
+from tests.commands import output, pyflyte
 from tests.examples import project
 from tests.once import trained_classifier
-from tests.pod import IMAGE, Pod, literal
 
 pytestmark = pytest.mark.slow
 
@@ -72,17 +68,3 @@ def test_what_cannot_be_measured_is_refused():
         inference.time_inference.task_function([1, 0], "mnist_cnn", [1, 28, 28], None, 1)
     with pytest.raises(ValueError, match=r"workers must be whole numbers from 0, got \[-1\]"):
         loading.time_loading.task_function(None, [-1], 4, 8, 10, 1)
-
-
-def test_one_runs_in_a_pod(tmp_path):
-    environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
-    tasks = build_package(IMAGE, environment=environment, package="measure", folder=project()).tasks
-    numbers = partial(literal, kind=list[int])
-    inputs = {
-        "network": literal("mnist_cnn"), "image_shape": numbers([1, 28, 28]), "batch_sizes": numbers([1]),
-        "model_state": literal(None, FlyteFile | None), "repeats": literal(1),
-    }  # fmt: skip
-    path = {"PYTHONPATH": f"{ROOT}:{project()}"}
-    pod = Pod(tasks["measure.inference.time_inference"], inputs, tmp_path / "pod", path)
-    assert "<svg" in Path(pod.run()["report"].scalar.blob.uri).read_text()
-    assert "<svg" in (tmp_path / "pod" / "deck.html").read_text()

@@ -1,5 +1,6 @@
-"""Scripts on many nodes: what each rank gets, whose checkpoints are mirrored, and a node that is lost."""
+"""Scripts on many nodes: what each rank gets, and whose checkpoints are mirrored."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,12 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.settings import RunOptions
-from scripts.dry_run import build_package
 from tests.commands import ROOT, free_port
-from tests.nodes import lose_one, meeting
-from tests.pod import IMAGE, TWO_NODES, literal
-from tests.script.test_attempts import has_checkpoint
+from tests.pod import TWO_NODES
 from tests.script.test_mirror import Attempt, files_in
 from tests.script.test_task import project  # noqa: F401 a fixture
 
@@ -70,42 +67,12 @@ def test_each_node_begins_with_the_mirrored_checkpoints_and_those_of_the_first_a
     assert "on 2 hosts" in logs[0]
 
 
-WAITS = """
-import json, os, pathlib, sys, threading, torch
-from torch import distributed
-distributed.init_process_group("gloo")
-rank, place = distributed.get_rank(), pathlib.Path(sys.argv[2])
-if (place / "ckpt").exists():
-    print("rank", rank, "goes on from", (place / "ckpt").read_text())
-    distributed.barrier()
-    sys.exit()
-if rank == 0:
-    with open(os.environ["DDP_EVENTS"], "a") as events:
-        events.write(json.dumps({"step": 7, "loss": 0.5}) + "\\n")
-    progress = pathlib.Path(os.environ["DDP_EVENTS"]).with_name("progress.jsonl")
-    while '"step": 7' not in progress.read_text():
-        threading.Event().wait(0.05)
-    (place / "ckpt").write_text("step 7")
-while True:
-    distributed.all_reduce(torch.ones(1))
-    threading.Event().wait(0.05)
-"""
-
-
-@pytest.mark.slow
-def test_a_lost_node_comes_back_and_all_ranks_go_on_from_the_checkpoint_of_the_first(project, tmp_path):  # noqa: F811
+def test_the_guides_task_of_many_nodes_is_one_of_torchruns(project, monkeypatch):  # noqa: F811
     pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
     place, _ = project
-    (place / "jobs" / "train.py").write_text(WAITS)
-    settings = {**TWO_NODES, "PYTHONPATH": str(ROOT)}
-    registered = build_package(IMAGE, environment=settings, package="gpt_nodes", folder=place)
-    task, path = registered.tasks["gpt_nodes.workflow.train_gpt"], {"PYTHONPATH": f"{ROOT}:{place}"}
-    checkpoints = tmp_path / "0" / "checkpoints"
-    make, inputs = meeting(tmp_path), {"options": literal(RunOptions(tracking="off"))}
-
-    def node(name, checkpoints):
-        return make(name, task, inputs, checkpoints, path)
-
-    *_, done = lose_one(node, checkpoints, lambda: has_checkpoint(tmp_path, 0))
-    assert "[rank 0] rank 0 goes on from step 7" in done.log
-    assert Path(done.outputs()["checkpoint"].scalar.blob.uri, "ckpt").is_file()
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    for name, value in TWO_NODES.items():
+        monkeypatch.setenv(name, value)
+    task = importlib.import_module("gpt_nodes.workflow").train_gpt
+    assert (task.task_type, task.task_config.nnodes, task.task_config.nproc_per_node) == ("pytorch", "2:2", 1)

@@ -57,12 +57,8 @@ def test_a_pod_runs_it_and_uploads_its_checkpoints(project, tmp_path):
     environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
     task = build_package(IMAGE, environment=environment, package="gpt", folder=place).tasks["gpt.workflow.train_gpt"]
     path = {"PYTHONPATH": f"{ROOT}:{place}"}
-    first = Pod(task, {"options": literal(RunOptions(nproc=2))}, tmp_path / "pod", path)
-    outputs = first.run()
+    outputs = Pod(task, {"options": literal(RunOptions(nproc=2))}, tmp_path / "pod", path).run()
     assert Path(outputs["checkpoint"].scalar.blob.uri, "ckpt.pt").is_file()
-    second = Pod(task, {"options": literal(RunOptions(nproc=2))}, tmp_path / "next", path, previous=first)
-    second.run()
-    assert "Resuming training from iter 20" in second.log
 
 
 UNDER_FLYTE_2 = """
