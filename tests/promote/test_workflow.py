@@ -30,8 +30,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from scripts.dry_run import decode
 from tests import examples
-from tests.commands import ROOT, output, pyflyte, pyflyte_process, words
-from tests.object_storage import object_storage
+from tests.commands import ROOT, output, pyflyte, words
 from tests.once import trained_classifier
 from tests.packages import full_package
 from tests.pod import Pod, literal, package, package_for_here
@@ -56,33 +55,26 @@ def to(place, model, **promotion):
 
 
 @pytest.mark.slow
-def test_a_better_model_is_promoted_and_an_earlier_one_comes_back(weak, strong):
-    place = "s3://bucket/models"
+def test_a_better_model_is_promoted_and_an_earlier_one_comes_back(weak, strong, tmp_path):
+    """In a folder: test_place.py has one in an object storage."""
     assert weak.accuracy < strong.accuracy
-    with object_storage() as storage:
-        objects = storage.objects
-        first = pyflyte_process(*to(place, weak.model), environment=storage.environment)
-        assert (output(first, "promoted"), output(first, "current")) == ("True", "None")
-        version = output(first, "version")
-        assert objects[f"bucket/models/versions/{version}/model.pt"] == weak.model.read_bytes()
+    first = pyflyte(*to(tmp_path, weak.model))
+    assert (output(first, "promoted"), output(first, "current")) == ("True", "None")
+    version = output(first, "version")
+    assert (tmp_path / "versions" / version / "model.pt").read_bytes() == weak.model.read_bytes()
 
-        better = pyflyte_process(*to(place, strong.model), environment=storage.environment)
-        assert output(better, "promoted") == "True"
-        assert (float(output(better, "candidate")), float(output(better, "current"))) == (
-            strong.accuracy,
-            weak.accuracy,
-        )
-        page = Path(output(better, "report")).read_text()
-        assert f"{strong.accuracy:.2%}, before {weak.accuracy:.2%}" in page
-        assert version in page, "in the history"
+    better = pyflyte(*to(tmp_path, strong.model))
+    assert output(better, "promoted") == "True"
+    assert (float(output(better, "candidate")), float(output(better, "current"))) == (strong.accuracy, weak.accuracy)
+    page = Path(output(better, "report")).read_text()
+    assert f"{strong.accuracy:.2%}, before {weak.accuracy:.2%}" in page
+    assert version in page, "in the history"
 
-        back = pyflyte_process(
-            PROMOTE, "roll_back_wf", "--place", place, "--name", version, environment=storage.environment
-        )
-        assert f"Promoted: {version}" in back.stderr
-        pointer = json.loads(objects["bucket/models/current.json"])
-        assert pointer["version"] == version
-        assert [event["how"] for event in pointer["history"]] == ["promoted", "promoted", "rolled back"]
+    back = pyflyte(PROMOTE, "roll_back_wf", "--place", str(tmp_path), "--name", version)
+    assert f"Promoted: {version}" in back.stderr
+    pointer = json.loads((tmp_path / "current.json").read_text())
+    assert pointer["version"] == version
+    assert [event["how"] for event in pointer["history"]] == ["promoted", "promoted", "rolled back"]
 
 
 def test_what_cannot_be_promoted_is_one_error(weak, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from tests.commands import ROOT, pyflyte_process
+from tests.commands import ROOT, pyflyte, pyflyte_process
 from tests.pod import Pod, literal, package_for_here, small_dataset
 from tests.report.test_tracking import KEY, files_with
 from tests.report.test_watch import watch
@@ -27,8 +27,8 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     said: list[str] = []
     with Server("answers") as server:
         key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        for _ in range(2):
-            result = pyflyte_process(*command, cwd=tmp_path, environment={**place, **key})
+        for run in (pyflyte_process, pyflyte):
+            result = run(*command, cwd=tmp_path, environment={**place, **key})
             said += [result.stdout, result.stderr]
         asked = zip(server.operations, server.variables, strict=True)  # more than once where the machine is busy
         runs = {variables["name"] for operation, variables in asked if operation == "RunResumeStatus"}

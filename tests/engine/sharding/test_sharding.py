@@ -8,7 +8,6 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.digest import weights_digest
 from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.errors import NonFiniteError
-from flyte_ddp.events import StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.settings import RunOptions
@@ -16,7 +15,6 @@ from tests.engine.memory_recipes import Blocks
 from tests.engine.probe_recipes import Settings
 from tests.engine.sharding.sharded_runs import HERE, KINDS, assert_alike, run
 from tests.engine.sharding_recipes import Digits, Optimized
-from tests.examples import train_small, trained
 
 FULL = RunOptions(sharding="full", loader_workers=0)
 
@@ -138,14 +136,3 @@ def test_it_is_the_same_on_three_ranks(tmp_path, name, batch_size):
     settings = {"batch_size": batch_size}
     off, full = (run(name, tmp_path / kind, kind, nproc=3, **settings) for kind in KINDS)
     assert_alike(full, off)
-
-
-@pytest.mark.slow
-def test_an_example_is_as_without_sharding(tmp_path):
-    name, losses = "finetune_text", []
-
-    def listen(event):
-        losses.extend([event.measures["loss"]] if isinstance(event, StepLogged) else [])
-
-    result = train_small(name, tmp_path, listen, 3, checkpoint_seconds=1e9, sharding="full")
-    assert [*losses, result.epochs[-1].test["loss"]] == pytest.approx(trained(name, 3).losses, rel=1e-5)
