@@ -99,6 +99,29 @@ class LateBuffer(Sound):
     body = Mask
 
 
+class Scale(nn.Module):
+    """Makes its layer at the first call in training, or in evaluation."""
+
+    def __init__(self, is_training):
+        super().__init__()
+        self.is_training = is_training
+
+    def forward(self, features):
+        if self.training == self.is_training and not hasattr(self, "layer"):
+            self.layer = nn.Linear(WIDTH, WIDTH)
+        return self.layer(features) if hasattr(self, "layer") else features
+
+
+class LateWeight(Sound):
+    def body(self):
+        return Scale(is_training=True)
+
+
+class LateWeightInEvaluation(Sound):
+    def body(self):
+        return Scale(is_training=False)
+
+
 class LateCache(Sound):
     """In front of other buffers, so that it has the place of one of them."""
 

@@ -35,7 +35,7 @@ from flyte_ddp.engine.torch_compat import (
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.failures import is_out_of_memory
 from flyte_ddp.recipe import Recipe, Tree
-from flyte_ddp.text import explain_error
+from flyte_ddp.text import explain_error, listed
 
 # The tolerance is relative, and at least eight roundings of the coarsest dtype. It can't be zero: for other numbers of
 # rows libraries choose other kernels, which add in another order.
@@ -61,6 +61,7 @@ class Network:
         self.model = model if self.is_sharded else copy_with_hooks(model)
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._original = model
+        self._names = self._weight_names()
 
     @torch.no_grad()
     def start_afresh(self, is_training: bool, is_moved: bool) -> None:
@@ -91,6 +92,13 @@ class Network:
         before = dict(self._original.named_parameters(remove_duplicate=False))
         now = {} if self.is_sharded else dict(self.model.named_parameters(remove_duplicate=False))
         return [name for name, weight in now.items() if not is_same(weight.detach(), before[name])]
+
+    def late_weights(self) -> list[str]:
+        """Return the names of the weights that the trials have created or removed."""
+        return sorted(self._names ^ self._weight_names())
+
+    def _weight_names(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
     def changed_buffers(self) -> tuple[str, ...]:
         """Return the names of the buffers that the last trial has changed, or removed."""
@@ -167,6 +175,9 @@ class Trials:
             last: the sample to stop before; None is the end.
             seed: the seed of what is drawn.
             is_moved: whether the trained weights get other values, as after a step.
+
+        Raises:
+            InputError: The trial has created or removed a weight. Other errors are those of the recipe.
         """
         last = self.size if last is None else last
         recipe = self.recipe
@@ -210,6 +221,11 @@ class Trials:
                     run("predictions", recipe.predictions, outputs, tree)
                 elif values.requires_grad:
                     values.sum().backward()
+        if late := self.network.late_weights():
+            raise InputError(
+                f"{code_location(recipe, 'model')}: forward creates or removes the weights {listed(late)}, of which "
+                "no optimizer and no checkpoint would know: create all weights in its __init__"
+            )
         return trial
 
 

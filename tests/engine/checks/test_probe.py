@@ -46,6 +46,8 @@ REFUSED = {
     "LostNumber": ["LostNumber.forward", "something else each time", "count in a buffer"],
     "LostBuffer": ["LostBuffer.model", "forward changes the buffer 1.calls of Counted", "persistent=True"],
     "LateBuffer": ["LateBuffer.model", "forward creates the buffer 1.mask of Mask", "in its __init__"],
+    "LateWeight": ["LateWeight.model", "creates or removes the weights 1.layer.bias, 1.layer.weight, ", "its __init__"],
+    "LateWeightInEvaluation": ["LateWeightInEvaluation.model", "the weights 1.layer.bias, 1.layer.weight, of which"],
     "WidenedBuffer": ["WidenedBuffer.model", "creates the buffer 1.total of Widening", "of this shape and dtype"],
     "ExtraState": ["ExtraState.model", "must have nothing but tensors", "1._extra_state (dict)"],
     "ScaledTable": ["ScaledTable.forward", "changes weight of Embedding by the samples of its rank", "max_norm"],
