@@ -219,11 +219,10 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory was too short, for torch itself or for a library below it, such as cuBLAS."""
-    types = [base.__name__ for base in type(error).__mro__]
-    return "OutOfMemoryError" in types or (
-        "RuntimeError" in types and bool(MEMORY_MESSAGE.search(describe_error(error)))
-    )
+    """Return whether memory was too short, for Python, NumPy, torch, or a library below torch, such as cuBLAS."""
+    types = {base.__name__ for base in type(error).__mro__}
+    is_plain = "RuntimeError" in types and MEMORY_MESSAGE.search(describe_error(error))
+    return bool(types & {"MemoryError", "OutOfMemoryError"} or is_plain)
 
 
 def _is_semaphore(error: BaseException) -> bool:

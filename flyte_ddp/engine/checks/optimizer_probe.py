@@ -18,6 +18,7 @@ from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.engine.sharding.sharding import OFF, is_sharded, update_own_rows
 from flyte_ddp.engine.torch_compat import guard_steps, move_towards, pytree
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch.failures import is_out_of_memory
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import explain_error, listed
 
@@ -311,6 +312,8 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
         resumed.load_state_dict(state)
         _step(resumed, STEPS[1], weights, gradients)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise InputError(
             f"{what} cannot go on from its own state_dict ({explain_error(error)}), so that no training could be "
             "resumed: let load_state_dict() take what state_dict() returns"

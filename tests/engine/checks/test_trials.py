@@ -1,9 +1,10 @@
 """What the probe takes for the same: numbers that differ by rounding, whatever their sizes."""
 
+import numpy as np
 import pytest
 import torch
 
-from flyte_ddp.engine.checks.trials import TOLERANCE, _really_draws, is_close
+from flyte_ddp.engine.checks.trials import TOLERANCE, _really_draws, as_input_error, is_close
 
 SPREAD = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(64, 100, generator=torch.Generator().manual_seed(1))
@@ -36,3 +37,8 @@ def test_probabilities_in_a_tensor_draw_and_a_dropout_of_zero_does_not():
     mask = torch.zeros(3)
     assert _really_draws(torch.ops.aten.bernoulli_.Tensor, (mask, torch.full((3,), 0.5)), {})
     assert not _really_draws(torch.ops.aten.native_dropout.default, (mask, 0.0, True), {})
+
+
+def test_memory_that_is_too_short_is_no_fault_of_the_recipe():
+    with pytest.raises(MemoryError, match="Unable to allocate"), as_input_error("pictures() fails", "none"):
+        np.empty(1 << 58, np.float64)
