@@ -50,10 +50,8 @@ def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Ca
     def note(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         calls.append(Call(samples, args, kwargs, outputs))
 
-    hook = model.register_forward_hook(note, with_kwargs=True)
-    with torch.no_grad():
+    with model.register_forward_hook(note, with_kwargs=True), torch.no_grad():
         recipe.forward(model, tree)
-    hook.remove()
     if not calls:
         raise InputError(
             f"{type(recipe).__name__}.forward must call the network as model(...), for export: if it calls methods or "
