@@ -109,8 +109,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
 
     Raises:
         StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with the buffers as before.
-        InputError: The rows of the recipe's predictions differ in shape between batches. Only a rank with such batches
-            raises it.
+        InputError: A batch of the recipe's predictions has another number of rows than samples, or rows of another
+            shape than other batches. Only a rank with such batches raises it.
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
@@ -128,7 +128,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
                 sums[-2:] += sum_measures({"loss": others["loss"]})
             predictions = recipe.predictions(outputs, batch.tree)
             if predictions is not None:
-                check_rows(recipe, predictions, rows[0] if rows else predictions)
+                check_rows(recipe, predictions, batch.share.count, rows[0] if rows else None)
                 rows.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
             link.heartbeat()
     if poll.is_agreed:

@@ -145,13 +145,30 @@ def compute_pairs(
     return pairs
 
 
-def check_rows(recipe: Recipe, predictions: Tensor, others: Tensor) -> None:
-    """Raise InputError if the rows of two batches' predictions differ in shape, and could not be saved in one array."""
+def check_rows(recipe: Recipe, predictions: Any, count: int, others: Tensor | None = None) -> None:
+    """Check that the predictions of a batch can be saved in one array with those of other batches.
+
+    Args:
+        recipe: the recipe, for the message.
+        predictions: what recipe.predictions() has returned.
+        count: the number of samples in the batch.
+        others: (m, ...), predictions of another batch; None if there are none yet.
+
+    Raises:
+        InputError: The predictions are no tensor with a row for each sample, or the rows of the two batches differ in
+            shape.
+    """
+    where = code_location(recipe, "predictions")
+    if not isinstance(predictions, Tensor) or predictions.shape[:1] != (count,):
+        got = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
+        raise InputError(f"{where} must return a tensor with a row for each of the {count} samples, got {got}")
+    if others is None:
+        return
     one, other = tuple(predictions.shape[1:]), tuple(others.shape[1:])
     if one != other:
         raise InputError(
-            f"{code_location(recipe, 'predictions')} must return rows of the same shape for all batches, got {one} and "
-            f"{other}: pad them to the longest of the split"
+            f"{where} must return rows of the same shape for all batches, got {one} and {other}: pad them to the "
+            "longest of the split"
         )
 
 

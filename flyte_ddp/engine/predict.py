@@ -1,6 +1,7 @@
 """The predictions of any recipe's trained network for a shard of a split, in a process of its own."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,10 +11,9 @@ from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.batches import rank_slice
 from flyte_ddp.engine.batches.block_cache import BlockCache
-from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split
-from flyte_ddp.errors import InputError
+from flyte_ddp.engine.measures import check_rows
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.whole_files import whole_file, writing_to
@@ -35,8 +35,8 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         The number of rows in the file, one for each sample of the shard; it may be 0.
 
     Raises:
-        InputError: The recipe's predictions() returns None, the recipe or its data are invalid, or the file cannot be
-            written.
+        InputError: The recipe's predictions() returns something other than a tensor with a row for each sample, or rows
+            of another shape than before. Or the recipe or its data are invalid, or the file cannot be written.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)
@@ -53,10 +53,10 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         parts: list[Tensor] = []
         # Where there are more shards than samples, one that has none takes a sample for the shape of its rows
         start = min(first, len(source) - 1)
-        for tree in source.fetch(torch.arange(start, max(last, start + 1)).split(size)):
-            predictions = recipe.predictions(recipe.forward(model, tree), tree)
-            if predictions is None:
-                raise InputError(f"{code_location(recipe, 'predictions')} must return a tensor, got None")
+        batches = torch.arange(start, max(last, start + 1)).split(size)
+        for chosen, tree in zip(batches, source.fetch(batches), strict=True):
+            predictions: Any = recipe.predictions(recipe.forward(model, tree), tree)
+            check_rows(recipe, predictions, len(chosen), parts[0] if parts else None)
             parts.append(predictions.cpu())
             link.heartbeat()
     rows = torch.cat(parts)[: last - first].numpy()

@@ -476,11 +476,8 @@ def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
     predictions = tested.stages["predictions"]
     count = evaluation.size
     if predictions is not None:
+        check_rows(recipe, predictions, count)
         where = code_location(recipe, "predictions")
-        if not isinstance(predictions, Tensor) or predictions.shape[:1] != (count,):
-            raise InputError(
-                f"{where} must return a tensor with a row for each of the {count} samples, got {_shape(predictions)}"
-            )
         with as_input_error(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
             predictions.cpu().numpy()
     where = code_location(recipe, "pictures")
@@ -520,7 +517,7 @@ def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixe
     for index in (longest[lengths.each[longest].argmin()], longest[lengths.each[longest].argmax()]):
         trial = Trials(recipe, evaluation.network, split, index.expand(evaluation.size), False)()
         rows.append(trial.stages["predictions"])
-    check_rows(recipe, *rows)
+    check_rows(recipe, rows[0], evaluation.size, rows[1])
 
 
 def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
