@@ -1,9 +1,14 @@
-"""The place of a recipe's method in its source, for messages."""
+"""Places in the user's source, for messages."""
 
 import inspect
+import traceback
 from typing import Any
 
+import flyte_ddp
+from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.recipe import Recipe
+
+OURS = f"{flyte_ddp.__path__[0]}/"
 
 
 def code_location(recipe: Any, method: str) -> str:
@@ -23,3 +28,16 @@ def code_location(recipe: Any, method: str) -> str:
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
     return f"{kind.__name__}.{method}{where}"
+
+
+def find_line(error: BaseException) -> str:
+    """Return the line of the user's code that has led to an error, as "file, line n: ", or "" if there is none.
+
+    It is the innermost line that is neither this library's nor installed.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not (file.startswith((OURS, "<")) or is_installed(file)):
+            place = f"{file}, line {line}: "
+    return place

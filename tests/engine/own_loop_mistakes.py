@@ -1,6 +1,7 @@
 """Training loops with the mistakes that people make: what is refused, or warned of."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,6 +125,18 @@ def keeps_a_schedule_alone(loop: Loop):
     for _ in loop.epochs():
         for _ in batches:
             optimizer.step()
+
+
+def keeps_without_a_name(loop: Loop):
+    model, _, _, optimizer = linear(loop, is_kept=False)
+    loop.keep(model, optimizer)  # type: ignore[call-arg]
+
+
+def logs_without_a_name(loop: Loop):
+    model, batches, _, _ = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            loop.log(F.cross_entropy(model(inputs), labels))  # type: ignore[call-arg]
 
 
 def keeps_twice(loop: Loop):
@@ -260,7 +273,7 @@ def evaluates_in_any_order(loop: Loop):
     for _ in loop.epochs():
         for _ in batches:
             loop.log(loss=0.5)
-        measures = {"loss": 0.25, "score": float("nan"), "rank": float(loop.rank)}
+        measures: dict[str, Any] = {"loss": 0.1, "share": (0.7, 3), "score": float("nan"), "rank": float(loop.rank)}
         loop.evaluated(**dict(sorted(measures.items(), reverse=loop.rank == 0)))
 
 

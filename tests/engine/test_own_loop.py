@@ -1,5 +1,7 @@
 """A training loop of the user's own keeps the promises of a recipe that docs/own-loop.md lists."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import train
 from flyte_ddp.watch.traces import read_trace
+from tests.engine import own_loop_mistakes
 from tests.small_training import TWO_HOSTS, Unplugged, first_and_slow, identical, relative_difference, unplug_at
 
 LOOPS, MISTAKES = "tests.engine.own_loops:", "tests.engine.own_loop_mistakes:"
@@ -25,6 +28,8 @@ OF_SEVERAL_RANKS = {
     "repeats_a_closure_on_the_first_rank", "leaves_the_steps_on_the_first_rank", "starts_the_ranks", "ends_the_ranks",
     "unfreezes_what_was_wrapped", "averages_over_the_training_batches",
 }  # fmt: skip
+# Mistakes that show only once the loop has returned
+WITHOUT_LINE = {"trains_without_a_loop", "ends_the_ranks", "takes_nothing"}
 SMALL = {"keep_checkpoint": False, "batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
 
 
@@ -265,8 +270,11 @@ def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(mistaken, 
 
 
 def test_measures_go_by_their_names_on_each_rank_and_one_that_is_not_finite_is_warned_of(mistaken):
-    result = mistaken("evaluates_in_any_order").result
-    assert {name: value for name, value in result.tested.items() if name != "score"} == {"loss": 0.25, "rank": 0.5}
+    result = mistaken("evaluates_in_any_order", 3).result
+    measured = {name: value for name, value in result.tested.items() if name != "score"}
+    assert measured == {"loss": 0.1, "share": 0.7 / 3, "rank": 1.0}, (
+        "the sum of three is another number, or not a third"
+    )
     (warning,) = result.warnings
     assert warning.reason.startswith("score on the test split is not finite after epoch 1")
 
@@ -327,6 +335,8 @@ def test_a_buffer_that_is_saved_under_another_name_is_saved():
         ),
         ("forgets_a_weight_of_its_loss", r"loop.keep must have all that the SGD changes: a weight of shape \(3,\) is"),
         ("unfreezes_what_was_wrapped", r"loop.wrap was given 0.weight with requires_grad False, and it is trained now"),
+        ("keeps_without_a_name", r"Loop.keep\(\) takes 2 .* but 3 were given: give .* as in .*optimizer=optimizer\)$"),
+        ("logs_without_a_name", r"Loop.log\(\) takes 1 .* but 2 were given: give .* as in loop.log\(loss=loss\)"),
         ("keeps_twice", r"loop.keep must be called once, with all that changes"),
         ("wraps_what_is_not_trained", r"loop.wrap: the network must have a weight that is trained"),
         ("steps_outside_of_a_step", r"an optimizer must step within `for … in loop.batches`"),
@@ -361,7 +371,16 @@ def test_a_buffer_that_is_saved_under_another_name_is_saved():
     ],
 )
 def test_a_mistake_is_one_error_with_its_remedy(mistaken_here, loop, words):
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as caught:
+        mistaken_here(loop)
+    assert loop in WITHOUT_LINE or re.match(r"\S+/tests/engine/own_loop\w+\.py, line \d+: ", caught.value.message)
+
+
+@pytest.mark.parametrize(("loop", "offset"), [("keeps_twice", 3), ("steps_outside_of_a_step", 6)])
+def test_the_line_of_a_mistake_is_that_which_calls_the_library(mistaken_here, loop, offset):
+    """Through frames of torch, too."""
+    line = getattr(own_loop_mistakes, loop).__code__.co_firstlineno + offset
+    with pytest.raises(InputError, match=rf"^{re.escape(own_loop_mistakes.__file__)}, line {line}: "):
         mistaken_here(loop)
 
 

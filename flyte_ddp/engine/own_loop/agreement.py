@@ -1,6 +1,6 @@
 """Checks that all ranks do the same in a loop of the user's own, before they exchange what would not fit together."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 import torch
@@ -66,21 +66,18 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
     )
 
 
-def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False) -> list[str]:
-    """Return the names of measures in rank 0's order, the same list on all ranks; a collective.
-
-    All ranks need one order, because values are summed by position.
+def names_on_all_ranks(call: str, of_ranks: Sequence[Collection[str]], may_lack: bool = False) -> list[str]:
+    """Return the names of measures in rank 0's order, because values are summed by position.
 
     Args:
         call: the method that the user has given the measures to, such as "loop.log", for the message.
-        names: this rank's names.
+        of_ranks: the names of each rank, gathered from all ranks.
         may_lack: whether a rank other than 0 may have no names, as one without samples has none. All ranks must pass
             the same.
 
     Raises:
         InputError: A rank has other names than rank 0. All ranks raise it.
     """
-    of_ranks: list[list[str]] = gather_values([*names])
     for rank, others in enumerate(of_ranks):
         if {*others} != {*of_ranks[0]} and not (may_lack and not others):
             got = f"{', '.join(of_ranks[0]) or 'none'} on rank 0 and {', '.join(others) or 'none'} on rank {rank}"
@@ -88,4 +85,4 @@ def names_on_all_ranks(call: str, names: Collection[str], may_lack: bool = False
                 f"{call} must have the same measures on all ranks, got {got}: what one rank alone measures is nobody "
                 "else's to add up; in loop.evaluated the others may give it without samples, as (0.0, 0)"
             )
-    return of_ranks[0]
+    return [*of_ranks[0]]

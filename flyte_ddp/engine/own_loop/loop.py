@@ -26,6 +26,7 @@ from flyte_ddp.engine.batches.block_split import BlockSplit
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import state_on_all_ranks
 from flyte_ddp.engine.checks.data_probe import find_unequal_data
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.compiler_compat import uncompiled
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import find_data_path, make_split
@@ -326,7 +327,8 @@ class Loop:
         loop.measured has summed since the last call, and those that are given here. After the last epoch, the call
         records the measures of the test split.
 
-        A measure is the sum of all ranks' values, divided by the sum of all ranks' weights.
+        A measure is the sum of all ranks' values, divided by the sum of all ranks' weights. If all ranks give the same,
+        the measure has the bits of one rank's own, on any number of ranks.
 
         Args:
             **measures: further measures by name. Each is a number or tensor, whose values have the weight 1, or a pair
@@ -354,12 +356,14 @@ class Loop:
                 "each rank has seen other parts: take fewer samples as data instead, such as a torch.utils.data.Subset"
             )
         own, state.measured, state.evaluated = state.measured, {}, {}
-        for name, pair in _pairs(measures).items():
+        given = _pairs(measures)
+        for name, pair in given.items():
             if name in own:
                 raise InputError(f"loop.evaluated: {name} was given to loop.measured, too: give it to one of them")
             own[name] = torch.zeros(parts, 2, dtype=torch.float64)
             own[name][0] = torch.tensor(pair, dtype=torch.float64)
-        names = names_on_all_ranks("loop.evaluated", own, may_lack=not measures)
+        of_ranks = gather_values({name: given.get(name) for name in own})
+        names = names_on_all_ranks("loop.evaluated", of_ranks, may_lack=not measures)
         if not names:
             raise InputError(
                 "loop.evaluated must have measures that no call before has taken: give them, or call loop.measured for "
@@ -371,6 +375,9 @@ class Loop:
         for name, (value, weight) in zip(names, sums.sum(1).tolist(), strict=True):
             if not weight:
                 raise InputError(f"loop.evaluated: {name} must have samples, or weights that are not 0, on some rank")
+            # The sum of three times 0.1 is rounded: such a measure would depend on the number of ranks
+            if name in given and all(pairs.get(name) == given[name] for pairs in of_ranks):
+                value, weight = given[name]
             state.evaluated[name] = value / weight
         if not math.isfinite(state.evaluated.get("loss", 0.0)):
             split = "validation" if state.best_tracker and not state.is_over else "test"
@@ -457,6 +464,8 @@ def _mean(value: Number, device: torch.device) -> Tensor:
 
 
 def _sum(value: Number) -> float:
+    if isinstance(value, (int, float)):  # a tensor of it would be float32
+        return float(value)
     return float(torch.as_tensor(value).detach().sum())
 
 

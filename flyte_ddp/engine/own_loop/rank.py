@@ -1,6 +1,7 @@
 """A rank that runs a loop of the user's own, from start to end."""
 
 import inspect
+import re
 from collections.abc import Callable
 
 import torch
@@ -8,6 +9,7 @@ from torch import distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.code_location import find_line
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.own_loop.loop import Loop
 from flyte_ddp.engine.own_loop.state import LoopState
@@ -39,7 +41,8 @@ def run(
     """Call the user's training function on this rank, and return the result of the training; a collective.
 
     The process group must exist already. Rank 0 writes the weights to job.model_path. While the function runs, hooks of
-    torch check each optimizer's steps. Errors of the function itself are raised unchanged.
+    torch check each optimizer's steps. Errors of the function itself are raised unchanged; an InputError begins with
+    the line of the user's code that has led to it.
 
     Args:
         function: the user's function, which is given the Loop.
@@ -53,8 +56,8 @@ def run(
 
     Raises:
         InputError: A setting or option is wrong, or has no effect here and is not its default. Or the function does not
-            take one argument, does not train in loop.epochs, or creates or destroys the process group. Or the weights
-            cannot be written.
+            take one argument, does not train in loop.epochs, gives a method of Loop something without its name, or
+            creates or destroys the process group. Or the weights cannot be written.
         StopRequested: A rank was asked to stop; a checkpoint was written.
         NonFiniteError: A loss is not finite.
     """
@@ -85,10 +88,19 @@ def run(
                 if not distributed.is_initialized():
                     raise InputError(f"leave out torch.distributed.destroy_process_group: {ALREADY}")
                 return state.finish()
+        except InputError as error:
+            raise InputError(f"{find_line(error)}{error.message}") from error
         except ValueError as error:
             if "default process group twice" not in str(error):  # torch's words
                 raise
-            raise InputError(f"leave out torch.distributed.init_process_group: {ALREADY}") from None
+            raise InputError(f"{find_line(error)}leave out torch.distributed.init_process_group: {ALREADY}") from None
+        except TypeError as error:
+            if not re.match(r"Loop\.\w+\(\) takes .* were given", str(error)):  # Python's words
+                raise
+            raise InputError(
+                f"{find_line(error)}{error}: give each with its name, as in loop.log(loss=loss) and "
+                "loop.keep(model=model, optimizer=optimizer)"
+            ) from None
         finally:
             for hook in hooks:
                 hook.remove()

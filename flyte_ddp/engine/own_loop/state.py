@@ -272,7 +272,7 @@ class LoopState:
             self.trace.end_part(self.logged["loss"])
             self.trace.end()
         if not progress.names:
-            progress.measure(names_on_all_ranks("loop.log", self.logged))
+            progress.measure(names_on_all_ranks("loop.log", gather_values([*self.logged])))
         self._own = torch.stack([self.logged[name] for name in progress.names])
         is_logged = self._is_logged
         progress.add_up(torch.stack([self._own, torch.ones_like(self._own)], 1).flatten())
