@@ -157,7 +157,7 @@ class Settings(DataClassJsonMixin):
         convert them silently: 2.7 to 2, "false" to True, and unknown fields to nothing.
 
         Raises:
-            InputError: A value breaks a rule, or its name is no field.
+            InputError: A value breaks a rule, its name is no field, or a field without a default has no value.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name, value in values.items():
@@ -165,7 +165,21 @@ class Settings(DataClassJsonMixin):
                 known = ", ".join(one for one in fields if one not in cls.refused)
                 raise InputError(f"{cls.__name__} has no field {_shown(name)}{cls.hint(str(name))}; known: {known}")
             _check_own(cls, fields[name], value)
+        for name, field in fields.items():
+            if name not in values and find_default(field) is dataclasses.MISSING:
+                raise InputError(f"{cls.__name__}.{name} must be given, as it has no default: add it")
         return values
+
+
+def find_type(field: "dataclasses.Field[Any]") -> Any:
+    """Return the type of a field's values."""
+    # With `from __future__ import annotations`, a field's type is the name of the type
+    return TYPES.get(field.type, field.type) if isinstance(field.type, str) else field.type
+
+
+def find_default(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field, unchecked; dataclasses.MISSING if the field has none."""
+    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def is_field(kind: type[Settings], name: str) -> bool:
@@ -187,17 +201,20 @@ def describe_fields(kind: type[Settings]) -> dict[str, str]:
     """Return a text for each field, by the field's name: its help, and its default as in "[default: 0.1]".
 
     A field that a subclass declares without help has the help of the base class. An empty string as default is not
-    shown.
-
-    Args:
-        kind: the settings class. All its fields have defaults.
+    shown. A field without a default is "[required]".
     """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         for name, field in vars(base).get("__dataclass_fields__", {}).items():
             texts[name] = field.metadata.get("help") or texts.get(name, "")
-    defaults = {name: f"[default: {json.dumps(value)}]" if value != "" else "" for name, value in vars(kind()).items()}
-    return {name: f"{texts.get(name, '')} {default}".strip() for name, default in defaults.items()}
+    described = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        default = find_default(field)
+        shown = "[required]"
+        if default is not dataclasses.MISSING:
+            shown = f"[default: {json.dumps(_check_own(kind, field, default))}]" if default != "" else ""
+        described[field.name] = f"{texts.get(field.name, '')} {shown}".strip()
+    return described
 
 
 def _check_declaration(kind: type[Settings]) -> None:
@@ -241,8 +258,7 @@ def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: 
             settings cannot have fields of this type.
     """
     name = f"{owner}.{field.name}"
-    # With `from __future__ import annotations`, a field's type is the name of the type
-    expected: Any = TYPES.get(field.type, field.type) if isinstance(field.type, str) else field.type
+    expected = find_type(field)
     if expected not in TYPE_NAMES:
         raise InputError(f"{name} must be declared as one of {', '.join(TYPES)}, got {_shown(field.type)}")
     if expected is float and type(value) is int:

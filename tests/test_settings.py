@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import click
 import msgpack
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from mashumaro.codecs.json import JSONDecoder
 from mashumaro.codecs.msgpack import MessagePackDecoder
 
+from flyte_ddp.attempt.options import _hint
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import describe_fields, setting
 from flyte_ddp.reading import read_settings
@@ -95,6 +97,27 @@ def test_a_new_default_leaves_rules_and_help_of_its_field_and_setting_replaces_t
 
     assert (Smaller().batch_size, Smaller.from_json("{}").precision) == (0, "float32")
     assert describe_fields(Smaller)["batch_size"] == "samples of one optimizer step, all ranks together. [default: 0]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Required(TrainingSettings):
+    width: int = setting(8, help="of the hidden layer.")
+    depth: int
+    name: str
+
+
+def test_a_field_without_a_default_must_be_given():
+    for read in (Required.from_json, JSONDecoder(Required).decode):
+        with pytest.raises(ValueError, match=r"Required\.depth must be given, as it has no default"):
+            read('{"name": "mine"}')
+    assert Required.from_json('{"name": "", "depth": 3}').depth == 3
+    described = describe_fields(Required)
+    assert [described[name] for name in ("width", "depth", "name")] == [
+        "of the hidden layer. [default: 8]", "[required]", "[required]",
+    ]  # fmt: skip
+    options = [click.Option(["--hp"])]
+    assert _hint("--width", options, lambda kind: Required) == "width is a field of --hp: --hp '{\"width\": 8}'"
+    assert _hint("--depth", options, lambda kind: Required).endswith("--hp '{\"depth\": VALUE}'")
 
 
 def test_defaults_of_another_base_leave_the_rules_too_and_other_metadata_are_no_rules():

@@ -1,12 +1,13 @@
 """The help of `pyflyte run` and `flyte run` on settings, and their answer to a setting that is given as an option."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
 
-from flyte_ddp.fields import Settings, describe_fields
+from flyte_ddp.fields import Settings, describe_fields, find_default
 
 
 def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
@@ -77,8 +78,9 @@ def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[
     for parameter in parameters:
         kind = kind_of(parameter.type)
         if isinstance(kind, type) and issubclass(kind, Settings):
-            defaults = json.loads(kind().to_json())
-            if name in defaults:
-                example = json.dumps({name: defaults[name]})
-                return f"{name} is a field of {parameter.opts[0]}: {parameter.opts[0]} '{example}'"
+            fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+            if name in fields:
+                default = find_default(fields[name])
+                value = "VALUE" if default is dataclasses.MISSING else json.dumps(default)
+                return f"{name} is a field of {parameter.opts[0]}: {parameter.opts[0]} '{{\"{name}\": {value}}}'"
     return ""

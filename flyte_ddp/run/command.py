@@ -16,7 +16,7 @@ from flyte_ddp.attempt.registration import check_variables
 from flyte_ddp.code.code_version import find_parts, source_file
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import TYPE_NAMES, describe_fields, read_json
+from flyte_ddp.fields import TYPE_NAMES, describe_fields, find_default, find_type, read_json
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import train
 from flyte_ddp.whole_files import absolute
@@ -135,9 +135,9 @@ def as_typed(message: str) -> str:
 def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
     """Return the command-line option for a field of the settings or options.
 
-    An option that the user leaves out has the value None. If the field's default is a string, a given value is taken as
-    it is. Any other value is parsed as JSON; true and false of a bool may be in upper or lower case. The type of the
-    parsed value is not checked here, since the settings check it.
+    An option that the user leaves out has the value None. If the field is a string, a given value is taken as it is.
+    Any other value is parsed as JSON; true and false of a bool may be in upper or lower case. The type of the parsed
+    value is not checked here, since the settings check it. A field without a default is a required option.
 
     This function itself raises nothing. Later, while click parses the command line, the option raises InputError if the
     given value is not JSON, or if an object in it has a name twice.
@@ -146,15 +146,17 @@ def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
         field: the field.
         said: the option's help.
     """
-    default = field.default_factory() if callable(field.default_factory) else field.default
+    kind = find_type(field)
+    is_required = find_default(field) is dataclasses.MISSING
 
     def read(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-        if text is None or type(default) is str:
+        if text is None or kind is str:
             return text
         try:
-            return read_json(text.lower() if type(default) is bool else text)
+            return read_json(text.lower() if kind is bool else text)
         except ValueError:
-            raise InputError(f"--{dashed} must be {TYPE_NAMES[type(default)]}, got {text}") from None
+            raise InputError(f"--{dashed} must be {TYPE_NAMES[kind]}, got {text}") from None
 
     dashed = field.name.replace("_", "-")
-    return click.Option([f"--{dashed}", field.name], metavar=type(default).__name__, callback=read, help=said)
+    names = [f"--{dashed}", field.name]
+    return click.Option(names, metavar=kind.__name__, callback=read, help=said, required=is_required)

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 
 import flyte_ddp
 from flyte_ddp.__main__ import main
-from flyte_ddp.run.command import as_typed, find_settings_class
+from flyte_ddp.run.command import as_typed, find_settings_class, make_command
 from flyte_ddp.settings import TrainingSettings
 from tests.commands import ROOT
 from tests.examples import project
@@ -51,6 +52,18 @@ def test_its_help_has_a_text_for_each_setting():
     ):  # fmt: skip
         assert words in said
     assert "--resume-from" not in said, "train() has none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Required(TrainingSettings):
+    depth: int
+
+
+def test_a_setting_without_a_default_is_a_required_option():
+    for given, words in ((), "Missing option '--depth'"), (("--depth", "x"), "--depth must be a whole number, got x"):
+        result = CliRunner().invoke(make_command("tabular.recipe:Tabular", Required), given)
+        assert result.exit_code == 2
+        assert words in " ".join(result.output.split())
 
 
 def signalled(number: int, words: str, *arguments: str, cwd: Path | None = None) -> str:
