@@ -250,7 +250,10 @@ Warned = NotLearning | SlowRank  # the events that a run's result lists as warni
 
 @dataclass(frozen=True)
 class GradientsSeen(Event):
-    """Histograms of each parameter's gradient in an epoch's last step: counts of n bins, and their n + 1 edges."""
+    """Histograms of each parameter's gradient in an epoch's last step: counts of n bins, and their n + 1 edges.
+
+    There is no such event if the update of that step was left out.
+    """
 
     method = "on_gradients_seen"
 

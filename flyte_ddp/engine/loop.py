@@ -117,6 +117,7 @@ def train_until(state: TrainingState, train: TrainBatches, end: int, log_interva
             asked = progress.end_step(state, is_last or progress.step % log_interval == 0)
             if asked.bad_step is not None:
                 break
-            if progress.step == len(train) and link.is_heard and state.log_gradients:
-                link.emit(GradientsSeen(progress.epoch, state.gradient_histograms()))
+            is_seen = progress.step == len(train) and link.is_heard and state.log_gradients
+            if is_seen and (histograms := state.gradient_histograms()):
+                link.emit(GradientsSeen(progress.epoch, histograms))
             progress.save_or_stop(state, asked, is_evaluation_next=is_last)

@@ -333,9 +333,12 @@ class TrainingState:
         """Return a histogram of each parameter's gradient in the last step, after clipping, by name.
 
         Returns:
-            The counts of BINS equal bins, and the BINS + 1 edges of the bins.
+            The counts of BINS equal bins, and the BINS + 1 edges of the bins. There are none if the step's update was
+            left out: its gradients are neither divided by the weight of the batch nor clipped.
         """
-        histograms = {}
+        histograms: dict[str, tuple[list[float], list[float]]] = {}
+        if self._is_left_out:
+            return histograms
         for name, gradient in zip(*self._gradients(), strict=True):
             # Float32 may have no edges of bins between two values that are next to one another
             counts, edges = np.histogram(gradient.cpu().double().numpy(), BINS)

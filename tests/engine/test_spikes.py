@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from flyte_ddp.engine.spikes import FIRST, Spikes
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import CheckpointWritten, Event, NotLearning
+from flyte_ddp.events import CheckpointWritten, Event, GradientsSeen, NotLearning
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import train
@@ -115,6 +115,20 @@ def test_the_update_of_a_spike_is_left_out_to_the_same_bits_killed_or_not(tmp_pa
     assert (resumed.digest, told_then) == (whole.digest, told[1:])
     other, nothing = trained(tmp_path / "other", recipe, skip_spikes=0)
     assert (other.digest == whole.digest, nothing) == (False, [])
+
+
+@pytest.mark.parametrize("recipe", [Averaged, ByHost])
+def test_gradients_that_are_not_stepped_by_have_no_histogram(tmp_path, recipe):
+    epochs: list[int] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, GradientsSeen):
+            epochs.append(event.epoch)
+
+    # By this seed the spike comes in the last step of the second epoch
+    settings = TrainingSettings(epochs=EPOCHS, batch_size=4, virtual_ranks=3, skip_spikes=6, seed=28)
+    train(recipe, settings, RunOptions(nproc=1, log_gradients=True), output=tmp_path, on_event=listen)
+    assert epochs == [0]
 
 
 def test_too_few_deviations_are_refused():

@@ -179,7 +179,7 @@ def test_losses_and_accuracies_are_those_of_the_whole_epoch(train):
 
 @pytest.mark.parametrize("gradient", [[1.0, 1.0 + 2**-23], [1e-45, 3e-45], [2.0, 2.0], [-3e38, 3e38], []])
 def test_any_gradient_has_a_histogram(gradient):
-    state: Any = SimpleNamespace(_gradients=lambda: (["weight"], [torch.tensor(gradient)]))
+    state: Any = SimpleNamespace(_is_left_out=False, _gradients=lambda: (["weight"], [torch.tensor(gradient)]))
     counts, edges = TrainingState.gradient_histograms(state)["weight"]
     assert sum(counts) == len(gradient)
     assert all(math.isfinite(edge) for edge in edges)
