@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import flyte_ddp
-from flyte_ddp.events import Event
-from flyte_ddp.launch.environment import Environment, World, default_variable, threads_per_rank
+from flyte_ddp.events import Event, StartUp
+from flyte_ddp.launch.environment import Environment, World, available_cores, default_variable, threads_per_rank
 from flyte_ddp.launch.failures import LOSSES, PreemptedError, RankError, from_exit_code, name_the_cause
 from flyte_ddp.launch.grace import Grace
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, Answer, report_hang
@@ -42,6 +42,7 @@ PRELOAD = ["torch", "torch.utils.flop_counter", "numpy", "dataclasses_json", "cl
 # these turns and 8.6 s with GNU's; alone it took 1.5 s with either.
 SPIN_COUNT = "10000"
 
+MOST_PER_CORE = 8  # ranks that compute on a CPU without a word about their number
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 0.5  # their stacks, which they write piece by piece, are whole when they have not grown for so long
@@ -110,6 +111,10 @@ def launch(
     grace = Grace()
     warm_up(preload)
     threads = threads_per_rank(world.local_size)
+    cores = available_cores()
+    if world.device == "cpu" and world.local_size > MOST_PER_CORE * cores:
+        these = f"{cores} core{'s' * (cores > 1)}"
+        on_event(StartUp(f"{world.local_size} ranks, which take turns on {these}: a lower nproc may be faster"))
     ranks: list[_Rank] = []
     with on_signals(STOP_SIGNALS, lambda *_: None):  # nothing interrupts the clean-up
         private = tempfile.mkdtemp(prefix="ddp-")

@@ -46,6 +46,19 @@ def test_values_come_back_by_rank_and_the_cores_are_shared_out():
     assert launch("report_rank", 3, "x") == [(rank, 3, threads, "x") for rank in range(3)]
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_far_more_ranks_than_cores_are_told_of():
+    cores = os.sched_getaffinity(0)
+    said: list[str] = []
+    try:
+        os.sched_setaffinity(0, [min(cores)])
+        for size in (8, 9):
+            assert len(launch("report_rank", size, on_event=lambda event: said.append(event.doing))) == size
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert said == ["9 ranks, which take turns on 1 core: a lower nproc may be faster"]
+
+
 @pytest.mark.parametrize("given", ["nosuch0", "lo,nosuch0"])
 def test_a_network_interface_that_there_is_not_is_no_loss_of_a_peer(monkeypatch, given):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
