@@ -238,7 +238,10 @@ HINTS = {
     # NCCL's watchdog ends a rank by this signal, without an exception
     "SIGABRT": (
         "aborted",
-        "ended by native code, as NCCL or gloo end a rank that has lost another: look at the others",
+        (
+            "ended by native code, as NCCL or gloo end a rank that has lost another, or exchanges a tensor of another "
+            "size than the others: look at the others, and at your own calls of torch.distributed"
+        ),
     ),
 }
 

@@ -170,4 +170,4 @@ def test_the_cause_is_named_before_what_may_be_its_effect():
     killed = from_exit_code(-signal.SIGKILL, 2, "host")
     assert str(name_the_cause([lost, aborted, killed])) == str(killed)
     assert str(name_the_cause([lost, aborted])) == str(aborted)
-    assert "look at the others" in str(aborted)
+    assert "look at the others, and at your own calls of torch.distributed" in str(aborted)
