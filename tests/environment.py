@@ -1,4 +1,4 @@
-"""Environments like a user's, in which pip can install and remove."""
+"""Environments like a user's."""
 
 import re
 import subprocess
@@ -7,11 +7,12 @@ import sysconfig
 from pathlib import Path
 
 
-def make_environment(place: Path) -> None:
-    """A new virtual environment that has what this one has."""
-    subprocess.run([sys.executable, "-m", "venv", place], check=True)
-    # Python 3.11 and older bring one that is too old; below is the one that we have
-    subprocess.run([place / "bin" / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"], check=True)
+def make_environment(place: Path, *options: str) -> None:
+    """A new virtual environment that has what this one has, and pip, unless the options are without it."""
+    subprocess.run([sys.executable, "-m", "venv", *options, place], check=True)
+    if not options:  # Python 3.11 and older bring one that is too old; below is the one that we have
+        python = str(place / "bin" / "python")
+        subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"], check=True)
     (site,) = place.glob("lib/python*/site-packages")
     (site / "all.pth").write_text(sysconfig.get_path("purelib") + "\n")
     scripts = Path(sysconfig.get_path("scripts"))

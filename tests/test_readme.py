@@ -40,11 +40,15 @@ ELSEWHERE = {
     ),
     "pyflyte run workflows/cifar10.py cifar10_wf": "tests/test_other_datasets.py",
     "pyflyte run workflows/image_folder.py image_folder_wf": "tests/test_image_folder.py",
+    "pyflyte run workflows/export.py export_folder_wf": "tests/export/test_folder.py",
+    "pip install -e .": "tests/new/test_new.py, though not as editable",
+    "make dry-run IMAGE=registry.example.org/me/trainer:1": "tests/attempt/test_webhook.py",
     'pyflyte run workflows/sweep.py sweep_wf --hp \'{"epochs": 4}\' --sweep \'{"values": {"learning_rate": '
     '[0.05, 0.1, 0.2, 0.4]}, "reduction_factor": 4}\'': "tests/sweep/test_halving.py",
 }
 NOT_RUN = {
     **ELSEWHERE,
+    "pip install matplotlib": "it would find what the lock files install",
     f"""python -m workflows.without_flyte --hp '{DIGITS}' --options '{{"nproc": 3}}' --output trained""": SAME_BITS,
     f"""python -m workflows.without_flyte --hp '{DIGITS}' --options '{{"nproc": 1}}' --output alone""": SAME_BITS,
     "make image IMAGE=registry.example.org/me/trainer:1": CLUSTER,
@@ -93,7 +97,7 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory) -> dict[str, str]:
-    """A copy of the project, an environment to install it into, and small datasets in place of the real ones.
+    """A copy of the project, an environment of its own, and small datasets in place of the real ones.
 
     The environment has what this one has, and the project's make targets find it complete.
     """
@@ -101,7 +105,7 @@ def user(tmp_path_factory) -> dict[str, str]:
     project = place / "project"
     ignored = shutil.ignore_patterns(".venv*", ".tools", ".git", "__pycache__", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, project, ignore=ignored)
-    make_environment(project / ".venv")
+    make_environment(project / ".venv", "--without-pip")
     for stamp in ("run.stamp", "dev.stamp"):
         (project / ".venv" / stamp).touch()
 
@@ -118,8 +122,8 @@ def user(tmp_path_factory) -> dict[str, str]:
         "DDP_DATA_DIR": str(data),
         "DDP_RUNS_DIR": str(place / "runs"),
         "PATH": f"{project}/.venv/bin:{os.environ['PATH']}",
-        "PIP_NO_BUILD_ISOLATION": "1",  # setuptools is there, and a test should not need the network
         "PROJECT": str(project),
+        "PYTHONPATH": str(project),  # instead of an installation
     }
 
 

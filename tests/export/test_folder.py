@@ -42,7 +42,7 @@ def exported(tmp_path_factory):
     photos.mkdir()
     for split in ("train", "test"):
         images, labels = open_split(prepare("digits"), split)
-        write_folder(photos / split, CLASSES, images[:600], labels[:600])
+        write_folder(photos / split, CLASSES, images[:200], labels[:200])
     inputs = ["--folder", str(photos), "--images", IMAGES]
     trained = pyflyte("image_folder_wf", *inputs, "--hp", HP)
     model, accuracy = (output(trained, name) for name in ("model_state", "accuracy"))

@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from flyte_ddp.__main__ import main
-from flyte_ddp.settings import RunOptions
 from scripts.dry_run import ROOT, read_package
 from tests.environment import make_environment
-from tests.pod import IMAGE, Pod, container_of, literal
+from tests.pod import IMAGE, container_of
 
 TEMPLATE = ROOT / "flyte_ddp" / "new" / "template"
 FEW_EPOCHS = """ARGS=--settings '{"epochs": 2}'"""
@@ -94,20 +93,12 @@ def test_it_passes_its_own_test_and_trains_beside_other_workflows(user, project)
 
 
 @pytest.mark.slow
-def test_it_can_be_registered_and_its_pod_trains(user, project, tmp_path, monkeypatch):
+def test_it_can_be_registered(user, project):
     done = user.run("make", "package", f"IMAGE={IMAGE}", cwd=project, DDP_PROFILE="sandbox")
     assert done.returncode == 0, done.stdout + done.stderr
     package = read_package((project / "package.tgz").read_bytes())
     assert set(package.workflows) == {"flower_images.workflow.flower_images_wf"}
-    task = package.tasks["flower_images.workflow.train_flower_images"]
-    assert container_of(task).image == IMAGE
-
-    monkeypatch.syspath_prepend(str(project))
-    from flower_images.settings import Settings  # type: ignore[import-not-found]
-
-    inputs = {"settings": literal(Settings(epochs=1)), "options": literal(RunOptions())}
-    pod = Pod(task, inputs, tmp_path / "pod", {"PYTHONPATH": f"{ROOT}:{project}"})
-    assert Path(pod.run()["model_state"].scalar.blob.uri).is_file()
+    assert container_of(package.tasks["flower_images.workflow.train_flower_images"]).image == IMAGE
 
 
 @pytest.mark.slow
