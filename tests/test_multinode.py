@@ -22,7 +22,6 @@ from tests.nodes import listens, meeting, weights
 from tests.pod import (
     PATIENCE_SECONDS,
     TWO_NODES,
-    end,
     literal,
     package,
     run_together,
@@ -117,6 +116,7 @@ def rank_of(pod):
 
 
 def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named_with_the_place_of_the_logs(node):
+    """Once it moves again, the first node is gone, where all meet: it has to report what is worth a retry, too."""
     given = {"hp": dataclasses.replace(HP, epochs=1000), "options": RunOptions(timeout_seconds=10.0)}
     first, second = node("a", **given), node("b", **given)
     with first.running() as process:
@@ -125,6 +125,12 @@ def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named_with
             first.wait_until(lambda: "Train Epoch" in first.log + second.log, process)
             os.killpg(other.pid, signal.SIGSTOP)
             process.wait(PATIENCE_SECONDS)
+            os.killpg(other.pid, signal.SIGCONT)
+            other.wait(PATIENCE_SECONDS)
+    assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
+    _, _, reported, logs, *_ = second.error.error.message.splitlines()
+    assert f" on {platform.node()}: " in reported or f"node {platform.node()}: " in reported
+    assert logs.strip() == f"Logs: {second.logs}"
     (hanging,) = rank_of(second)
     error = first.error.error
     assert error.kind == ContainerError.RECOVERABLE, first.log
@@ -134,17 +140,3 @@ def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named_with
     assert all(f"[rank {rank}] Logs: {pod.logs}" in pod.log for pod in (first, second) for rank in rank_of(pod))
     assert "the stacks of all ranks follow" in error.message
     assert not list(first.logs.glob("*restart*")), "the agent would wait for that of the other node"
-
-
-def test_loss_of_the_meeting_place_is_worth_a_retry(node):
-    first, second = node("a"), node("b")
-    with first.running() as process:
-        first.wait_until(lambda: listens(first), process)
-        with second.running() as other:
-            first.wait_until(lambda: "Train Epoch" in first.log + second.log, process)
-            end(process)
-            other.wait(PATIENCE_SECONDS)
-    assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
-    _, _, reported, logs, *_ = second.error.error.message.splitlines()
-    assert f" on {platform.node()}: " in reported or f"node {platform.node()}: " in reported
-    assert logs.strip() == f"Logs: {second.logs}"
