@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
@@ -267,7 +266,7 @@ def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: 
     if expected is int and type(value) is float and value.is_integer():
         value = int(value)  # Flyte's older literals carry every number as a double
     if type(value) is not expected or (expected is float and not math.isfinite(value)):
-        raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}{_as_yaml(expected, value)}")
+        raise InputError(f"{name} must be {TYPE_NAMES[expected]}, got {_shown(value)}")
     if expected is int and not -(2**63) <= value < 2**63:  # Flyte's cache and literals hold no more
         raise InputError(f"{name} must be a whole number of 64 bits, got {_shown(value)}")
     if expected is dict:
@@ -279,24 +278,6 @@ def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: 
         if not within:
             raise InputError(f"{name} must be {_describe_range(rules)}, got {_shown(value)}")
     return value
-
-
-def _as_yaml(expected: Any, value: Any) -> str:
-    """Return the end of an error message: how to write a number for YAML, which reads 1e-3 as text.
-
-    Args:
-        expected: the field's type.
-        value: the value that was refused.
-
-    Returns:
-        A text such as ": write 1.0e-3, as YAML takes 1e-3 for a text". It is empty unless the field is a number and the
-        value is a string of such a number.
-    """
-    found = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.strip().lower()) if type(value) is str else None
-    if not found or expected not in (int, float):
-        return ""
-    whole, fraction, sign, exponent = found.groups()
-    return f": write {whole}{fraction or '.0'}e{sign or '+'}{exponent}, as YAML takes {value.strip()} for a text"
 
 
 def _check_json(name: str, value: Any) -> None:

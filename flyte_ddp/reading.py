@@ -1,6 +1,7 @@
 """The reader of settings as users write them: JSON text, or a .json or .yaml file."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def read_settings(text: str) -> Any:
         content = Path(text).read_text("utf-8-sig") if is_file else text
         if is_file and not text.endswith(".json"):
             return yaml.load(content, _Loader)  # _Loader is a SafeLoader
-        return read_json(content)  # yaml would read 1e-3 as text
+        return read_json(content)
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno} of {text}") from None
     except yaml.YAMLError as error:
@@ -44,3 +45,9 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         refuse_repeated([key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
         return node
+
+
+# 1e-3 is a number, as in JSON; YAML 1.1 has it as text
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)

@@ -112,6 +112,17 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path`. The file there replaces `path` if the block succeeds, else it is removed."""
+    beside = temporary_beside(path)
+    try:
+        yield beside
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
     """Open a temporary file for writing and reading, which replaces the file at `path` if the block succeeds.
 
@@ -119,13 +130,8 @@ def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
     the file at `path` stays as it was. So a reader of `path` always finds the whole old content or the whole new
     content.
     """
-    beside = temporary_beside(path)
-    try:
-        with synced_file(beside) as file:
-            yield file
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path) as beside, synced_file(beside) as file:
+        yield file
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:

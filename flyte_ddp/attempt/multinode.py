@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import distributed
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -24,6 +22,7 @@ from flyte_ddp.attempt.pod import check_gpus
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.trained import Trained, train_by
 from flyte_ddp.code.user_code import UserCode
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_job
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
@@ -157,9 +156,7 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
 
     def work(store: Store) -> list[TrainingResult]:
         with process_group(environment, timeouts, store) as device:
-            results: list[Any] = [None] * environment.world.size
-            distributed.all_gather_object(results, train(environment, device, link, job))
-            return results
+            return gather_values(train(environment, device, link, job))
 
     try:
         return under_watchdog(work, link, environment, timeouts, [signal.SIGTERM])

@@ -3,7 +3,6 @@
 import contextvars
 import errno
 import math
-import os
 import tempfile
 import threading
 import time
@@ -16,7 +15,7 @@ from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.errors import RecoverableError
 from flyte_ddp.report.background import one_line
 from flyte_ddp.report.console import say
-from flyte_ddp.whole_files import temporary_beside
+from flyte_ddp.whole_files import replacing
 
 WAITS = (2.0, 10.0, 60.0)  # seconds before each further try; the storage's client retries several times by itself
 Value = TypeVar("Value")
@@ -73,12 +72,8 @@ class StorageFolder:
         """
         file = file or self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = temporary_beside(file)
-        try:
+        with replacing(file) as beside:
             self._platform.get(f"{self.url}/{name}", beside)
-            os.replace(beside, file)
-        finally:
-            beside.unlink(missing_ok=True)
 
     def fetch_text(self, name: str) -> str:
         """Download a file, and return its text, which is empty if there is no such file."""

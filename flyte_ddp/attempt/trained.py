@@ -28,7 +28,7 @@ from flyte_ddp.report.progress import FILE, attempts_in
 from flyte_ddp.report.record import RunFinished, RunInfo, tracking_id
 from flyte_ddp.report.tensorboard import events_file
 from flyte_ddp.settings import RunOptions
-from flyte_ddp.whole_files import temporary_beside, write_whole
+from flyte_ddp.whole_files import replacing, write_whole
 
 
 @dataclass(frozen=True)
@@ -272,9 +272,8 @@ def continue_tensorboard_file(platform: Platform, run: Run, info: RunInfo) -> No
 
 def _link(file: Path, other: Path) -> None:
     """Give the file another name, if the disk can."""
-    with suppress(OSError):
-        os.link(file, linked := temporary_beside(other))
-        os.replace(linked, other)
+    with suppress(OSError), replacing(other) as beside:
+        os.link(file, beside)
 
 
 def _beside_checkpoint(run: Run) -> Path:

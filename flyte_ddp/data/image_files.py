@@ -56,7 +56,7 @@ class ImageFiles:
             ) from None
 
 
-def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tuple[str, ...] = FORMATS) -> np.ndarray:
+def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarray:
     """Decode an image to (C, H, W) uint8. Of an animation or several pages, take the first image.
 
     The image is turned upright, loses its transparency, is scaled until it covers H x W, and is cropped around its
@@ -65,7 +65,6 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tu
     Args:
         file: the path of the file, or the opened file.
         shape: (C, H, W); C is 1 or 3.
-        formats: Pillow's names of the formats to try.
 
     Raises:
         ValueError: The values have 32 bits or a sign, or are floats, so their range is unknown; or the image has more
@@ -75,7 +74,7 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int], formats: tu
     from PIL import Image, ImageOps
 
     channels, height, width = shape
-    with Image.open(file, formats=formats) as image:
+    with Image.open(file, formats=FORMATS) as image:
         # draft() decodes a large JPEG at 1/2, 1/4 or 1/8 of its size. It takes the size before the image is turned.
         on_its_side = image.getexif().get(ORIENTATION) in SIDEWAYS
         image.draft(MODES[channels], (height, width) if on_its_side else (width, height))

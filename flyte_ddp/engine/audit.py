@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches, parts_of_rank
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.digest import compute_sum
-from flyte_ddp.engine.drift import RANKS, Warn, describe_difference, gather_numbers
+from flyte_ddp.engine.drift import RANKS, Warn, describe_difference
 from flyte_ddp.engine.hosts.places import Place, multiply_matrices
 from flyte_ddp.engine.hosts.unlike import find_wrong_products, name_ranks, split_by_majority
 from flyte_ddp.engine.step import Totals
@@ -139,7 +140,7 @@ class Audit:
             self._refuse_or_warn(verdict, epoch, step)
         with self._step.watching(part):
             totals = add_up()
-        in_step = gather_numbers(self._step.seen.sum())[owner]
+        in_step = gather_values(int(self._step.seen.sum()))[owner]
         if in_step != found[owner]:
             # All ranks had the same bits outside of the step, so the code depends on the other parts of the batch
             if is_first and len({*found.values()}) == 1:
@@ -167,7 +168,7 @@ class Audit:
         names = [name for name, _ in self._step.module.model.named_parameters()]
         digests = zip(before, self._digest_weights(), strict=True)
         own = next((number for number, (earlier, now) in enumerate(digests) if earlier != now), -1)
-        moved = max(gather_numbers(torch.tensor(own, device=self._device)))
+        moved = max(gather_values(own))
         if moved >= 0:
             raise InputError(
                 f"with virtual_ranks the loss of a part must be computed without a change of weights, and "
@@ -188,7 +189,7 @@ class Audit:
         ranks = range(len(self._places))
         again = [self._collect_digests(compute, ranks) for _ in range(REPEATS)]
         digests = {rank: [*found.get(rank, []), *(one[rank] for one in again)] for rank in ranks}
-        products = gather_numbers(torch.tensor(multiply_matrices(self._device)[1], device=self._device))
+        products = gather_values(multiply_matrices(self._device)[1])
         wrong = {rank for rank in ranks if products[rank] != self._places[rank].product}  # other bits than at the start
         for odd, others in find_wrong_products(self._places, products):
             wrong.update(odd if others else ())
@@ -274,8 +275,7 @@ class Audit:
 
     def _collect_digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
         """Compute the digest of a part's gradients on these ranks, and return them by rank; a collective of all."""
-        zero = torch.zeros((), dtype=torch.int64, device=self._device)
-        digests = gather_numbers(compute() if self._rank in ranks else zero)
+        digests = gather_values(int(compute()) if self._rank in ranks else 0)
         return {rank: digests[rank] for rank in sorted(ranks)}
 
 

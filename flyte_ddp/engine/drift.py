@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.digest import sum_of_all
 from flyte_ddp.engine.hosts.places import Place
 from flyte_ddp.engine.hosts.unlike import name_ranks, split_by_majority
@@ -44,7 +45,7 @@ class Drift:
         Raises:
             WrongBitsError: The tensors differ although all ranks have one kind of processor. All ranks raise it.
         """
-        digests = gather_numbers(sum_of_all(tensors, self._device))
+        digests = gather_values(int(sum_of_all(tensors, self._device)))
         if len({*digests}) == 1 or self._is_told:
             return
         reason = describe_difference(what, *split_by_majority(dict(enumerate(digests))), self._places)
@@ -52,15 +53,6 @@ class Drift:
             raise WrongBitsError(epoch, step, f"{reason}: {RANKS}")
         self._is_told = True
         self._warn(epoch, step + 1, [f"{reason}: use processors of one kind, so that all ranks train the same network"])
-
-
-def gather_numbers(own: Tensor) -> list[int]:
-    """Return the whole numbers of all ranks, in the order of the ranks, from this rank's own, (); a collective."""
-    numbers = torch.zeros(distributed.get_world_size(), dtype=torch.int64, device=own.device)
-    numbers[distributed.get_rank()] = own
-    distributed.all_reduce(numbers)
-    found: list[int] = numbers.tolist()
-    return found
 
 
 def describe_difference(what: str, odd: Sequence[int], others: Sequence[int], places: Sequence[Place]) -> str:

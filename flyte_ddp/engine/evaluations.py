@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
+from flyte_ddp.engine.collectives import all_reduce_flags
 from flyte_ddp.engine.measures import check_rows, compute_pairs, mismatched, sum_measures
 from flyte_ddp.engine.seeds import put_back_generators, seed_part
 from flyte_ddp.engine.sharding.sharding import in_own_types
@@ -143,7 +144,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     # With a loss that is not finite, a recipe need not be able to compute others
     measures = {"loss": value / (total or 1.0)} if "loss" in broken else state.measures(pairs)
     mean = loss / weight if weight else 0.0
-    return Evaluated(measures, mean, predictions, broken, poll.at_end(link.stop_requested))
+    return Evaluated(measures, mean, predictions, broken, all_reduce_flags([link.stop_requested], state.device)[0])
 
 
 def _forward_all(

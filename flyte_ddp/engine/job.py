@@ -200,11 +200,6 @@ class Job(Subject):
         """Return what must be equal to resume from a checkpoint: compiled code draws other numbers."""
         return {**self.identity, "compile": self.options.compile}
 
-    @property
-    def is_output(self) -> bool:
-        """Whether all files are in one folder that the user has named, and that may have another training's files."""
-        return self.chosen_by == OUTPUT
-
 
 def make_job(
     subject: Subject,

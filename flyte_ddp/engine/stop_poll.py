@@ -79,11 +79,3 @@ class StopPoll:
             self.is_agreed = stops > 0
             pace = int(POLL_SECONDS * self._size / max(seconds, 1e-9))
             self._every = max(1, min(pace, 2 * self._every))  # at most doubled: the first batches may be the fastest
-
-    def at_end(self, stop: bool) -> bool:
-        """Return whether any rank was asked to stop by the end of the evaluation; a collective."""
-        if self._size == 1:
-            return stop
-        stops = torch.tensor(float(stop), device=self._device)
-        distributed.all_reduce(stops)
-        return bool(stops)

@@ -8,22 +8,11 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.platform_training import check_classifier
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import Settings
-from flyte_ddp.flyte1.flytekit_compat import alternatives, read_json_inputs
+from flyte_ddp.flyte1.flytekit_compat import alternatives
 from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.flyte1.prepare import resolve_name
 from flyte_ddp.model_files.model_metadata import ModelMetadata, check_is_file, read_metadata
-from flyte_ddp.reading import read_settings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-
-
-def explain_unreadable_settings() -> None:
-    """Patch `pyflyte run` so that read_settings reads inputs whose type is a Settings class.
-
-    flytekit's own reader shows a traceback for a broken file, and takes the name of a missing file for JSON. It still
-    reads inputs of other types.
-    """
-    read_json_inputs(Settings, read_settings)
 
 
 def explain_missing_paths() -> None:

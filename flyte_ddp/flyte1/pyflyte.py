@@ -14,8 +14,10 @@ from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.code.user_code import loaded_files
 from flyte_ddp.errors import ReportedError
-from flyte_ddp.flyte1.flytekit_compat import get_python_type, on_cache_hit
-from flyte_ddp.flyte1.inputs import explain_missing_paths, explain_unreadable_settings
+from flyte_ddp.fields import Settings
+from flyte_ddp.flyte1.flytekit_compat import get_python_type, on_cache_hit, read_json_inputs
+from flyte_ddp.flyte1.inputs import explain_missing_paths
+from flyte_ddp.reading import read_settings
 from flyte_ddp.report.console import say_last, show_output
 
 
@@ -30,7 +32,7 @@ def set_up_pyflyte() -> None:
     """
     refuse_shim()
     show_output()
-    explain_unreadable_settings()
+    read_json_inputs(Settings, read_settings)
     explain_unknown_options(get_python_type)
     describe_settings(get_python_type)
     explain_missing_paths()

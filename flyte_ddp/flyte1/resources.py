@@ -4,12 +4,10 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from flytekit import Annotations, Email, Labels, PodTemplate, Resources, Secret, Slack
-from flytekit.core.pod_template import PRIMARY_CONTAINER_DEFAULT_NAME
 from flytekit.core.python_auto_container import PythonAutoContainerTask
 from flytekit.extras import accelerators
 from flytekit.models.core.execution import WorkflowExecutionPhase
@@ -131,20 +129,6 @@ def training_resources(
     }
 
 
-class GracefulPod(PodTemplate):
-    """A pod that asks for a grace. Its registration alone imports the classes of Kubernetes, which takes 0.4 s."""
-
-    def __init__(self, seconds: int):
-        self.primary_container_name, self.labels, self.annotations = PRIMARY_CONTAINER_DEFAULT_NAME, None, None
-        self._seconds = seconds
-
-    @cached_property
-    def pod_spec(self) -> Any:
-        spec = PodTemplate().pod_spec  # flytekit imports these classes only here
-        spec.termination_grace_period_seconds = self._seconds
-        return spec
-
-
 def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a training @task's arguments with the grace of its pod added.
 
@@ -170,11 +154,8 @@ def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
     in_cluster = arguments.get("pod_template_name")
     own = template.pod_spec.termination_grace_period_seconds if template else None
     if own is None and not in_cluster and (template or asked.grace_seconds):
-        if template:
-            template = copy.deepcopy(template)
-            template.pod_spec.termination_grace_period_seconds = asked.pod_grace
-        else:
-            template = GracefulPod(asked.pod_grace)
+        template = copy.deepcopy(template or PodTemplate())
+        template.pod_spec.termination_grace_period_seconds = asked.pod_grace
     elif own is None and not asked.pod_template:  # Kubernetes' own, or that of a template which is not known here
         own = asked.grace_seconds or USUAL_SECONDS
     environment = {**requested.grace_environment(own), **arguments["environment"]}

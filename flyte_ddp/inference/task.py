@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import tempfile
 import time
 from dataclasses import replace
@@ -34,7 +33,7 @@ from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, Shard
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.launch.launcher import run_alone
 from flyte_ddp.report.console import Console, say
-from flyte_ddp.whole_files import content_digest, remove_leftovers, temporary_beside, writing_to
+from flyte_ddp.whole_files import content_digest, remove_leftovers, replacing, writing_to
 
 PREDICTOR = "flyte_ddp.inference.rank:predict_images"
 INSPECTOR = "flyte_ddp.inference.rank:check_model"
@@ -193,14 +192,10 @@ def predict_shard(
     with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
         planned = Listing.read(Path(listing.download())).part(shard)
         files = planned.fetch(folder, Path(copies))
-        beside = temporary_beside(part)
-        job = ShardJob(shard, options, model_state.download(), data.download(), files, str(beside))
-        try:
+        with replacing(part) as beside:
+            job = ShardJob(shard, options, model_state.download(), data.download(), files, str(beside))
             run_alone(PREDICTOR, job, options.timeout_seconds, Console(), choose_world("auto", 1, 1))
             planned.verify(folder)  # after the files were read, so that no change is missed
-            os.replace(beside, part)
-        finally:
-            beside.unlink(missing_ok=True)
     say(f"{shard.name}: {shard.last - shard.first:,} images in {time.perf_counter() - started:.1f} s")
     return output_file(part, CSVFile)
 

@@ -208,7 +208,9 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
     Args:
         devices: the folder of device files.
     """
-    if not nvidia_devices(devices) or not _torch_has_cuda():
+    # The driver has a file for each GPU, or a single one, dxg, under Windows (WSL)
+    has_driver = any(devices.glob("nvidia[0-9]*")) or any(devices.glob("dxg"))
+    if not (has_driver and _torch_has_cuda()):
         return 0
     try:
         return nvml.count_cuda_devices(nvml.list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -216,11 +218,6 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
         import torch
 
         return torch.cuda.device_count()
-
-
-def nvidia_devices(devices: Path = Path("/dev")) -> int:
-    """Return the number of device files of NVIDIA's driver: one per GPU, or a single one under Windows (WSL)."""
-    return len([*devices.glob("nvidia[0-9]*"), *devices.glob("dxg")])
 
 
 def _torch_has_cuda() -> bool:

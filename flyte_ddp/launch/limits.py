@@ -54,9 +54,9 @@ def memory_kills(root: Path = ROOT) -> int:
     return max(counts)
 
 
-def peak_memory(of_children: bool = False) -> int:
-    """Return the most bytes that this process ever had in memory, or instead the largest of its ended children."""
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN if of_children else resource.RUSAGE_SELF).ru_maxrss
+def peak_memory() -> int:
+    """Return the most bytes that this process ever had in memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 

@@ -1,6 +1,5 @@
 """Checkpoints of a training under Lightning, in files like our own: written whole, verified when read."""
 
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.lightning.kept import KeptFiles
 from flyte_ddp.lightning.lightning_compat import checkpoint_now
-from flyte_ddp.whole_files import temporary_beside
+from flyte_ddp.whole_files import replacing
 
 NOWHERE = "a file of another host"
 # What __init__ was given: it is given again, and may be of any type
@@ -105,12 +104,8 @@ class CheckpointFiles(TorchCheckpointIO):
         """
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
-        beside = temporary_beside(Path(path))
-        try:
+        with replacing(Path(path)) as beside:
             super().save_checkpoint(checkpoint, beside, storage_options)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
 
     def find(self) -> str | None:
         """Find rank 0's checkpoint of this training, and keep its state for load_checkpoint(); a collective.

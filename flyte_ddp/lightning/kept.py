@@ -13,7 +13,7 @@ from torch import distributed
 from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.engine.job import Job
 from flyte_ddp.manifest import models_beside
-from flyte_ddp.whole_files import link_or_copy, temporary_beside
+from flyte_ddp.whole_files import link_or_copy, replacing
 
 
 class KeptFiles:
@@ -94,12 +94,8 @@ def _put(file: Path, place: Path) -> None:
     What is at `place` is replaced in one step, so `place` never has a part of a file. Raises FileNotFoundError if the
     file is gone.
     """
-    beside = temporary_beside(place)
-    try:
+    with replacing(place) as beside:
         link_or_copy(file, beside)
-        os.replace(beside, place)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _checkpoints_in(callbacks: Mapping[str, Any]) -> dict[str, Any]:

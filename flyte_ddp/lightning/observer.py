@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import distributed
 from torch.utils.data import IterableDataset
 
-from flyte_ddp.engine.collectives import all_reduce_flags
+from flyte_ddp.engine.collectives import all_reduce_flags, gather_values
 from flyte_ddp.engine.contracts import Resumable, StepFigures
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
@@ -271,8 +271,7 @@ class RankObserver(Checkpoint):
     def step_error(self, step: int) -> NonFiniteError:
         """Return an error that names what was not finite, and on which ranks; a collective."""
         ranks = range(self._environment.world.size)
-        is_bad: list[Any] = [None] * len(ranks)
-        distributed.all_gather_object(is_bad, self._is_bad_loss or not bool(self._pairs[0].isfinite()))
+        is_bad = gather_values(self._is_bad_loss or not bool(self._pairs[0].isfinite()))
         bad = [rank for rank in ranks if is_bad[rank]]
         return NonFiniteError.in_step("loss" if bad else "gradient", bad or [*ranks], self.progress.epoch, step)
 

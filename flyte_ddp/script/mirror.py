@@ -20,7 +20,7 @@ from flyte_ddp.launch.grace import GRACE_VARIABLE
 from flyte_ddp.manifest import read_manifest, write_manifest
 from flyte_ddp.report.console import say, warn
 from flyte_ddp.text import explain_error
-from flyte_ddp.whole_files import temporary_beside
+from flyte_ddp.whole_files import replacing
 
 QUIET_SECONDS = 5.0  # a file or folder that nobody has changed for so long is taken for complete
 BUSY_SECONDS = 300.0  # until a warning says that a file or folder is never quiet
@@ -337,14 +337,10 @@ class CheckpointMirror:
         objects = {name: copy.url for name, copy in named.items() if copy.url}
         versions = {name: copy.version for name, copy in named.items()}
         self._taken |= self._own_names(named.values())
-        beside = temporary_beside(self._manifest)
-        try:
+        with replacing(self._manifest) as beside:
             told = {"step": step, "figures": {**self.figures}}
             write_manifest(beside, {"folder": OBJECTS, "files": [], "objects": objects, "versions": versions, **told})
             self._storage.put(beside, self._manifest.name)
-            os.replace(beside, self._manifest)
-        finally:
-            beside.unlink(missing_ok=True)
         self._copies = copies
         self._fresh = {name: copy for name, copy in self._fresh.items() if named.get(name) != copy}
         self._taken = self._own_names(named.values())

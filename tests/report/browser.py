@@ -1,6 +1,5 @@
 """Chromium without a window, spoken to over a pipe in its own protocol: no driver, no package, no network."""
 
-import base64
 import json
 import os
 import shutil
@@ -78,11 +77,6 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, as long as it is."""
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1

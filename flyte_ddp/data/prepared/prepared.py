@@ -48,8 +48,6 @@ def read_description(directory: PathLike) -> DatasetDescription:
         expected = _expected_arrays(description)
     except (KeyError, TypeError, ValueError):
         raise _damaged(path, "incomplete") from None
-    if 0 in description.std:  # an earlier version wrote 0 for a channel with one value only
-        raise _damaged(path, "with a standard deviation of 0, by which nothing can be divided")
     for filename, (shape, dtype) in expected.items():
         array = _open_array(Path(directory) / filename)
         if array.shape != shape or not np.issubdtype(array.dtype, dtype):

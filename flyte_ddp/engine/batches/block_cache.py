@@ -25,7 +25,7 @@ from flyte_ddp.engine.batches.block_order import Uses
 from flyte_ddp.engine.collectives import broadcast_value
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
-from flyte_ddp.whole_files import absolute, temporary_beside, writing_to
+from flyte_ddp.whole_files import absolute, replacing, writing_to
 
 VARIABLE = "DDP_CACHE_DIR"
 
@@ -125,12 +125,8 @@ class BlockCache:
                 with suppress(OSError):  # the file may be gone, and a disk may have no links
                     os.link(others, path)
                     return
-            beside = temporary_beside(path)
-            try:
+            with replacing(path) as beside:
                 write(beside)
-                os.replace(beside, path)
-            finally:
-                beside.unlink(missing_ok=True)
 
     def delete(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)

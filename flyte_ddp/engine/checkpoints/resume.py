@@ -17,7 +17,7 @@ from flyte_ddp.engine.batches.block_cache import locked
 from flyte_ddp.engine.checkpoints.checkpoint import checksum, read_checkpoint, read_same, refuse, restore
 from flyte_ddp.engine.checkpoints.sharded_checkpoint import StoredTensor, find_problem, open_shards
 from flyte_ddp.engine.collectives import broadcast_tensor, broadcast_value, gather_values
-from flyte_ddp.engine.job import Job, RankStorage
+from flyte_ddp.engine.job import OUTPUT, Job, RankStorage
 from flyte_ddp.engine.sharding.mesh import copies, counterparts
 from flyte_ddp.engine.sharding.sharded_state import Layout, cut
 from flyte_ddp.engine.sharding.sharding import is_sharded, local
@@ -143,7 +143,7 @@ def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> t
             outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
             found = checksum(path), outline, manifest if manifest and "url" in manifest else None, job.options
         except CheckpointError as error:
-            refuse(error, job.options, emit, output=path.parent if job.is_output else None)
+            refuse(error, job.options, emit, output=path.parent if job.chosen_by == OUTPUT else None)
     return content, broadcast_value(found)
 
 

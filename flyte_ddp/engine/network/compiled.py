@@ -29,12 +29,6 @@ from flyte_ddp.recipe import Recipe
 WAYS = 8  # of calling a layer, such as for another size of batch, or for evaluation, that may be compiled
 
 
-def has_triton() -> bool:
-    """Return whether Triton is installed, and has the C compiler that it needs, which slim images leave out."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return importlib.util.find_spec("triton") is not None and compiler is not None
-
-
 def check_device(device: torch.device) -> None:
     """Check that compiling pays on the device, and can be done.
 
@@ -46,7 +40,8 @@ def check_device(device: torch.device) -> None:
             "options.compile must be false without a GPU, got true: on CPUs a step may become slower by it; leave "
             "it out"
         )
-    if not has_triton():
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if importlib.util.find_spec("triton") is None or compiler is None:
         raise InputError("options.compile needs Triton and a C compiler: install gcc in the image, or leave it out")
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.checkpoints.writer import make_whole_checkpoints
-from flyte_ddp.engine.collectives import gather_values
+from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value, gather_values
 from flyte_ddp.engine.contracts import Plan, StepFigures
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.job import Job, TrainingResult
@@ -28,7 +28,6 @@ from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT, list_weights
 from flyte_ddp.engine.own_loop.parts import ExactGradients
 from flyte_ddp.engine.progress import Progress
 from flyte_ddp.engine.results import export_model
-from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
@@ -303,9 +302,7 @@ class LoopState:
         """
         progress, last = self.progress, self._last_step
         is_possible = self._can_leave and (last is None or last.is_whole())
-        flag = torch.tensor(is_possible, dtype=torch.uint8, device=self.device)
-        distributed.broadcast(flag, src=0)
-        if not flag:
+        if not broadcast_value(is_possible):
             return
         if last:
             progress.save(last, is_last=True)
@@ -404,7 +401,7 @@ class LoopState:
         is_over = self.is_trained
         progress.owes_checkpoint = not is_over and self.must_wait()
         self._can_leave, self._last_step = not progress.owes_checkpoint, None
-        stop = not is_over and not is_left and StopPoll(self.device).at_end(self._link.stop_requested)
+        stop = not is_over and not is_left and all_reduce_flags([self._link.stop_requested], self.device)[0]
         if not progress.owes_checkpoint:
             progress.save(self, is_over or stop)
             if stop:

@@ -148,7 +148,7 @@ class Sums:
         views = {weight: each for weight, *each in split}
         self.is_counted = self.is_last = False
         self._more = more
-        units = {name: unit for name, unit in model.named_modules() if is_sharded(unit)}
+        units: dict[str, Any] = {name: unit for name, unit in model.named_modules() if is_sharded(unit)}
         self.trained = {unit: torch_compat.trained_weights(unit) for unit in units.values()}
         self._units = []
         for name, unit in units.items():
@@ -156,7 +156,9 @@ class Sums:
             if self.trained[unit]:
                 rows = [Rows(weight, *views.get(weight, (self.scales[:0],) * 2)) for weight in self.trained[unit]]
                 self._units.append(UnitSum(self, name or "the network", rows))
-                _let_add_up(unit, self._units[-1])
+                unit.set_custom_reduce_scatter(self._units[-1])
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # those of experts, for example
         self.allocate(0)
 
@@ -233,13 +235,6 @@ def _count_numbers(weight: Tensor, rank: int, ranks: int) -> int:
     """Return how many numbers of a weight a rank of those that share its rows has."""
     first, last = cut_rows(len(weight), rank, ranks)
     return (last - first) * math.prod(weight.shape[1:])
-
-
-def _let_add_up(unit: Any, unit_sum: "UnitSum") -> None:
-    """Let an FSDP unit call unit_sum with the gradients of a part, and divide nothing."""
-    unit.set_custom_reduce_scatter(unit_sum)
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
 
 
 class Rows:
