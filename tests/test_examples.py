@@ -21,11 +21,11 @@ from tests.examples import RECIPES, data_of, init_of, project, small, train_smal
 ENOUGH: dict[str, tuple[dict[str, Any], str]] = {
     "autoencoder": ({"epochs": 3, "batch_size": 16}, "0 < loss < 0.08"),
     "charlm": (
-        {"characters": 40_000, "batch_size": 16, "epochs": 3, "width": 16},
+        {"characters": 20_000, "batch_size": 8, "epochs": 2, "width": 16},
         "perplexity < 40 and accuracy > 0.1",
     ),
     "contrastive": ({"epochs": 3}, "retrieval > 0.15"),
-    "finetune_images": ({"epochs": 3, "side": 32, "network": "test_convnext", "learning_rate": 1e-3}, "accuracy > 0.8"),
+    "finetune_images": ({"epochs": 2, "side": 32, "network": "test_convnext", "learning_rate": 1e-3}, "accuracy > 0.8"),
     "finetune_text": ({"epochs": 3, "lora_rank": 0, "batch_size": 16, "learning_rate": 3e-3}, "loss < 1.3"),
     "own_loop": ({"epochs": 4}, "accuracy > 0.85"),
     "resnet": ({"epochs": 3, "side": 32, "batch_size": 8, "learning_rate": 3e-4}, "accuracy > 0.8"),
@@ -80,7 +80,7 @@ def test_the_workflow_of_an_example_trains(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["charlm", "contrastive", "finetune_text", "segmentation", "stream"])
+@pytest.mark.parametrize("name", ["charlm", "finetune_text", "segmentation"])
 def test_with_virtual_ranks_the_result_has_the_same_bits_on_1_and_3_ranks(tmp_path, name):
     found = []
     for nproc in (1, 3):
