@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 
 from flyte_ddp.errors import InputError, ReportedError
@@ -269,20 +268,6 @@ def test_a_pod_goes_on_from_where_one_of_the_rung_before_ended(tmp_path):
     tasks = package_for_here().tasks
     hps = [Hyperparameters(epochs=2, batch_size=100, learning_rate=rate) for rate in (0.05, 0.1)]
     texts, halving = [hp.to_json() for hp in hps], literal(Sweep(reduction_factor=2))
-    inputs = {"sweep": halving, "trials": listed(*hps), "name": literal("digits"), "options": literal(RunOptions())}
-    pod = Pod(tasks["workflows.sweep.run_trials"], inputs, tmp_path / "run")
-    assert pod.finish() == 0, pod.log
-    job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
-    mapped = [node for node in job.nodes if node.HasField("array_node")]
-    names = [node.task_node.reference_id.name for node in job.nodes]
-    assert names.count("flyte_ddp.sweep.task.next_rung") == 1
-    assert len(mapped) == 2
-    (compared,) = (
-        node for node in job.nodes if node.task_node.reference_id.name == "flyte_ddp.sweep.task.compare_trials"
-    )
-    (bound,) = (one.binding.collection.bindings for one in compared.inputs if one.var == "rungs")
-    assert len(bound) == 2
-
     given = {"data": small_dataset(tmp_path / "small"), "options": literal(RunOptions())}
     cut = {"entrant": literal(Entrant(replace(hps[0], stop_after=1).to_json())), **given}
     first = Pod(tasks["workflows.sweep.train_trial"], cut, tmp_path / "first").run()["o0"]

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from tests.pod import Pod, container_of, literal, package_for_here, small_datase
 SWEEP = ["workflows/sweep.py", "sweep_wf"]
 DIGITS = ["--hp", '{"dataset": "digits", "epochs": 1, "batch_size": 512}']
 HP = Hyperparameters(epochs=10, batch_size=100, learning_rate=0.05)
-DIVERGES = Hyperparameters(epochs=1, batch_size=100, learning_rate=1e6)
 
 
 def table(path: str) -> list[Any]:
@@ -133,17 +133,22 @@ def rungs(*results: list[Literal]) -> Literal:
 @pytest.mark.slow
 def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     inputs = {
-        "sweep": literal(Sweep(concurrency=3)),
-        "trials": literals([DIVERGES, HP]),
+        "sweep": literal(Sweep(concurrency=3, reduction_factor=2)),
+        "trials": literals([replace(HP, learning_rate=rate) for rate in (0.05, 0.1)]),
         "name": literal("digits"),
         "options": literal(RunOptions()),
     }
     pod = Pod(package_for_here().tasks["workflows.sweep.run_trials"], inputs, place / "run")
     assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
-    (node,) = (node.array_node for node in job.nodes if node.HasField("array_node"))
-    assert (node.parallelism, list(node.bound_inputs)) == (3, ["data", "options"])
-    assert 0 < node.min_success_ratio * 2 <= 1, "one trial's failure is not the sweep's"
+    rung, last = (node.array_node for node in job.nodes if node.HasField("array_node"))
+    assert {(node.parallelism, *node.bound_inputs) for node in (rung, last)} == {(3, "data", "options")}
+    assert 0 < rung.min_success_ratio * 2 <= 1, "one trial's failure is not the sweep's"
+    names = [node.task_node.reference_id.name for node in job.nodes]
+    assert names.count("flyte_ddp.sweep.task.next_rung") == 1
+    compared = job.nodes[names.index("flyte_ddp.sweep.task.compare_trials")]
+    (bound,) = (one.binding.collection.bindings for one in compared.inputs if one.var == "rungs")
+    assert len(bound) == 2
     (mapped,) = (task for task in job.tasks if "train_trial" in task.id.name)
     registered = package_for_here().tasks["workflows.sweep.train_trial"]
     assert (mapped.metadata, container_of(mapped).resources) == (
@@ -153,18 +158,21 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
 
     gone = str(place / "gone" / "final-checkpoint")  # without it the training begins at the start
     inputs = {
-        "entrant": literals([Entrant(DIVERGES.to_json()), Entrant(HP.to_json(), gone)]),
+        "entrant": literals([Entrant(HP.to_json(), gone)]),
         "data": small_dataset(place / "small"),
         "options": literal(RunOptions()),
     }
-    number = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX"}
-    diverged = Pod(mapped, inputs, place / "diverged", environment={**number, "INDEX": "0"}).run()["o0"]
-    trial = Pod(mapped, inputs, place / "trial", environment={**number, "INDEX": "1"})
+    number = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "0"}
+    trial = Pod(mapped, inputs, place / "trial", environment=number)
     trained = trial.run()["o0"]
 
     lost = Literal(scalar=Scalar(none_type=Void()))
+    diverged = literal(TrialResult(failure="NonFiniteError: loss is not finite in epoch 1"))
     results = [literal(TrialResult({"accuracy": 0.1}, 296)), lost, trained, diverged]
-    inputs = compared([HP] * 4, results)
+    inputs = {
+        "sweep": literal(Sweep()), "subject": literal("digits"), "trials": literals([HP.to_json()] * 4),
+        "rungs": rungs(results),
+    }  # fmt: skip
     pod = Pod(package_for_here().tasks["flyte_ddp.sweep.task.compare_trials"], inputs, place / "compare")
     outputs = pod.run()
     assert Hyperparameters.from_json(decode(outputs["best"])) == HP
@@ -176,9 +184,3 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     assert "the log of its pod says why" in others[1]["failure"]
     assert "finite" in others[2]["failure"]
     assert "the log of its pod says why" in (pod.folder / "deck.html").read_text()
-
-
-def compared(hps: list[Hyperparameters], results: list[Literal]) -> dict[str, Literal]:
-    """The inputs of compare_trials."""
-    trials = literals([hp.to_json() for hp in hps])
-    return {"sweep": literal(Sweep()), "subject": literal("digits"), "trials": trials, "rungs": rungs(results)}
