@@ -67,11 +67,11 @@ def figures(pattern: str, text: str) -> list[float]:
 
 
 def fingerprints(text: str) -> list[str]:
-    return re.findall(r"^(?!Epoch).*weights (\w{16})$", text, re.MULTILINE)
+    return re.findall(r"^(?!Epoch \d of).*weights (\w{16})$", text, re.MULTILINE)
 
 
 def test_each_block_has_an_output():
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 8
     assert TEXT.count("```sh\n") == 1 + len(BLOCKS)
     assert re.findall(r"^## (\d)\.", TEXT, re.MULTILINE) == list("12345678")
 
@@ -103,29 +103,28 @@ def test_two_processes_have_the_losses_of_one_and_weights_alike(outputs):
     losses = figures(r"loss ([\d.]+)", one)
     assert len(losses) == 5
     assert figures(r"loss ([\d.]+)", two) == pytest.approx(losses, abs=2e-4)
-    assert figures(r"loss ([\d.]+)", ddp) == pytest.approx(losses[-1:], abs=2e-4)
+    assert figures(r"loss ([\d.]+)", ddp)[0] == pytest.approx(losses[-1], abs=2e-4)
     mine, other = fingerprints(two)
-    assert [mine] == [other] == fingerprints(ddp)
+    assert mine == other == fingerprints(ddp)[0]
 
 
 def test_a_batch_for_each_rank_changes_the_result_and_a_higher_rate_does_not_quite_restore_it(outputs):
-    (same,) = figures(r"loss ([\d.]+)", outputs[2])
-    twice, mended = figures(r"loss ([\d.]+)", outputs[3])
+    same, twice, mended = figures(r"loss ([\d.]+)", outputs[2])
     assert twice > 1.1 * mended > 1.2 * same
 
 
 def test_the_sampler_measures_something_else_than_one_process(outputs):
     (alone,) = figures(r"accuracy ([\d.]+)", outputs[0])
-    padded, sliced = figures(r": +([\d.]+) on", outputs[4])
+    padded, sliced = figures(r": +([\d.]+) on", outputs[2])
     assert padded != pytest.approx(alone, abs=2e-4)
     assert sliced == pytest.approx(alone, abs=2e-4)
 
 
 def test_resumed_training_and_pod_end_with_the_same_bits(outputs):
-    resumed, undisturbed = fingerprints(outputs[7])
-    assert [resumed] == [undisturbed] == fingerprints(outputs[8])
+    resumed, undisturbed = fingerprints(outputs[5])
+    assert [resumed] == [undisturbed] == fingerprints(outputs[6])
 
 
 def test_many_nodes_have_the_same_loss(outputs):
-    expected = figures(r"Epoch 30 .*test loss ([\d.]+)", outputs[7])[-1]
-    assert figures(r"Epoch 30 .*test loss ([\d.]+)", outputs[9]) == [pytest.approx(expected, abs=2e-3)]
+    expected = figures(r"Epoch 10 .*test loss ([\d.]+)", outputs[5])[-1]
+    assert figures(r"Epoch 10 .*test loss ([\d.]+)", outputs[7]) == [pytest.approx(expected, abs=2e-3)]

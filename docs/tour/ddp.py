@@ -1,6 +1,4 @@
-"""Steps 3 and 4: DistributedDataParallel averages the gradients, DistributedSampler deals out the images."""
-
-import argparse
+"""Steps 3 to 5: DistributedDataParallel averages the gradients, DistributedSampler deals out the images."""
 
 import torch
 from torch import distributed, nn
@@ -9,6 +7,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from digits import BATCH_SIZE, EPOCHS, LEARNING_RATE, fingerprint, network, split
+from evaluation import evaluate
+
+# The images that each rank takes in a step, and the learning rate
+TRAININGS = (BATCH_SIZE // 2, LEARNING_RATE), (BATCH_SIZE, LEARNING_RATE), (BATCH_SIZE, 2 * LEARNING_RATE)
 
 
 def train(model: nn.Module, batch_size: int, learning_rate: float) -> tuple[int, float]:
@@ -33,17 +35,15 @@ def train(model: nn.Module, batch_size: int, learning_rate: float) -> tuple[int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE // 2, help="images of a step, of each rank")
-    parser.add_argument("--learning-rate", type=float, nargs="+", default=[LEARNING_RATE], help="one training for each")
-    arguments = parser.parse_args()
     distributed.init_process_group("gloo")
-    for learning_rate in arguments.learning_rate:
-        model, ranks = network(), distributed.get_world_size()
-        steps, loss = train(model, arguments.batch_size, learning_rate)
+    models, ranks = [], distributed.get_world_size()
+    for batch_size, learning_rate in TRAININGS:
+        models.append(network())
+        steps, loss = train(models[-1], batch_size, learning_rate)
         if distributed.get_rank() == 0:
-            print(f"{ranks} x {arguments.batch_size} images, rate {learning_rate}: ", end="")
-            print(f"{steps} steps, loss {loss:.4f}, weights {fingerprint(model.state_dict())}")
+            print(f"{ranks} x {batch_size} images, rate {learning_rate}: ", end="")
+            print(f"{steps} steps, loss {loss:.4f}, weights {fingerprint(models[-1].state_dict())}")
+    evaluate(models[0])
     distributed.destroy_process_group()
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from ddp import train
-from digits import BATCH_SIZE, LEARNING_RATE, network, split
+from digits import split
 
 
 def accuracy(model: nn.Module, mine: list[int]) -> str:
@@ -18,19 +17,11 @@ def accuracy(model: nn.Module, mine: list[int]) -> str:
     return f"{counts[0] / counts[1]:.4f} on {counts[1]} images"
 
 
-def main() -> None:
-    distributed.init_process_group("gloo")
+def evaluate(model: nn.Module) -> None:
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    model = network()
-    train(model, BATCH_SIZE // ranks, LEARNING_RATE)
     dataset = TensorDataset(*split("test"))
     by_sampler = accuracy(model, list(DistributedSampler(dataset, shuffle=False)))
     by_slices = accuracy(model, list(range(rank, len(dataset), ranks)))
     if rank == 0:
         print(f"DistributedSampler: {by_sampler}")
         print(f"slices:             {by_slices}")
-    distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ from flytekit.core.type_engine import TypeEngine
 from flyte_ddp import RunOptions
 from scripts.dry_run import build_package
 from settings import Settings
-from train import print_weights
 
 
 def literal(value: Any) -> Literal:
@@ -38,8 +37,6 @@ def main(storage: Path) -> None:
     command = [flyte_fills_in.get(argument, argument) for argument in container.args]
     environment = {**os.environ, **{variable.key: variable.value for variable in container.env}}
     subprocess.run(command, env=environment, check=True)
-    outputs = LiteralMap.FromString((storage / "outputs.pb").read_bytes()).literals
-    print_weights(outputs["model_state"].scalar.blob.uri)
 
 
 if __name__ == "__main__":

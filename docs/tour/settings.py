@@ -7,7 +7,7 @@ from flyte_ddp import TrainingSettings
 
 @dataclass(frozen=True)
 class Settings(TrainingSettings):
-    epochs: int = 30
+    epochs: int = 10
     batch_size: int = 100  # of all ranks together
     learning_rate: float = 0.5
     precision: str = "float32"
