@@ -260,6 +260,10 @@ def evaluates_more_on_the_first_rank(loop: Loop):
     loop.evaluated(loss=0.5, **({"score": 1.0} if loop.rank == 0 else {}))
 
 
+def evaluates_on_the_first_rank_alone(loop: Loop):
+    loop.evaluated(**({"loss": 0.5} if loop.rank == 0 else {}))
+
+
 def logs_more_on_the_last_rank(loop: Loop):
     model, batches, _, optimizer = linear(loop)
     for _ in loop.epochs():

@@ -24,7 +24,8 @@ LOOPS, MISTAKES = "tests.engine.own_loops:", "tests.engine.own_loop_mistakes:"
 # Mistakes that one rank cannot make, or only after two whole epochs
 OF_SEVERAL_RANKS = {
     "forgets_to_wrap", "evaluates_on_the_first_rank", "has_other_samples_on_each_rank",
-    "evaluates_more_on_the_first_rank", "logs_more_on_the_last_rank", "skips_a_step_on_the_last_rank",
+    "evaluates_more_on_the_first_rank", "evaluates_on_the_first_rank_alone",
+    "logs_more_on_the_last_rank", "skips_a_step_on_the_last_rank",
     "repeats_a_closure_on_the_first_rank", "leaves_the_steps_on_the_first_rank", "starts_the_ranks", "ends_the_ranks",
     "unfreezes_what_was_wrapped", "averages_over_the_training_batches",
 }  # fmt: skip
@@ -348,6 +349,7 @@ def test_a_buffer_that_is_saved_under_another_name_is_saved():
             "evaluates_more_on_the_first_rank",
             r"same measures on all ranks, got loss, score on rank 0 and loss on rank 1",
         ),
+        ("evaluates_on_the_first_rank_alone", r"same measures on all ranks, got loss on rank 0 and none on rank 1"),
         ("logs_more_on_the_last_rank", r"loop.log must .* on all ranks, got loss on rank 0 and loss, score on rank 1"),
         ("keeps_what_has_no_state", r"loop.keep: learning_rate must have state_dict and load_state_dict, got float"),
         (

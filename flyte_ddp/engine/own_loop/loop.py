@@ -363,7 +363,8 @@ class Loop:
             own[name] = torch.zeros(parts, 2, dtype=torch.float64)
             own[name][0] = torch.tensor(pair, dtype=torch.float64)
         of_ranks = gather_values({name: given.get(name) for name in own})
-        names = names_on_all_ranks("loop.evaluated", of_ranks, may_lack=not measures)
+        is_given = any(any(pairs.values()) for pairs in of_ranks)  # to this call, and not to loop.measured
+        names = names_on_all_ranks("loop.evaluated", of_ranks, may_lack=not is_given)
         if not names:
             raise InputError(
                 "loop.evaluated must have measures that no call before has taken: give them, or call loop.measured for "
