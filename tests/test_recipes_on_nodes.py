@@ -1,68 +1,41 @@
-"""Users' own trainings on two nodes."""
+"""A user's own recipe on two nodes."""
 
 import os
 import platform
 import re
 import shutil
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
 
-from flyte_ddp.lightning.settings import LightningOptions
 from flyte_ddp.manifest import read_manifest
 from flyte_ddp.settings import RunOptions
 from scripts.dry_run import build_package
 from tests import examples
 from tests.commands import ROOT, same
-from tests.lightning.project import train as train_lightning
-from tests.lightning.project import write_project
 from tests.nodes import lose_one, meeting, weights
-from tests.pod import IMAGE, TWO_NODES, is_whole, literal, run_together
+from tests.pod import IMAGE, TWO_NODES, is_whole, literal
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 pytestmark = pytest.mark.slow
 
-UNDER_LIGHTNING = """
-from flytekit import task
-
-from flyte_ddp import LightningOptions, LightningTraining, RecipeOutputs
-from flyte_ddp.flyte1.multinode import multinode
-from numerals.settings import Settings
-
-training = LightningTraining("numerals.model:LitNumerals", data="numerals.model:Numerals")
-
-
-@task(**multinode(training.arguments()))
-def train_on_nodes(settings: Settings, options: LightningOptions) -> RecipeOutputs:
-    return training.run_as_rank(settings, options)
-"""
-
 
 @pytest.fixture
-def pods_of(tmp_path):
-    """A function that makes a function that makes a node's pod of a task of the project in this test's folder."""
+def charlm(tmp_path):
+    """A function that makes a function that makes a node's pod of the example, from a copy of it."""
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "examples" / "charlm", project / "charlm")
 
-    def of_task(task, settings, options):
-        project, inputs = tmp_path / "project", {"settings": literal(settings), "options": literal(options)}
-        package, environment = task.partition(".")[0], {**TWO_NODES, "PYTHONPATH": str(ROOT)}
-        built = build_package(IMAGE, environment=environment, package=package, folder=project)
+    def of_options(options):
+        inputs = {"settings": literal(examples.small_settings("charlm")), "options": literal(options)}
+        environment = {**TWO_NODES, "PYTHONPATH": str(ROOT)}
+        built = build_package(IMAGE, environment=environment, package="charlm", folder=project)
         path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(project)])}
-        return partial(meeting(tmp_path), task=built.tasks[task], inputs=inputs, environment=path)
+        task = built.tasks["charlm.multinode.train_charlm_multinode"]
+        return partial(meeting(tmp_path), task=task, inputs=inputs, environment=path)
 
-    return of_task
-
-
-@pytest.fixture
-def charlm(pods_of, tmp_path):
-    """A function that makes a function that makes a node's pod of the example."""
-    shutil.copytree(ROOT / "examples" / "charlm", tmp_path / "project" / "charlm")
-    return partial(pods_of, "charlm.multinode.train_charlm_multinode", examples.small_settings("charlm"))
-
-
-def on_both(make):
-    return weights(run_together(*(make(name) for name in ("first", "second"))))
+    return of_options
 
 
 def test_a_users_sharded_recipe_that_loses_a_node_goes_on_from_the_files_of_both_as_in_a_plain_call(charlm, tmp_path):
@@ -83,13 +56,3 @@ def test_a_users_sharded_recipe_that_loses_a_node_goes_on_from_the_files_of_both
     assert f"rank {rank} on {platform.node()} does not answer" in (first.logs / f"rank-{survivor}.log").read_text()
     plain = examples.train_small("charlm", tmp_path / "plain", lambda event: None, sharding="full")
     assert same(weights(done.outputs()), torch.load(plain.model_path, weights_only=True))
-
-
-def test_a_lightningmodule_as_on_one(pods_of, tmp_path, monkeypatch):
-    (tmp_path / "project").mkdir()
-    write_project(tmp_path / "project")
-    (tmp_path / "project" / "numerals" / "nodes.py").write_text(UNDER_LIGHTNING)
-    monkeypatch.syspath_prepend(str(tmp_path / "project"))
-    settings = import_module("numerals.settings").Settings(epochs=2)
-    found = on_both(pods_of("numerals.nodes.train_on_nodes", settings, LightningOptions()))
-    assert same(found, train_lightning(tmp_path / "one", settings).weights)

@@ -1,7 +1,11 @@
 """Trainings under Lightning by real ranks: the project in docs/lightning.md, and variants of it."""
 
+import functools
 import math
+import os
 import shutil
+import subprocess
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -10,8 +14,9 @@ import torch
 
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.report.words import split_sizes
-from tests.commands import same
+from tests.commands import ROOT, free_port, same
 from tests.lightning.project import KilledError, at_checkpoint, kill, of, settings, train
+from tests.pod import CORES, TWO_NODES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
 
@@ -19,15 +24,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
 @pytest.fixture(scope="module")
 def whole(project, tmp_path_factory):
     """An undisturbed training."""
-    return train(tmp_path_factory.mktemp("whole"), settings())
+    return train(tmp_path_factory.mktemp("whole"), few_steps())
+
+
+def few_steps() -> Any:
+    return settings(limit_train_batches=10)
 
 
 def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_schedule(tmp_path):
     """On three ranks, among which the order of a sum matters."""
-    undisturbed = train(tmp_path / "whole", settings(), nproc=3)
+    undisturbed = train(tmp_path / "whole", few_steps(), nproc=3)
     with pytest.raises(KilledError):
-        train(tmp_path / "killed", settings(), nproc=3, on_event=at_checkpoint(1, kill))
-    resumed = train(tmp_path / "killed", settings(), nproc=3)
+        train(tmp_path / "killed", few_steps(), nproc=3, on_event=at_checkpoint(1, kill))
+    resumed = train(tmp_path / "killed", few_steps(), nproc=3)
     assert [event.first_epoch for event in of(RunStarted, resumed)] == [1]
     assert same(resumed.weights, undisturbed.weights)
     assert resumed.result.tested == undisturbed.result.tested
@@ -38,19 +47,56 @@ def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_
 def test_a_host_without_the_checkpoint_is_sent_it(tmp_path, whole):
     two: Any = {"target": "tests.lightning.targets:on_two_hosts"}
     with pytest.raises(KilledError):
-        train(tmp_path / "killed", settings(), on_event=at_checkpoint(2, kill), **two)
-    resumed = train(tmp_path / "killed", settings(), **two)
+        train(tmp_path / "killed", few_steps(), on_event=at_checkpoint(2, kill), **two)
+    resumed = train(tmp_path / "killed", few_steps(), **two)
     assert [event.first_epoch for event in of(RunStarted, resumed)] == [2]
     assert same(resumed.weights, whole.weights)
 
 
+AS_RANK = """
+from flytekit import task
+from flyte_ddp import LightningOptions, LightningTraining
+from numerals.settings import Settings
+training = LightningTraining("numerals.model:LitNumerals", data="numerals.model:Numerals")
+@task
+def train() -> str:
+    settings = Settings(epochs=3, width=16, limit_train_batches=10)
+    outputs = training.run_as_rank(settings, LightningOptions(tracking="off"))
+    return outputs.model_state.path if outputs else ""
+print(train())
+"""
+
+
+def test_on_two_nodes_it_is_as_on_one(project, tmp_path, whole):
+    """Each is a process with the variables that torchrun sets, a core and folders of its own."""
+    torchruns = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **TWO_NODES, **torchruns, "MASTER_PORT": str(free_port())}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(project)])
+    (tmp_path / "node.py").write_text(AS_RANK)
+    nodes = []
+    for rank in ("0", "1"):
+        own = {"RANK": rank, "GROUP_RANK": rank, "DDP_RUNS_DIR": str(tmp_path / rank)}
+        on_one_core = functools.partial(os.sched_setaffinity, 0, [next(CORES)])
+        nodes.append(
+            subprocess.Popen(
+                [sys.executable, tmp_path / "node.py"], env={**environment, **own}, preexec_fn=on_one_core,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    said = [node.communicate(timeout=300) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    (model, _), (nothing, _) = said
+    assert nothing.strip() == ""
+    assert same(torch.load(model.strip(), weights_only=True), whole.weights)
+
+
 def test_a_loader_with_a_state_goes_on_within_an_epoch(tmp_path):
     one: Any = {"data": "numerals.loaders:Resumable", "nproc": 1}
-    whole = train(tmp_path / "whole", settings(), **one)
+    whole = train(tmp_path / "whole", few_steps(), **one)
 
     with pytest.raises(KilledError):
-        train(tmp_path / "stopped", settings(), on_event=at_checkpoint(82, kill), checkpoint_seconds=0, **one)
-    resumed = train(tmp_path / "stopped", settings(), **one)
+        train(tmp_path / "stopped", few_steps(), on_event=at_checkpoint(12, kill), checkpoint_seconds=0, **one)
+    resumed = train(tmp_path / "stopped", few_steps(), **one)
     (started,) = of(RunStarted, resumed)
     assert started.first_epoch == 1
     assert started.first_step > 0
@@ -61,7 +107,7 @@ def test_a_loader_with_a_state_goes_on_within_an_epoch(tmp_path):
 
 
 def test_ranks_whose_weights_drift_apart_are_told_of_once(tmp_path, whole):
-    (warning,) = train(tmp_path, settings(), "numerals.variants:FineTuned").result.warnings
+    (warning,) = train(tmp_path, few_steps(), "numerals.variants:FineTuned").result.warnings
     assert warning.reason.startswith("the ranks have other weights than one another")
     assert not whole.result.warnings
 
@@ -140,7 +186,7 @@ def test_a_module_that_returns_the_loss_of_each_sample_has_their_mean(tmp_path):
 
 
 def test_what_a_modelcheckpoint_has_kept_survives_a_kill_in_logs_of_another_place(tmp_path):
-    keeping = settings(), "numerals.variants:KeepingFirst"
+    keeping = few_steps(), "numerals.variants:KeepingFirst"
     whole = train(tmp_path / "whole", *keeping)
     assert len(of(CheckpointWritten, whole)) == 3
     with pytest.raises(KilledError):

@@ -75,7 +75,7 @@ def test_plain_loaders_go_on_within_an_epoch(tmp_path, data, nproc):
     ("module", "phase", "said", "begins"),
     [
         ("Noticed", "step 4", "before epoch 1, step 5", (0, 4)),
-        ("Judged", "validation 2", "in the evaluation after epoch 1, step 40, with which", (0, 40)),
+        ("Judged", "validation 2", "in the evaluation after epoch 1, step 10, with which", (0, 10)),
         ("Listing", "validation 2", "before epoch 2, step 1", (1, 0)),  # the epoch's end needs what steps have left
         ("Swapping", "validation 2", "before epoch 2, step 1", (1, 0)),  # its weights are not those of the step
         ("Noticed", "test 2", "in the evaluation after epoch 2, with which a resume begins", (2, 0)),
@@ -83,7 +83,7 @@ def test_plain_loaders_go_on_within_an_epoch(tmp_path, data, nproc):
 )
 def test_a_notice_is_obeyed_at_once(tmp_path, monkeypatch, module, phase, said, begins):
     of_it: Any = {
-        "settings": settings(epochs=2, log_interval=1000),
+        "settings": settings(epochs=2, log_interval=1000, limit_train_batches=10),
         "module": f"numerals.variants:{module}",
         "data": "numerals.loaders:Evaluated",
     }
@@ -119,7 +119,8 @@ def test_after_a_notice_in_a_validation_another_number_of_ranks_begins_with_it(t
 
 @pytest.mark.parametrize("module", ["AddingUp", "AddingUpApart"])
 def test_gradients_that_no_optimizer_has_stepped_by_are_not_lost(tmp_path, module):
-    of_it: Any = {"settings": settings(epochs=1, log_interval=3), "module": f"numerals.variants:{module}"}
+    few = settings(epochs=1, log_interval=3, limit_train_batches=10)
+    of_it: Any = {"settings": few, "module": f"numerals.variants:{module}"}
     whole = train(tmp_path / "whole", **of_it)
     resumed = killed_and_resumed(tmp_path / "killed", 3, **of_it)
     (started,) = of(RunStarted, resumed)
@@ -131,9 +132,10 @@ def test_gradients_that_no_optimizer_has_stepped_by_are_not_lost(tmp_path, modul
     ("module", "more"), [("EachEpoch", {"callbacks": "numerals.variants:counting"}), ("Decaying", {})]
 )
 def test_what_sets_up_an_epoch_is_called_again_and_weights_are_those_of_the_checkpoint(tmp_path, module, more):
-    of_it: Any = {"settings": settings(epochs=2), "module": f"numerals.variants:{module}", **more}
+    few = settings(epochs=2, limit_train_batches=10)
+    of_it: Any = {"settings": few, "module": f"numerals.variants:{module}", **more}
     whole = train(tmp_path / "whole", **of_it)
-    resumed = killed_and_resumed(tmp_path / "killed", 45, **of_it)
+    resumed = killed_and_resumed(tmp_path / "killed", 15, **of_it)
     assert of(RunStarted, resumed)[0].first_epoch == 1
     assert of(RunStarted, resumed)[0].first_step >= 5
     check_same(resumed, whole)
@@ -150,7 +152,7 @@ def test_callbacks_of_lightnings_go_on_within_an_epoch(tmp_path, module):
 
 
 def test_a_checkpoint_waits_for_gradients_that_are_being_added_up(tmp_path):
-    of_it: Any = {"settings": settings(epochs=1, accumulate_grad_batches=3)}
+    of_it: Any = {"settings": settings(epochs=1, accumulate_grad_batches=3, limit_train_batches=15)}
     whole = train(tmp_path / "whole", **of_it)
     resumed = killed_and_resumed(tmp_path / "killed", 2, **of_it)
     assert of(RunStarted, resumed)[0].first_step % 3 == 0

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from tests.commands import ROOT, output, pyflyte_process
+from tests.commands import ROOT, output, typed
 from tests.lightning.project import write_project
 
 THEIRS = {
@@ -28,8 +28,8 @@ def test_the_trials_are_compared_by_a_measure_of_validation(tmp_path):
         assert ours in text
         text = text.replace(ours, theirs)
     (tmp_path / "sweep.py").write_text(text)
-    arguments = ["--settings", '{"epochs": 2}', "--options", '{"nproc": 1}']
-    done = pyflyte_process("sweep.py", "sweep_wf", *arguments, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
+    command = """pyflyte run sweep.py sweep_wf --settings '{"epochs": 2}' --options '{"nproc": 1}'"""
+    done = typed(command, tmp_path)
     with open(output(done, "table"), newline="") as file:
         better, worse = csv.DictReader(file)
     assert (better["width"], worse["width"]) == ("32", "2")
