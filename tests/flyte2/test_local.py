@@ -177,7 +177,8 @@ def test_a_sweep_cuts_trials_and_trains_with_the_best(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
     sweep = {"values": {"learning_rate": [0.01, 0.1, 1e30]}, "reduction_factor": 2}
     hp = {**SMALL, "epochs": 2, "seed": 13}
-    flyte_run("--sweep", json.dumps(sweep), "--hp", json.dumps(hp), file="flyte2/sweep.py")
+    arguments = ("--sweep", json.dumps(sweep), "--hp", json.dumps(hp), "--options", '{"nproc": 1}')
+    flyte_run(*arguments, file="flyte2/sweep.py")
     (table,) = tmp_path.glob("*/trials.csv")
     with open(table, newline="") as file:
         best, second, diverged = csv.DictReader(file)
