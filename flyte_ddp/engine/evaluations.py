@@ -94,8 +94,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     """Measure the network on a whole split, in float32; a collective.
 
     Each rank evaluates its share of the batches. The measures are made from the sums of all ranks. The moving average
-    of the weights is evaluated if the training has one. The network stays in evaluation mode, and random generators are
-    seeded for each batch.
+    of the weights is evaluated if the training has one. Random generators are seeded for each batch. Afterwards the
+    network is in training mode, and its buffers are rank 0's.
 
     Args:
         state: the training.
@@ -132,9 +132,11 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
                 check_rows(recipe, predictions, batch.share.count, rows[0] if rows else None)
                 rows.append(batch.share.own(predictions).cpu())  # those of a whole split may not fit on a GPU
             link.heartbeat()
+    model.train()  # a layer may change its weights in evaluation mode, as loralib's: a checkpoint has those of training
     if poll.is_agreed:
         before.put_back()
         raise StopRequested(state.progress.epoch, state.progress.step, is_evaluating=True)
+    state.share_evaluated_buffers()  # a forward pass may change them in evaluation mode, too
     distributed.all_reduce(by_part)
     *pairs, loss, weight = by_part.sum(0).tolist()
     totals = dict(zip(state.names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))

@@ -147,7 +147,8 @@ def make_split(
         raise InputError(
             "a DataLoader makes batches of its own, and must not be given: give its Dataset, as in loader.dataset"
         )
-    if isinstance(data, torch.utils.data.TensorDataset):
+    plain = torch.utils.data.TensorDataset  # a subclass may transform its samples
+    if isinstance(data, plain) and type(data).__getitem__ is plain.__getitem__ and type(data).__len__ is plain.__len__:
         data = data.tensors
     if not is_dataset(data):
         return Resident(data, device)

@@ -127,7 +127,9 @@ class TrainingState:
         self._is_left_out = torch.zeros_like(self.flag) if self.spikes else self.flag
         # What an optimizer divides the gradients by in its step, if it can, which saves a pass over them
         self._divisor = torch.ones((), dtype=torch.float32, device=device)
-        self._is_guarded = torch_compat.guard_steps(self.optimizer, self._is_left_out, self._divisor)
+        # Other code in a step, such as a hook's, must see the gradients divided, and not run in a step that is left out
+        is_plain = torch_compat.is_plain(self.optimizer)
+        self._is_guarded = is_plain and torch_compat.guard_steps(self.optimizer, self._is_left_out, self._divisor)
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._base_versions: dict[str, int] = {}  # before the first step
@@ -135,9 +137,13 @@ class TrainingState:
         self._gathered: Gathered | None = None  # in the current step
         # None where the host waits for the sums of each step
         self._ahead: Ahead | None = None
-        can_skip = self._is_guarded and torch_compat.is_plain(self.optimizer)
         changes_more = average or self.spikes or gathers or has_unused or is_sharded(model)
-        if isinstance(self.parallel, ExactStep) and device.type in ahead.DEVICES and can_skip and not changes_more:
+        if (
+            isinstance(self.parallel, ExactStep)
+            and device.type in ahead.DEVICES
+            and self._is_guarded
+            and not changes_more
+        ):
             self._ahead = Ahead(self.parallel)
         self.progress = progress
         progress.measure(names)
@@ -157,6 +163,13 @@ class TrainingState:
     def copy_buffers(self) -> BufferCopy:
         """Return a copy of what forward passes change, such as buffers. Its put_back() restores them in the network."""
         return self._buffers.copy(self._moving)
+
+    def share_evaluated_buffers(self) -> None:
+        """Overwrite the buffers of the network that is evaluated by rank 0's; a collective."""
+        if self._buffers_of_average:
+            self._buffers_of_average.broadcast(self._moving_of_average)
+        else:
+            self._buffers.broadcast(self._moving)
 
     def copy_evaluated_buffers(self) -> BufferCopy:
         """Return such a copy for the network that is evaluated, which may be the average."""

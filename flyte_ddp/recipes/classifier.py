@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Measures, Recipe
 
-IGNORED = -100  # torch's losses leave out samples with this label
+NO_LABEL = -(2**31)  # torch's losses leave out -100 by default, which would count as a sample without loss here
 
 
 class Classifier(Recipe):
@@ -28,7 +28,7 @@ class Classifier(Recipe):
         logarithms = F.log_softmax(outputs.float(), dim=1)
         # The loss has no smoothing, so that it can be compared with the loss on the test split
         try:
-            loss = F.nll_loss(logarithms, labels, reduction="none")
+            loss = F.nll_loss(logarithms, labels, reduction="none", ignore_index=NO_LABEL)
         except IndexError:  # a GPU does not raise it, so the trial checks the range
             self._check_range(outputs, labels)
             raise
@@ -66,11 +66,12 @@ class Classifier(Recipe):
 
     def _check_range(self, outputs: Tensor, labels: Tensor) -> None:
         classes = outputs.shape[1]
-        wrong = labels[(labels >= classes) | ((labels < 0) & (labels != IGNORED))]
+        wrong = labels[(labels >= classes) | (labels < 0)]
         if len(wrong):
+            remedy = ": leave samples without a label out of the data" if wrong[0] < 0 else ""
             raise InputError(
                 f"{type(self).__name__}: labels must be from 0 to {classes - 1}, since the network returns {classes} "
-                f"logits, got {int(wrong[0])}"
+                f"logits, got {int(wrong[0])}{remedy}"
             )
 
     def predictions(self, outputs: Tensor, batch: Any) -> Tensor:

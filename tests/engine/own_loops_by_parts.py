@@ -120,8 +120,11 @@ def has_two_losses(loop: Loop):
     for _ in loop.epochs():
         for batch in batches:
             for scale in (1.0, 2.0**-40):
+                before = next(model.parameters()).grad
+                copied = before.clone() if before is not None else None
                 optimizer.zero_grad()
                 loss = loop.backward(batch, partial(loss_of, scale))
+                assert copied is None or torch.equal(before, copied), "a gradient that is kept was changed"
                 for weight in model.parameters():
                     weight.grad /= scale
                 optimizer.step()

@@ -58,6 +58,65 @@ class Langevin(torch.optim.SGD):
                 weight.add_(torch.randn_like(weight), alpha=1e-3)
 
 
+class Norm(nn.Module):
+    """Subtracts the running mean of what it has seen, in evaluation mode, too."""
+
+    mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, images):
+        moved = images - self.mean
+        with torch.no_grad():
+            self.mean += 0.05 * (images.mean() - self.mean)
+        return moved
+
+
+class Folding(nn.Linear):
+    """Changes its weights in evaluation mode, as loralib's layers do: here by a factor that rounds nothing."""
+
+    factor = 1
+
+    def train(self, mode=True):
+        factor = 1 if mode else 2
+        with torch.no_grad():
+            self.weight *= factor / self.factor
+        self.factor = factor
+        return super().train(mode)
+
+    def forward(self, features):
+        return nn.functional.linear(features, self.weight / self.factor, self.bias)
+
+
+class Following(ImageClassifier):
+    last: type[nn.Linear] = nn.Linear
+
+    def model(self):
+        super().model()
+        return nn.Sequential(Norm(), nn.Flatten(), self.last(self.description.image_shape[-1] ** 2, 10))
+
+
+class Folded(Following):
+    last = Folding
+
+
+class ClippedByValue(Following):
+    """Clips gradients by value in its optimizer's step, as a hook."""
+
+    fused = True
+
+    def optimizer(self, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=self.fused)
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+        return optimizer
+
+
+class ClippedByValueUnfused(ClippedByValue):
+    fused = False
+
+
 def named(recipe):
     return f"{__name__}:{recipe}"
 
@@ -84,6 +143,24 @@ def test_a_run_that_was_cut_off_goes_on_with_as_many_ranks_to_the_same_bits(trai
     resumed = train(2, name="cut", **settings)
     assert resumed.events[0].first_step > 0
     assert identical(expected, resumed)
+
+
+def test_buffers_that_evaluation_changes_go_on_as_in_the_checkpoint(train):
+    settings = {"recipe": named("Following"), "log_interval": 1, **UNEVEN}
+    expected = train(2, name="whole", **settings)
+    with pytest.raises(Unplugged):
+        train(2, name="cut", on_event=unplug_at(6, epoch=1), **settings)  # the checkpoint is of the epoch's beginning
+    assert identical(expected, train(2, name="cut", **settings))
+
+
+def test_weights_that_evaluation_mode_changes_are_kept_and_returned_as_trained(train):
+    plain, folded = (train(1, recipe=named(recipe), name=recipe, epochs=2) for recipe in ("Following", "Folded"))
+    assert identical(plain, folded)
+
+
+def test_code_in_an_optimizers_step_sees_the_gradients_of_the_mean(train):
+    fused, unfused = (train(1, recipe=named(f"ClippedByValue{end}"), name=f"c{end}") for end in ("", "Unfused"))
+    assert relative_difference(fused, unfused) < 1e-4
 
 
 def test_on_another_number_of_ranks_it_goes_on_and_says_that_the_result_is_another(train):

@@ -194,7 +194,7 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
         DataError: Samples differ in structure or shape, or have something other than numbers. Errors of the Dataset
             itself are raised unchanged.
     """
-    if hasattr(dataset, "read_batch"):
+    if hasattr(type(dataset), "read_batch"):  # a wrapper may pass on the attributes of another Dataset
         return dataset.read_batch(indices)
     samples = []
     with generators_restored():
@@ -226,8 +226,8 @@ def _stack(dataset: Any, indices: np.ndarray, leaves: Sequence[Any], is_padded: 
             longest.
 
     Raises:
-        DataError: A leaf has something other than numbers, or the leaves have different shapes that are not padded. The
-            message names the dataset.
+        DataError: A leaf has something other than numbers, or the leaves have numbers of different types, or different
+            shapes that are not padded. The message names the dataset.
     """
     arrays = [np.asarray(leaf) for leaf in leaves]
     for index, leaf, array in zip(indices, leaves, arrays, strict=True):
@@ -236,6 +236,13 @@ def _stack(dataset: Any, indices: np.ndarray, leaves: Sequence[Any], is_padded: 
                 f"{type(dataset).__name__}: samples must be numbers, got {type(leaf).__name__} in sample {index}: "
                 "leave it out, or encode it as a number"
             )
+    dtypes = {array.dtype for array in arrays}
+    if len(dtypes) > 1:  # the type of the batch would depend on which samples are read together
+        some = " and ".join(sorted(map(str, dtypes))[:2])
+        raise DataError(
+            f"{type(dataset).__name__}: samples must have numbers of one type, got {some}: convert them in the "
+            "Dataset, such as by float(number)"
+        )
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1:
         can_be_padded = len({shape[1:] for shape in shapes if shape}) == 1 and () not in shapes

@@ -106,7 +106,7 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
         split: the split whose Dataset is checked.
     """
     dataset = getattr(split, "dataset", None)
-    if not hasattr(dataset, "read_batch") or get_lengths(split):
+    if not hasattr(type(dataset), "read_batch") or get_lengths(split):
         return
     chosen = spread(split, min(SAMPLES, len(split)))
     together, *alone = map(pytree.tree_leaves, split.fetch([chosen, *chosen.split(1)]))

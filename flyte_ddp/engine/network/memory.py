@@ -1,15 +1,19 @@
 """Ways to fit a training into memory: layers computed again for the backward pass, and a share cut into parts."""
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.engine.attributes import matching_layers
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
+from flyte_ddp.engine.batches.sample_seeds import generators_restored
 from flyte_ddp.engine.collectives import all_reduce_flags
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import any_batch_size
@@ -45,7 +49,26 @@ def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[
 def _forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_drawing_alike, **kwargs)
+
+
+def _drawing_alike() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a layer's first and second computation, which draw the same from Python and NumPy.
+
+    checkpoint() itself takes care of torch's generators.
+    """
+    states = random.getstate(), np.random.get_state()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with generators_restored():
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            yield
+
+    return nullcontext(), again()
 
 
 def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:

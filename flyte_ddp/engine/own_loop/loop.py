@@ -467,7 +467,7 @@ def _mean(value: Number, device: torch.device) -> Tensor:
 def _sum(value: Number) -> float:
     if isinstance(value, (int, float)):  # a tensor of it would be float32
         return float(value)
-    return float(torch.as_tensor(value).detach().sum())
+    return float(torch.as_tensor(value).detach().sum(dtype=torch.float64))
 
 
 def _count(value: Number) -> float:

@@ -156,6 +156,9 @@ class ExactGradients:
         self._buffers.broadcast()
         loss, weight = totals.measured
         scale(list_gradients(self._step), weight.reciprocal())
+        for parameter in self._step.trainable:
+            if parameter.grad is not None:  # the step's memory is used again, and the user may keep the gradient
+                parameter.grad = parameter.grad.clone()
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if self.trace:

@@ -268,7 +268,8 @@ class ExactStep(SingleStep):
             view.zero_() if weight.grad is None else view.copy_(weight.grad)
             weight.grad = view
         arrived.add(place)
-        self._used[number].add(place)
+        if self._part >= 0:  # borrowed samples count for nothing, and their draws use other weights
+            self._used[number].add(place)
         while self._is_sending and self._next < len(self._buckets) and self._is_complete(self._next):
             self._send(self._next + 1)
 

@@ -6,9 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from benchmarks.faults import has_ended
 from flyte_ddp.data.image_files import link_images
@@ -16,10 +19,14 @@ from flyte_ddp.data.prepared.prepared import open_split, read_description
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.sources.image_index import index_folder, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
+from flyte_ddp.engine.batches.loading import Streamed, read_samples
+from flyte_ddp.engine.load import make_split
+from flyte_ddp.errors import DataError
 from flyte_ddp.events import CheckpointFailed, RunStarted
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import RankError, RecoverableRankError
+from flyte_ddp.settings import RunOptions
 from tests.small_training import Trained, Unplugged, identical, relative_difference, unplug_at
 
 TARGETS = "tests.engine.loading_targets"
@@ -55,6 +62,28 @@ def test_batches_depend_neither_on_workers_nor_on_ranks(digits):
         for whole, *shares in zip(alone, *ranks, strict=True):
             for expected, *found in zip(whole, *shares, strict=True):
                 assert np.array_equal(np.concatenate(found), expected)
+
+
+class Prices(list):
+    """Rows as JSON has them: 3 is a whole number, and 3.5 is not."""
+
+
+def test_numbers_of_several_types_are_refused_as_a_batch_would_have_the_one_or_the_other():
+    words = "Prices: samples must have numbers of one type, got float64 and int64: convert them in the Dataset"
+    with pytest.raises(DataError, match=words):
+        read_samples(Prices([3, 3.5]), np.arange(2))
+    assert read_samples(Prices([3.0, 3.5]), np.arange(2)).dtype == np.float64
+
+
+class Halved(TensorDataset):
+    def __getitem__(self, index):
+        return tuple(tensor[index] / 2 for tensor in self.tensors)
+
+
+def test_a_dataset_of_tensors_with_a_transform_is_asked_for_its_samples():
+    cache: Any = None  # for Blocks alone
+    split = make_split(Halved(torch.ones(4, 2)), "train", torch.device("cpu"), RunOptions(), cache)
+    assert isinstance(split, Streamed)
 
 
 @pytest.mark.slow

@@ -49,6 +49,33 @@ class Weighted(ImageClassifier):
         return {**measured, "loss": (measured["loss"] * weights, weights)}
 
 
+class Dropped(ImageClassifier):
+    """Leaves out layers at random. In a short last batch a rank has no samples, and other draws."""
+
+    def model(self):
+        super().model()
+        return Deep(self.description.image_shape[-1] ** 2)
+
+
+class Deep(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.first, self.last = nn.Linear(features, 16), nn.Linear(16, 10)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, images):
+        features = self.first(images.flatten(1)).relu()
+        for layer in self.layers:
+            if not self.training or torch.rand(()) < 0.5:
+                features = features + layer(features).relu()
+        return self.last(features)
+
+
+def test_weights_that_borrowed_samples_alone_use_are_unused(train):
+    settings = {"recipe": f"{__name__}:Dropped", "virtual_ranks": 2, "epochs": 3, **SHORT}
+    assert identical(*(train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2)))
+
+
 def test_equal_bytes_on_one_two_three_and_five_ranks(train):
     one, *others = (train(nproc, name=f"{nproc}", virtual_ranks=5) for nproc in (1, 2, 3, 5))
     for other in others:
