@@ -3,6 +3,7 @@
 import math
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from flyte_ddp.launch.grace import GRACE_VARIABLE
 from flyte_ddp.manifest import read_manifest, write_manifest
 from flyte_ddp.report.console import say, warn
 from flyte_ddp.text import explain_error
-from flyte_ddp.whole_files import replacing
+from flyte_ddp.whole_files import link_or_copy, replacing
 
 QUIET_SECONDS = 5.0  # a file or folder that nobody has changed for so long is taken for complete
 BUSY_SECONDS = 300.0  # until a warning says that a file or folder is never quiet
@@ -41,9 +42,10 @@ class CheckpointMirror:
     """A folder's copy in the storage: objects under names of their own, and a manifest, which is replaced last.
 
     Whatever lies directly in the folder, a file or a folder with all that is in it, is taken as one entry: it is
-    uploaded once it has been quiet, and until then the manifest names its copy from before. A name is used again only
-    once the manifest in the storage does without it. A recipe's sharded checkpoints have such a manifest, too, and so
-    the next attempt finds it in the same way. Links are never followed: the manifest has their targets.
+    uploaded once it has been quiet, and until then the manifest names its copy from before. An upload goes on to its
+    end even if the script removes the entry meanwhile. A name is used again only once the manifest in the storage does
+    without it. A recipe's sharded checkpoints have such a manifest, too, and so the next attempt finds it in the same
+    way. Links are never followed: the manifest has their targets.
 
     Attributes:
         step: the newest step that the script has told of.
@@ -230,12 +232,15 @@ class CheckpointMirror:
         QUIET_SECONDS. Without any change, no manifest is written. An entry that was deleted stays in the manifest until
         a new entry arrives: a script may remove its last checkpoint before it writes the next one.
 
+        Entries are uploaded in the order of their last changes. If the storage does not take an entry, the later ones
+        wait for it: one of them may be a small file that names this entry. Deleted entries stay in the manifest, too.
+
         Args:
             whole_until: a time in nanoseconds since 1970. Entries that have last changed before it count as quiet. With
                 math.inf all do, and deleted entries leave the manifest, unless no entry is left.
 
         Raises:
-            OSError: the storage fails, or has not taken an entry. All other entries are uploaded first.
+            OSError: the storage fails, or has not taken an entry. All entries that have changed earlier are uploaded.
         """
         now = self._now()
         started = time.time()
@@ -247,20 +252,27 @@ class CheckpointMirror:
         quiet = {one for one in known if now - self._changed.get(one, -math.inf) >= QUIET_SECONDS}
         newest = {one: max(changed for changed, _, _ in files.values()) for one, files in entries.items()}
         quiet |= {one for one in known if newest.get(one, math.inf) <= whole_until}
-        self._warn_of_busy_entries({*entries} - quiet, now)
+        busy = {*entries} - quiet
+        there = {name: version for files in entries.values() for name, version in files.items()}
+        self._fresh = {name: copy for name, copy in self._fresh.items() if there.get(name) == copy.version}
         copies = dict(self._copies)
         has_new = whole_until == math.inf
         problem = ""
-        for entry in sorted(quiet & {*entries}):
+        # Clocks of file systems are coarse: of two with the same time, the larger one is not the one that names another
+        sizes = {one: sum(size for _, size, _ in files.values()) for one, files in entries.items()}
+        for entry in sorted(quiet & {*entries}, key=lambda one: (newest[one], -sizes[one])):
             try:
                 copied = self._put_entry(entry, entries[entry])
             except OSError as error:
-                problem = problem or f"{entry}: {explain_error(error)}"
-                continue
+                problem = f"{entry}: {explain_error(error)}; later ones wait until it is uploaded or removed"
+                break
             if copied is not None:
                 has_new |= entry not in copies
                 copies[entry] = copied
-        if entries and has_new:
+            else:
+                busy.add(entry)
+        self._warn_of_busy_entries(busy, now)
+        if entries and has_new and not problem:
             copies = {one: files for one, files in copies.items() if one in entries or one not in quiet}
         if copies != self._copies:
             self._move_manifest(copies, step)
@@ -269,13 +281,12 @@ class CheckpointMirror:
             raise OSError(problem)
 
     def _warn_of_busy_entries(self, busy: set[str], now: float) -> None:
-        """Warn, once for each, of entries that have not been quiet for BUSY_SECONDS.
+        """Warn, once for each, of entries that have been busy for BUSY_SECONDS.
 
-        An entry is a file or folder at the top of the checkpoints. It is quiet if nothing has changed it for
-        QUIET_SECONDS.
+        An entry is a file or folder at the top of the checkpoints.
 
         Args:
-            busy: the entries that are not quiet now.
+            busy: the entries that were not quiet at this time, or have changed during their upload.
             now: the time in seconds.
         """
         self._busy = {one: self._busy.get(one, now) for one in busy}
@@ -284,41 +295,49 @@ class CheckpointMirror:
                 self._warn_once(
                     one,
                     f"{one} in $DDP_CHECKPOINT_DIR changes all the time, so that it is not uploaded before the end: "
-                    "keep checkpoints beside it, not in it",
+                    "keep checkpoints beside it, each under a name of its own",
                 )
 
     def _put_entry(self, entry: str, files: Mapping[str, Version]) -> dict[str, Copy] | None:
         """Upload the files of an entry that the storage lacks. Links are not uploaded.
+
+        The files get second names outside the folder first, so that they stay until they are uploaded.
 
         Args:
             entry: a file or folder at the top of the checkpoints.
             files: the version of each file and link of the entry, by relative path.
 
         Returns:
-            The copies of all files and links, by relative path; None if the entry has changed meanwhile.
+            The copies of all files and links, by relative path; None if the entry has changed meanwhile, or was removed
+            before the upload began. What is removed during the upload does not count as a change.
 
         Raises:
             OSError: the storage has not taken a file. The files before it are not uploaded again.
         """
         assert self._storage is not None
         before = {**self._copies.get(entry, {}), **self._fresh}
-        copies = {}
-        for name, version in sorted(files.items()):
-            copy = before.get(name)
-            if copy is None or copy.version != version:
-                copy = Copy("", version)
-                if not version[2]:
-                    self._fresh.pop(name, None)
-                    free = unused(self._taken | self._own_names(self._fresh.values()))
-                    try:
-                        self._storage.put(self._folder / name, f"{OBJECTS}/{free}")
-                    except OSError:
-                        if self._scan().get(entry) != files:
-                            return None
-                        raise
-                    copy = self._fresh[name] = Copy(f"{self._storage.url}/{OBJECTS}/{free}", version)
-            copies[name] = copy
-        return copies if copies == self._copies.get(entry) or self._scan().get(entry) == files else None
+        copies = {name: Copy("", version) for name, version in files.items()}
+        copies |= {name: copy for name, copy in before.items() if name in files and copy.version == files[name]}
+        if copies == self._copies.get(entry):
+            return copies
+        with tempfile.TemporaryDirectory(dir=self._folder.parent) as folder:
+            kept = {name: Path(folder, name) for name, copy in copies.items() if not copy.url and not copy.version[2]}
+            try:
+                for name, path in kept.items():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    link_or_copy(self._folder / name, path)
+            except FileNotFoundError:
+                return None
+            versions = {name: _version(path, self._folder) for name, path in kept.items()}
+            if self._scan().get(entry) != files:
+                return None
+            for name, path in sorted(kept.items()):
+                free = unused(self._taken | self._own_names(self._fresh.values()))
+                self._storage.put(path, f"{OBJECTS}/{free}")
+                if _version(path, self._folder) != versions[name]:  # it was written to in place
+                    return None
+                copies[name] = self._fresh[name] = Copy(f"{self._storage.url}/{OBJECTS}/{free}", files[name])
+        return copies if self._scan().get(entry, {}).items() <= files.items() else None
 
     def _move_manifest(self, copies: dict[str, dict[str, Copy]], step: int) -> None:
         """Write a new manifest of these copies to the storage, and then to this machine.

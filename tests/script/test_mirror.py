@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -274,7 +275,7 @@ def test_a_folder_that_has_become_a_link_is_restored_beside_what_the_link_leads_
     assert files_in(attempt.folder) == {"latest/model": "m1"}
 
 
-def test_one_bad_entry_keeps_no_other_from_its_upload_and_fills_no_storage(attempt):
+def test_one_bad_entry_keeps_no_earlier_one_from_its_upload_and_fills_no_storage(attempt):
     attempt.platform.put = refusing(attempt.platform.put, lambda path, _: path.name == "bad")
     os.mkfifo(attempt.folder / "fifo")
     with socket.socket(socket.AF_UNIX) as server:
@@ -282,12 +283,108 @@ def test_one_bad_entry_keeps_no_other_from_its_upload_and_fills_no_storage(attem
         server.bind(f"/proc/self/fd/{here}/socket")
         os.close(here)
         attempt.write(alone__a_first="1", alone__bad="2", ckpt="whole")
+        os.utime(attempt.folder / "ckpt", (1000, 1000))
         attempt.look()
         for _ in range(3):
             with pytest.raises(OSError, match=r"alone: .*the storage is away"):
                 attempt.look()
     assert attempt.found() == {"ckpt": "whole"}
     assert len(files_in(Path(attempt.store.url) / "files")) == 2, "alone/a_first and ckpt, once each"
+
+
+def test_a_file_that_names_a_checkpoint_never_overtakes_it(attempt):
+    attempt.platform.put = refusing(attempt.platform.put, lambda path, _: path.name == "model")
+    attempt.write(old="x", step1__model="much larger", latest="step1", zzz="later")
+    for time, name in ((1000, "old"), (2000, "step1/model"), (2000, "latest"), (2001, "zzz")):  # its clock is coarse
+        os.utime(attempt.folder / name, (time, time))
+    attempt.look()
+    with pytest.raises(OSError, match=r"step1: .*away; later ones wait until it is uploaded or removed"):
+        attempt.look()
+    assert stored(attempt) == {"old": "x"}
+    (attempt.folder / "step1" / "model").unlink()
+    attempt.look()
+    assert stored(attempt) == {"old": "x", "latest": "step1", "zzz": "later"}
+
+
+def test_a_checkpoint_that_the_script_has_removed_stays_while_the_next_one_fails(attempt):
+    attempt.write(step1__model="m1", latest="step1")
+    attempt.upload()
+    attempt.platform.put = refusing(attempt.platform.put, lambda path, _: path.name == "model")
+    (attempt.folder / "step1" / "model").unlink()
+    attempt.write(step2__model="m2", latest="step2", log="x")
+    for seconds, name in enumerate(("log", "step2/model", "latest")):
+        os.utime(attempt.folder / name, (3000 + seconds, 3000 + seconds))
+    attempt.look()
+    for until in (0.0, math.inf):
+        attempt.time += QUIET_SECONDS
+        with pytest.raises(OSError, match=r"step2: "):
+            attempt.mirror.upload_quiet(until)
+        assert stored(attempt) == {"step1/model": "m1", "latest": "step1", "log": "x"}
+
+
+def test_uploads_that_last_longer_than_the_script_keeps_a_checkpoint_arrive(attempt):
+    put = attempt.platform.put
+    number = 0
+
+    def save() -> None:
+        nonlocal number
+        for path in attempt.folder.glob("step*"):
+            shutil.rmtree(path)
+        number += 1
+        attempt.write(**{f"step{number}__model": f"m{number}", f"step{number}__optimizer": f"o{number}"})
+
+    def save_meanwhile(path, url):
+        if Path(path).name == "model":
+            save()
+        put(path, url)
+
+    attempt.platform.put = save_meanwhile
+    save()
+    for _ in range(5):
+        done = number
+        attempt.upload()
+        assert stored(attempt) == {f"step{done}/model": f"m{done}", f"step{done}/optimizer": f"o{done}"}
+    assert number == 6
+    assert len(files_in(Path(attempt.store.url) / "files")) <= 4, "names are used again"
+    assert {path.name for path in attempt.folder.parent.iterdir()} == {"script", "checkpoint"}
+
+
+def test_a_file_that_is_rewritten_during_its_upload_is_not_taken_even_if_it_is_gone_then(attempt, capsys):
+    put = attempt.platform.put
+
+    def rewrite(path, url):
+        if Path(path).name == "last":
+            attempt.write(last="half of another")
+            put(path, url)
+            (attempt.folder / "last").unlink()
+            attempt.time += 200
+        else:
+            put(path, url)
+
+    attempt.platform.put = rewrite
+    for text in ("first", "second", "third"):
+        attempt.write(last=text, other=text)
+        attempt.upload()
+        assert stored(attempt) == {"other": text}
+    assert len(files_in(Path(attempt.store.url) / "files")) <= 3, "names are used again"
+
+
+def test_a_file_that_changes_during_each_upload_is_named_once(attempt, capsys):
+    put = attempt.platform.put
+
+    def append(path, url):
+        put(path, url)
+        if Path(path).name == "last":
+            with open(attempt.folder / "last", "a") as file:
+                file.write("more")
+            attempt.time += 200
+
+    attempt.platform.put = append
+    attempt.write(last="x")
+    for _ in range(5):
+        attempt.upload()
+    assert capsys.readouterr().err.count("last in $DDP_CHECKPOINT_DIR changes all the time") == 1
+    assert not attempt.store.path.exists()
 
 
 def test_a_failure_is_told_once(attempt, capsys):
