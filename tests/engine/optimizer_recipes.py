@@ -1,5 +1,7 @@
 """Recipes whose optimizers keep something that a checkpoint lacks, or do not have all weights."""
 
+from typing import Any
+
 import torch
 
 from tests.engine.probe_recipes import Sound
@@ -58,11 +60,25 @@ class Counted(torch.optim.SGD):
         super().step()
 
 
+class Secant(torch.optim.SGD):
+    """Keeps the last gradient, to follow the difference."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            weight -= 0.1 * (weight.grad + (weight.grad - self.state[weight].get("last", weight.grad)))
+            self.state[weight]["last"] = weight.grad
+
+
 class Forgetful(Sound):
-    kind = Slow
+    kind: Any = Slow
 
     def optimizer(self, model):
         return self.kind(model.parameters())
+
+
+class KeepsAGradient(Forgetful):
+    kind = Secant
 
 
 class Remembering(Forgetful):

@@ -69,6 +69,13 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
         _refuse_uneven_rounding(recipe, optimizer, what)
     if not is_whole:  # each rank steps its own rows, and a checkpoint has the optimizer's state in another form
         return []
+    places = {weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None and weight.numel()}
+    state = pytree.tree_leaves([*optimizer.state.values()])
+    if any(isinstance(leaf, Tensor) and leaf.data_ptr() in places for leaf in state):
+        raise InputError(
+            f"{what} keeps a gradient itself in its state, and the next step uses the same memory: keep a copy, such "
+            "as weight.grad.clone()"
+        )
     lost = _lost_on_resume(recipe, model, optimizer)
     del optimizer  # its state is as large as the network, or twice as large
     _refuse_lost_state(recipe, model, what, lost)
