@@ -263,7 +263,8 @@ class Recipe:
         """Return an optimizer of torch.optim whose step needs no closure and takes dense gradients.
 
         All but LBFGS and SparseAdam are such. The engine normalises, clips and checks the gradients, and restores the
-        optimizer on resume.
+        optimizer on resume. A hook on the optimizer sees these gradients. A hook on a weight, or on an activation, sees
+        others: they are of the sum over this rank's samples, times the number of ranks.
         """
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
