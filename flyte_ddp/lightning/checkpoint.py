@@ -15,7 +15,7 @@ from flyte_ddp.engine.checkpoints.resume import state_on_all_ranks
 from flyte_ddp.engine.job import Job
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.lightning.kept import KeptFiles
-from flyte_ddp.lightning.lightning_compat import checkpoint_now
+from flyte_ddp.lightning.lightning_compat import call_callbacks_on_load, checkpoint_now
 from flyte_ddp.whole_files import replacing
 
 NOWHERE = "a file of another host"
@@ -145,11 +145,15 @@ class CheckpointFiles(TorchCheckpointIO):
         return state
 
     def restore_tensors(self, trainer: Trainer) -> None:
-        """Load the weights and the state of optimizers from rank 0's checkpoint once more; a collective."""
+        """Load the weights and the state of optimizers from rank 0's checkpoint once more; a collective.
+
+        Callbacks load once more, too: the checkpoint of a WeightAveraging has the average in place of the weights.
+        """
         self.find()
         state, self._state = self._state, None
         assert state
         trainer.strategy.load_model_state_dict(state, strict=trainer.lightning_module.strict_loading)
+        call_callbacks_on_load(trainer, state)
         trainer.strategy.load_optimizer_state_dict(state)
 
 

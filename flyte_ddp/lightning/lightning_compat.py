@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from lightning.pytorch.trainer.call import _call_callbacks_on_load_checkpoint, _call_lightning_module_hook
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -103,6 +103,11 @@ def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
         start()
 
     loop.on_advance_start = started  # type: ignore[method-assign]
+
+
+def call_callbacks_on_load(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Call on_load_checkpoint of all callbacks, as Lightning does once it has loaded the module's weights."""
+    _call_callbacks_on_load_checkpoint(trainer, checkpoint)
 
 
 def call_module(trainer: Trainer, hook: str) -> None:

@@ -129,7 +129,11 @@ def test_gradients_that_no_optimizer_has_stepped_by_are_not_lost(tmp_path, modul
 
 
 @pytest.mark.parametrize(
-    ("module", "more"), [("EachEpoch", {"callbacks": "numerals.variants:counting"}), ("Decaying", {})]
+    ("module", "more"),
+    [
+        ("EachEpoch", {"callbacks": "numerals.variants:counting"}),
+        ("Decaying", {"callbacks": "numerals.variants:averaging"}),
+    ],
 )
 def test_what_sets_up_an_epoch_is_called_again_and_weights_are_those_of_the_checkpoint(tmp_path, module, more):
     few = settings(epochs=2, limit_train_batches=10)

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
@@ -269,6 +270,10 @@ class Decaying(LitNumerals):
 
     def on_train_epoch_start(self):
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+def averaging():
+    return [EMAWeightAveraging(decay=0.9)]
 
 
 class Noticed(LitNumerals):
