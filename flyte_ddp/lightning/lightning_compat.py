@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.call import _call_callbacks_on_load_checkpoint, _call_lightning_module_hook
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
@@ -103,6 +104,33 @@ def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
         start()
 
     loop.on_advance_start = started  # type: ignore[method-assign]
+
+
+def call_hooks_without_epochs(trainer: Trainer) -> None:
+    """Make the trainer call all hooks on_train_start and on_train_end where a resume has no epoch left to train.
+
+    Lightning calls neither then. But on_train_end may change the weights, as callbacks that average them do, and it may
+    need what on_train_start sets. StochasticWeightAveraging also gets what its last epoch would have set.
+
+    Args:
+        trainer: the trainer, before its fit; the run method of its training loop is replaced.
+    """
+    loop = trainer.fit_loop
+    run = loop.run
+
+    def ran() -> None:
+        is_done = loop.done
+        run()
+        if not is_done:
+            return
+        loop.on_run_start()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging) and callback._model_contains_batch_norm:
+                callback._accumulate_grad_batches = trainer.accumulate_grad_batches
+                loop.max_batches += 1
+        loop.on_run_end()
+
+    loop.run = ran  # type: ignore[method-assign]
 
 
 def call_callbacks_on_load(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

@@ -144,7 +144,7 @@ class RankObserver(Checkpoint):
     def start(self, trainer: Trainer) -> None:
         """Check the data and schedules, then start the progress, which emits RunStarted and warnings; a collective.
 
-        Call this before the first step. If a resumed training has no steps left, call it before the test.
+        Call this before the first step. If Lightning has skipped the training, call it before the test.
 
         Raises:
             InputError: this rank has no training batch; or a resumed training has another number of ranks than before,

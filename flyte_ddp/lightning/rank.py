@@ -28,7 +28,7 @@ from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import find_not_finite
 from flyte_ddp.lightning.job import LightningJob
-from flyte_ddp.lightning.lightning_compat import settle_strategy_buckets
+from flyte_ddp.lightning.lightning_compat import call_hooks_without_epochs, settle_strategy_buckets
 from flyte_ddp.lightning.loaders import Loaders
 from flyte_ddp.lightning.measures import LoggedByValidation, read_measures
 from flyte_ddp.lightning.modules import Parts, build
@@ -110,6 +110,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     trainer = make_trainer(environment, device, job, files, validation, [*parts.callbacks, observer, seeds])
     loaders.adapt_trainer(trainer)
     settle_strategy_buckets(trainer.strategy)
+    call_hooks_without_epochs(trainer)
     seed(job)
     path = files.find()
     try:
@@ -118,7 +119,7 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
         if known := with_remedy(error):
             raise known from None
         raise
-    if not observer.progress.started:  # it was interrupted after the last epoch
+    if not observer.progress.started:  # Lightning skips a training without batches
         observer.start(trainer)
     seed(job)
     tested = test(trainer, parts, link, observer)

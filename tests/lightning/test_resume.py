@@ -78,7 +78,9 @@ def test_plain_loaders_go_on_within_an_epoch(tmp_path, data, nproc):
         ("Judged", "validation 2", "in the evaluation after epoch 1, step 10, with which", (0, 10)),
         ("Listing", "validation 2", "before epoch 2, step 1", (1, 0)),  # the epoch's end needs what steps have left
         ("Swapping", "validation 2", "before epoch 2, step 1", (1, 0)),  # its weights are not those of the step
-        ("Noticed", "test 2", "in the evaluation after epoch 2, with which a resume begins", (2, 0)),
+        ("Ending", "test 2", "in the evaluation after epoch 2, with which a resume begins", (2, 0)),
+        ("EndingSmoothed", "test 2", "in the evaluation after epoch 2, with which a resume begins", (2, 0)),
+        ("EndingNormalized", "test 2", "in the evaluation after epoch 3, with which a resume begins", (3, 0)),
     ],
 )
 def test_a_notice_is_obeyed_at_once(tmp_path, monkeypatch, module, phase, said, begins):

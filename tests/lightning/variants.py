@@ -350,6 +350,37 @@ class Swapping(Noticed):
         self.network.load_state_dict(self.own)
 
 
+class Ending(Noticed):
+    """Changes its weights when training has ended, once they are an average, by what is set when training starts."""
+
+    def on_train_start(self):
+        self.factor = 0.5
+
+    def on_train_end(self):
+        with torch.no_grad():
+            for weight in self.network.parameters():
+                weight.mul_(self.factor)
+
+    def configure_callbacks(self):
+        return averaging()
+
+
+class EndingSmoothed(Ending):
+    def configure_callbacks(self):
+        return [StochasticWeightAveraging(1e-3, 1)]
+
+
+class EndingNormalized(EndingSmoothed):
+    """Has an epoch more, for the statistics of the averaged weights, and draws in the test."""
+
+    def __init__(self, width: int, learning_rate: float):
+        super().__init__(width, learning_rate)
+        self.network.insert(1, torch.nn.BatchNorm1d(width))
+
+    def test_step(self, batch, batch_idx):
+        super().test_step((batch[0] + torch.rand(()), batch[1]), batch_idx)
+
+
 class AddingUp(Broken):
     """Its own optimization adds up the gradients of two batches, those of the first on each rank by itself or not."""
 
