@@ -147,3 +147,13 @@ class BrokenScore(Overflowing):
 
 class BrokenScoreOfValidation(BrokenScore):
     split, value = "validation", 1.0
+
+
+class Scored(Sound):
+    """The score falls as the loss does, although higher scores count as better, so that the first epoch is the best."""
+
+    has_validation, headline, higher_is_better = True, "score", ("score",)
+
+    def measure(self, outputs, batch):
+        loss = super().measure(outputs, batch)["loss"]
+        return {"loss": loss, "score": loss.detach(), "other": loss.detach() - 100}

@@ -29,7 +29,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.text import listed
 from flyte_ddp.whole_files import sync, temporary_beside
 
-FORMAT = 8
+FORMAT = 9
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ FREE_WITHIN_EPOCH = {
     )),
 }  # fmt: skip
 NEW_WITH_EPOCH = ("names", "sums", "told")  # parts of the progress that begin anew with each epoch
-JUDGED_BY = {("data",), ("settings", "choose_by"), ("settings", "validation_fraction")}  # these decide the best epoch
+JUDGED_ON = {("data",), ("settings", "validation_fraction")}  # these decide on which samples epochs are compared
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -107,7 +107,8 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
         steps_per_epoch: the number of steps of this training's epochs.
 
     Returns:
-        A sentence for the user: after which epoch, or at which step of which epoch, the training continues.
+        A sentence for the user: after which epoch, or at which step of which epoch, the training continues, and whether
+        the best epoch so far was forgotten.
 
     Raises:
         CheckpointError: The file is damaged, of another format or recipe, or its network had other frozen weights from
@@ -149,6 +150,8 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
     restore(state, copy_in_place(state, continued))
     _judge_best(state, fresh["choice"], other_identity, job.identity)
     where = f"at epoch {epoch + 1}, step {step + 1}" if step else f"after epoch {epoch}"
+    if state.best_tracker and state.best_tracker.best < continued["choice"]["best"]:
+        where += ": the best epoch so far is forgotten, because it was chosen by another measure or on other samples"
     return f"Continues from {path.name}, {where}"
 
 
@@ -184,8 +187,8 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
     """Decide whether the best epoch of the other training still counts, and whether patience begins anew.
 
-    If the data, choose_by or validation_fraction differ, the best epoch no longer counts: the training's best_tracker
-    is reset. Otherwise the best epoch stays. If the other training has then ended because its patience ran out,
+    If the data or validation_fraction differ, the best epoch no longer counts: the training's best_tracker is reset.
+    Otherwise what the tracker has loaded stays. If the other training has then ended because its patience ran out,
     patience begins anew. It does not if the other training had a stop_after. Nothing happens if the training has no
     best_tracker.
 
@@ -198,7 +201,7 @@ def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any]
     if not state.best_tracker:
         return
     differing = {path for path, *_ in compare_identities(other_identity, ours)}
-    if differing & JUDGED_BY:  # the best epoch was chosen by another measure, or on other samples
+    if differing & JUDGED_ON:
         state.best_tracker.load_state_dict(fresh)
     elif state.best_tracker.is_over and not other_identity["settings"].get("stop_after"):  # patience ended the training
         state.best_tracker.waited = 0

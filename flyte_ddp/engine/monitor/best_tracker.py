@@ -10,7 +10,8 @@ from torch import Tensor
 from flyte_ddp.model_files.weights import copy_to_host
 from flyte_ddp.recipe import Recipe
 
-STATE = ("best", "score", "improved", "waited", "weights")
+JUDGED_BY = ("measure", "is_lower_better")
+STATE = (*JUDGED_BY, "best", "score", "improved", "waited", "weights")
 
 
 def is_lower_better(recipe: Recipe, measure: str) -> bool | None:
@@ -89,4 +90,6 @@ class BestTracker:
         return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        vars(self).update({name: saved[name] for name in STATE})
+        """Restore an earlier state. Do nothing if it has another measure, or the other direction."""
+        if all(saved[name] == getattr(self, name) for name in JUDGED_BY):
+            vars(self).update({name: saved[name] for name in STATE})

@@ -1,5 +1,8 @@
 """A training that begins with another one's weights, or where another one has ended; and layers that stay."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
+from tests.engine.measure_recipes import Scored
 from tests.engine.probe_recipes import Settings
 from tests.small_training import Unplugged, identical
 
@@ -111,6 +115,51 @@ def test_a_continuation_has_its_own_rates(train, tmp_path):
         match=r"init must fit the network, got .*final-checkpoint with missing keys norm1.b.*shapes conv1.w",
     ):
         train(name="other", epochs=2, init=init, model="fashion_cnn", **CONSTANT)
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        {"higher_is_better": (), "lower_is_better": ("score",)},
+        {"headline": "other", "higher_is_better": ("score", "other")},
+    ],
+)
+def test_a_best_epoch_that_was_chosen_by_another_measure_is_forgotten(alone, tmp_path, monkeypatch, edited):
+    settings = Settings(epochs=1, patience=1)
+    options = RunOptions(nproc=0, tracking="off", keep_checkpoint=True)
+
+    def train_on(name, epochs, init=None):
+        events: list[Any] = []
+        result = train_recipe(
+            Scored, replace(settings, epochs=epochs), options, output=tmp_path / name, init=init, on_event=events.append
+        )
+        return result, [remark for event in events if isinstance(event, RunStarted) for remark in event.remarks]
+
+    train_on("first", 1)
+    init = tmp_path / "first" / "final-checkpoint"
+    same, remarks = train_on("same", 3, init)
+    assert (same.best_epoch, len(same.epochs), remarks[-1]) == (1, 2, "Continues from final-checkpoint, after epoch 1")
+    for name, value in edited.items():
+        monkeypatch.setattr(Scored, name, value)
+    on, remarks = train_on("on", 3, init)
+    assert on.best_epoch == (2 if "headline" in edited else 3), "higher others are better, and they fall"
+    assert len(on.epochs) == 3
+    assert remarks[-1].endswith(
+        "after epoch 1: the best epoch so far is forgotten, because it was chosen by another "
+        "measure or on other samples"
+    )
+
+
+def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(alone, tmp_path):
+    options = RunOptions(nproc=0, tracking="off", keep_checkpoint=True)
+    train_recipe(Scored, Settings(), options, output=tmp_path / "first")
+    init = tmp_path / "first" / "final-checkpoint"
+    content = read_checkpoint(init, {})
+    for name in ("measure", "is_lower_better"):
+        del content["state"]["choice"][name]
+    write_checkpoint(init, {**content, "format": 8})
+    with pytest.raises(InputError, match=r"init: the checkpoint .*final-checkpoint has format 8, this version reads 9"):
+        train_recipe(Scored, Settings(epochs=2), options, output=tmp_path / "on", init=init)
 
 
 def test_another_recipes_checkpoint_is_refused(train, tmp_path):
