@@ -116,6 +116,8 @@ class TrainingState:
         # Trainable weights that are not trained all the same, by name
         self.left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
         self.layout = Layout(self.model, optimizer)
+        # Other code in a step, such as a hook's, must see the gradients divided, and not run in a step that is left out
+        is_plain = torch_compat.is_plain(optimizer)
         self.optimizer = update_own_rows(optimizer)
         # LambdaLR asks for the rate of a step after the last, for which a schedule has none
         last = total_steps - 1
@@ -127,8 +129,6 @@ class TrainingState:
         self._is_left_out = torch.zeros_like(self.flag) if self.spikes else self.flag
         # What an optimizer divides the gradients by in its step, if it can, which saves a pass over them
         self._divisor = torch.ones((), dtype=torch.float32, device=device)
-        # Other code in a step, such as a hook's, must see the gradients divided, and not run in a step that is left out
-        is_plain = torch_compat.is_plain(self.optimizer)
         self._is_guarded = is_plain and torch_compat.guard_steps(self.optimizer, self._is_left_out, self._divisor)
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
