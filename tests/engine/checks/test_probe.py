@@ -239,6 +239,7 @@ def test_every_recipe_of_the_modules_is_tested():
         "InfiniteWeights", "NaNParameter", "Ignored",
         "OfDataset",  # from which others derive
         "AscendingDataset",  # read without loader workers
+        "Scored",  # of tests/engine/checkpoints/test_warm_start.py
         # of tests/engine/test_validation.py
         "Overflowing", "OverflowingTest", "OverflowingValidation", "OverflowingTestAfterValidation", "BrokenScore",
         "BrokenScoreOfValidation",
