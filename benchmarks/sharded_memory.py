@@ -9,14 +9,14 @@ among any number of them, so this is measured with one. A step is the fastest of
 
     python -m benchmarks.sharded_memory --ranks 2 4 --virtual-ranks
 
-This compares a sharded training with one of as many virtual ranks, by an AdamW that is not fused: on a CPU, a fused one
-has other bits where tensors are cut. A step of so few samples is mostly exchange, so --samples sets more.
+This compares a sharded training with one of as many virtual ranks, and with one rank that is not sharded, which has the
+same weights after the steps. AdamW is not fused: on a CPU, a fused one has other bits where tensors are cut. A step of
+so few samples is mostly exchange, so --samples sets more.
 """
 
 import argparse
 import os
 import time
-from itertools import product
 from typing import Any
 
 import torch
@@ -59,9 +59,9 @@ class Unfused(Large):
         return torch.linspace(-1, 1, count * WIDTH).view(count, WIDTH)
 
 
-def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
+def measure(environment: Environment, link: Link, job: Job) -> tuple[Any, ...]:
     """MB that this rank takes: at most until it has its part of the network, until it has tried that, in the second
-    step, after it, and while a checkpoint is written; and seconds of a step."""
+    step, after it, and while a checkpoint is written; then seconds of a step, and the weights' digest in the end."""
     defer_dynamo_import()
     with process_group(environment, job.options) as device:
         with Peak() as in_set_up:
@@ -93,7 +93,7 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[float, ...]
             kept - before,
             kept - before + in_checkpoint.bytes,
         )
-        return *(each / MEGABYTE for each in found), min(seconds)
+        return *(each / MEGABYTE for each in found), min(seconds), parts.state.digest()
 
 
 def train(
@@ -113,23 +113,25 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of a batch, with --virtual-ranks")
     given = parser.parse_args()
     print(f"{hardware()}; MB of the rank that takes most\n")
-    columns = "ideal", "kept", "in a step", "built: rank 0", "others", "at the start", "in a checkpoint", "a step, s"
-    print(f"| sharding | ranks | virtual ranks | {' | '.join(columns)} |")
-    print(f"{'|---' * (3 + len(columns))}|")
+    columns = "ideal | kept | in a step | built: rank 0 | others | at the start | in a checkpoint | a step, s | weights"
+    print(f"| sharding | ranks | virtual ranks | {columns} |")
+    print(f"{'|---' * 12}|")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # else glibc keeps what is freed for later
     rows: list[tuple[Any, ...]] = [(1, "off"), *((ranks, "full") for ranks in given.ranks)]
     if given.virtual_ranks:
-        some = product(given.ranks, (False, True))
-        rows = [(ranks, "full", "Unfused", given.samples, ranks * is_virtual) for ranks, is_virtual in some]
-    for ranks, sharding, *how in rows:
-        virtual_ranks = how[-1] if how else 0
-        first, *others = found = train(ranks, sharding, *how)
-        _, start, step, kept, saving, seconds = (max(values) for values in zip(*found, strict=True))
+        rows = []
+        for ranks in given.ranks:
+            how = ("Unfused", given.samples)
+            rows += [(ranks, "full", *how, 0), (ranks, "full", *how, ranks), (1, "off", *how, ranks)]
+    for ranks, sharding, *more in rows:
+        virtual_ranks = more[-1] if more else 0
+        first, *others = found = train(ranks, sharding, *more)
+        _, start, step, kept, saving, seconds, digest = (max(values) for values in zip(*found, strict=True))
         built = f"{first[0]:.0f} | {max((other[0] for other in others), default=0):.0f}"
         ideal = IDEAL / ranks if sharding == "full" else IDEAL
         print(
             f"| {sharding} | {ranks} | {virtual_ranks} | {ideal:.0f} | {kept:.0f} | {step:.0f} | {built} | {start:.0f} "
-            f"| {saving:.0f} | {seconds:.2f} |",
+            f"| {saving:.0f} | {seconds:.2f} | {digest} |",
             flush=True,
         )
 
