@@ -1,7 +1,6 @@
 """Checks of data before training: all ranks must have the same samples, and a Dataset the same each time."""
 
 import hashlib
-import random
 import select
 import socket
 import sys
@@ -20,7 +19,7 @@ from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.loading import Streamed, read_samples
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.held_generators import SEED, find_held_generators
-from flyte_ddp.engine.checks.trials import is_same
+from flyte_ddp.engine.checks.trials import host_state, is_same
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value
 from flyte_ddp.engine.digest import compute_sum
@@ -296,9 +295,3 @@ def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.
     call = "".join(drawn[:1]).encode()
     differs = readings[0] != readings[1] or bool(drawn)
     return np.array([differs]), np.array([*call], np.uint8), _sample_digests(dataset, indices)
-
-
-def host_state() -> Any:
-    """Return the state of NumPy's and Python's random number generators, which changes when something draws."""
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), keys.tobytes(), position  # type: ignore[union-attr]

@@ -211,10 +211,10 @@ class Trials:
             if self.is_training:
                 tree = run("augment", augment, recipe, tree, seed, share)
             seed_part(seed, 0)
-            before = _states_on_host()
+            before = host_state()
             with any_batch_size():
                 outputs = run("forward", recipe.forward, model, tree)
-                trial.has_drawn |= _states_on_host() != before
+                trial.has_drawn |= host_state() != before
                 trial.pairs = run("measure", compute_pairs, recipe, outputs, Batch(tree, share))
                 _, values, _ = trial.trained
                 if not self.is_training:
@@ -310,8 +310,8 @@ def as_input_error(what: str, remedy: str) -> Iterator[None]:
 # --- random numbers ---
 
 
-def _states_on_host() -> tuple[Any, ...]:
-    """Return what changes when Python's random or NumPy's global generator draws."""
+def host_state() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's random number generators, which change when something draws."""
     state: Any = np.random.get_state()
     _, keys, *rest = state
     return random.getstate(), keys.tobytes(), *rest

@@ -13,8 +13,8 @@ from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.lengths import Lengths
 from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import hold_out
-from flyte_ddp.engine.checks.data_probe import host_state
 from flyte_ddp.engine.checks.held_generators import find_held_generators
+from flyte_ddp.engine.checks.trials import host_state
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import RunStarted
 from flyte_ddp.recipes.images import ImageClassifier
