@@ -297,7 +297,7 @@ def test_a_buffer_that_is_saved_under_another_name_is_saved():
         ("forgets_to_keep", r"call loop.keep before loop.epochs: a checkpoint could not be resumed without"),
         ("forgets_epochs", r"iterate over loop.batches within `for epoch in loop.epochs\(\):`"),
         ("forgets_to_log", r"call loop.log\(loss=...\) once in each step"),
-        ("logs_no_loss", r"loop.log must have the same measures in each step: loss, got error"),
+        ("logs_no_loss", r"loop.log must have a measure named loss, got error: give it"),
         ("forgets_to_evaluate", r"call loop.evaluated\(loss=...\) at the end of each epoch, on every rank"),
         (
             "names_another_headline",

@@ -287,9 +287,10 @@ class Loop:
             InputError: "loss" is missing, or the names are not those of the earlier steps. If ranks log different names
                 in their first step, the end of that step raises it.
         """
-        names = self._state.progress.names or ["loss"]
-        if "loss" not in measures or (self._state.progress.names and {*names} != {*measures}):
-            has = ", ".join(measures)
+        names, has = self._state.progress.names, ", ".join(measures)
+        if "loss" not in measures:
+            raise InputError(f"loop.log must have a measure named loss, got {has or 'none'}: give it the step's loss")
+        if names and {*names} != {*measures}:
             raise InputError(f"loop.log must have the same measures in each step: {', '.join(names)}, got {has}")
         self._state.logged = {name: _mean(value, self.device) for name, value in measures.items()}
 
