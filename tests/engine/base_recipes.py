@@ -4,7 +4,6 @@ import copy
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tests.engine.probe_recipes import WIDTH, Sound
@@ -129,6 +128,8 @@ class Lora(Sound):
     """A base in bfloat16, and adapters of rank 1."""
 
     def model(self):
+        from peft import LoraConfig, get_peft_model  # it takes seconds, which ranks of other recipes would spend, too
+
         width = 512
         base = nn.Sequential(
             nn.Linear(WIDTH, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, WIDTH)
