@@ -25,7 +25,7 @@ class RunSummary:
         world_size: number of ranks.
         backend: nccl or gloo.
         device: cuda or cpu.
-        precision: float32 or bfloat16.
+        precision: float32, bfloat16 or, under Lightning, float16; empty for a script.
         tracking_url: URL of the Weights & Biases or MLflow run; empty without one.
         warnings: when and why training did not go as it should; empty if all went well.
         validation_samples: size of the validation split; 0 if there is none.
