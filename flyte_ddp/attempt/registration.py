@@ -105,8 +105,9 @@ class Registration(Settings):
         0,
         minimum=0,
         maximum=MOST_SECONDS,
-        help="how long a training pod has from a SIGTERM to its end, for which it asks the cluster; 0 is 120. A "
-        "cluster's pod_template decides that itself: the setting then only tells the ranks, and 0 is 30.",
+        help="how long a training pod has from a SIGTERM to its end, for which it asks the cluster. 0 is 120, or 30, "
+        "without asking, for a pod of Flyte 1 whose task has no pod template of its own. A cluster's pod_template "
+        "decides that itself: the setting then only tells the ranks, and 0 is 30.",
     )
     wandb_secret: str = setting(
         "",
