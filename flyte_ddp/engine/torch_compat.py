@@ -123,8 +123,8 @@ def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
             raise
         names = ", ".join(replicated.trained[int(number)] for number in numbers[1].split())
         raise InputError(
-            f"each parameter must have a gradient in each step, and {names} had none: use them in forward, leave them "
-            "out of the network, or call requires_grad_(False) on them before loop.wrap"
+            f"each parameter must have a gradient in each step, and {names} had none: call loop.wrap with "
+            "find_unused_parameters=True, or leave them out of the network"
         ) from None
 
 

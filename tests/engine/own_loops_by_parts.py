@@ -44,6 +44,44 @@ def train(loop: Loop, mistake=""):
         evaluate(loop, model, tests)
 
 
+class Players(nn.Module):
+    """Two networks, of which each call uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker, self.judge = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def forward(self, name, inputs):
+        return getattr(self, name)(inputs)
+
+
+def trains_players_by_turns(loop: Loop):
+    """As a GAN with a penalty of gradients, which are differentiated themselves."""
+    players = Players()
+    model = loop.wrap(players, find_unused_parameters=True)
+    batches = loop.batches(Drawn())
+    of_maker, of_judge = (torch.optim.SGD(one.parameters(), 0.05) for one in (players.maker, players.judge))
+    loop.keep(model=model, of_maker=of_maker, of_judge=of_judge)
+
+    def judges(batch):
+        made = model("maker", torch.randn_like(batch[0])).detach().requires_grad_()
+        found = model("judge", made)
+        (slopes,) = torch.autograd.grad(found.sum(), made, create_graph=True)
+        return F.softplus(found).mean() + F.softplus(-model("judge", batch[0])).mean() + slopes.square().mean()
+
+    def makes(batch):
+        return F.softplus(-model("judge", model("maker", torch.randn_like(batch[0])))).mean()
+
+    for _ in loop.epochs():
+        for batch in batches:
+            for optimizer, loss_of in ((of_judge, judges), (of_maker, makes)):
+                optimizer.zero_grad()
+                loss = loop.backward(batch, loss_of)
+                optimizer.step()
+            loop.log(loss=loss)
+        loop.evaluated(loss=float(loop.step))
+
+
 def scales_a_gradient(loop: Loop):
     train(loop, "scales a gradient")
 

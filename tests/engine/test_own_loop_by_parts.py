@@ -64,6 +64,17 @@ def test_gradients_are_accumulated_as_without_virtual_ranks(own):
     assert own(2, "adds_up_two", name="cut").result.digest == one.result.digest
 
 
+def test_two_networks_in_one_train_by_turns_with_virtual_ranks_and_without(own):
+    loop = "trains_players_by_turns"
+    plain = own(2, loop, virtual_ranks=0, name="plain")
+    one, two = (own(nproc, loop, virtual_ranks=2, name=str(nproc)) for nproc in (1, 2))
+    assert two.result.digest == one.result.digest
+    assert relative_difference(plain, one) < 1e-5
+    with pytest.raises(Unplugged):
+        own(2, loop, virtual_ranks=0, on_event=unplug_at(5), checkpoint_seconds=0, name="cut")
+    assert own(2, loop, virtual_ranks=0, name="cut").result.digest == plain.result.digest
+
+
 @pytest.mark.slow
 def test_losses_of_a_step_may_be_of_very_different_sizes(own):
     plain = own(1, "has_two_losses", virtual_ranks=0, name="plain")

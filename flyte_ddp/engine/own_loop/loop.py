@@ -72,7 +72,7 @@ class Loop:
 
     # --- before the first epoch ---
 
-    def wrap(self, model: nn.Module) -> DistributedDataParallel | ByParts:
+    def wrap(self, model: nn.Module, find_unused_parameters: bool = False) -> DistributedDataParallel | ByParts:
         """Move a network to the rank's device, and wrap it so that the ranks train it together; a collective.
 
         All ranks get rank 0's weights and buffers. Without settings.virtual_ranks the network is wrapped in torch's
@@ -81,6 +81,8 @@ class Loop:
 
         Args:
             model: the network, which is moved in place.
+            find_unused_parameters: whether a step may leave trained weights without a gradient on some ranks or all, as
+                in DistributedDataParallel. With virtual ranks it always may.
 
         Returns:
             The wrapped network.
@@ -111,6 +113,7 @@ class Loop:
                 model.to(self.device),
                 lambda: (state.progress.epoch, state.progress.step) if state.is_stepping else None,
                 lambda: state.agree(Call.BACKWARD),
+                find_unused_parameters=find_unused_parameters,
             )
         state.wrapped.append(wrapped.module)
         return wrapped
@@ -406,7 +409,11 @@ class _Replicated(SettledBuckets):
     """
 
     def __init__(
-        self, model: nn.Module, position: Callable[[], tuple[int, int] | None], begin_backward: Callable[[], None]
+        self,
+        model: nn.Module,
+        position: Callable[[], tuple[int, int] | None],
+        begin_backward: Callable[[], None],
+        find_unused_parameters: bool,
     ):
         """Replicate a network.
 
@@ -414,8 +421,9 @@ class _Replicated(SettledBuckets):
             model: it is on the rank's device.
             position: returns the epoch and step that the user's code is in; None where it is in no step.
             begin_backward: called before the gradients of a forward pass are computed, if ranks exchange them.
+            find_unused_parameters: as in DistributedDataParallel.
         """
-        super().__init__(model)
+        super().__init__(model, find_unused_parameters=find_unused_parameters)
         self._position, self._called_in, self._begin_backward = position, (-1, -1), begin_backward
         # DistributedDataParallel never averages their gradients, also if they are trained later
         is_alone = distributed.get_world_size() == 1
