@@ -10,11 +10,13 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateFinder,
     ModelPruning,
     SpikeDetection,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from flyte_ddp.engine.torch_compat import version
@@ -42,6 +44,20 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
     for kind, reason in REFUSED.items():
         if any(isinstance(one, kind) for one in callbacks):
             raise InputError(f"the callbacks must not have a {kind.__name__}: {reason}")
+
+
+def has_hook(trainer: Trainer, *hooks: str) -> bool:
+    """Return whether the module, or a callback of the user's, has a method of its own for one of these hooks."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    ours = "flyte_ddp."
+    theirs = [one for one in callbacks if not (is_lightnings(one) or type(one).__module__.startswith(ours))]
+    owners = [trainer.lightning_module, *theirs]
+    return any(hook in vars(owner) or is_overridden(hook, owner) for owner in owners for hook in hooks)
+
+
+def is_lightnings(callback: Callback) -> bool:
+    """Return whether a callback is one of Lightning's. A LambdaCallback is not, because its hooks are the user's."""
+    return type(callback).__module__.startswith("lightning.") and not isinstance(callback, LambdaCallback)
 
 
 def callback_state(trainer: Trainer) -> dict[str, Any]:
@@ -84,10 +100,9 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
     module = trainer.lightning_module
     before = _versions(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        is_lightnings = type(callback).__module__.startswith("lightning.") or isinstance(callback, BaseFinetuning)
         if isinstance(callback, SETTING_UP_EPOCHS):
             callback.on_train_epoch_start(trainer, module)
-        elif not is_lightnings and callback is not observer:
+        elif not (is_lightnings(callback) or isinstance(callback, BaseFinetuning)) and callback is not observer:
             state = deepcopy(callback.state_dict())
             callback.on_train_epoch_start(trainer, module)
             callback.load_state_dict(state)

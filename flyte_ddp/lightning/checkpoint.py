@@ -15,7 +15,7 @@ from flyte_ddp.engine.checkpoints.resume import state_on_all_ranks
 from flyte_ddp.engine.job import Job
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.lightning.kept import KeptFiles
-from flyte_ddp.lightning.lightning_compat import call_callbacks_on_load, checkpoint_now
+from flyte_ddp.lightning.lightning_compat import call_callbacks_on_load, call_module, checkpoint_now
 from flyte_ddp.whole_files import replacing
 
 NOWHERE = "a file of another host"
@@ -152,6 +152,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self.find()
         state, self._state = self._state, None
         assert state
+        call_module(trainer, "on_load_checkpoint", state)  # it may add what the module's on_save_checkpoint leaves out
         trainer.strategy.load_model_state_dict(state, strict=trainer.lightning_module.strict_loading)
         call_callbacks_on_load(trainer, state)
         trainer.strategy.load_optimizer_state_dict(state)

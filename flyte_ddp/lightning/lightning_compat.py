@@ -94,6 +94,36 @@ def begin_with_validation(checkpoint: dict[str, Any]) -> None:
     }
 
 
+def after_train_start(trainer: Trainer, call: Callable[[], None]) -> None:
+    """Make the trainer call `call` after all hooks on_train_start, and before the first epoch."""
+    loop = trainer.fit_loop
+    start = loop.on_run_start
+
+    def started() -> None:
+        start()
+        call()
+
+    loop.on_run_start = started  # type: ignore[method-assign]
+
+
+def begin_to_read_again(trainer: Trainer) -> None:
+    """Start the workers of the training loaders anew, so that they get the Dataset as it is now.
+
+    Call this function before the first batch is read. It does nothing without workers, with persistent ones, which
+    Lightning starts once for all epochs, and if a loader has a state of its own.
+    """
+    loop = trainer.fit_loop
+    fetcher, combined = loop._data_fetcher, loop._combined_loader
+    assert fetcher
+    assert combined
+    loaders = combined.flattened
+    has_workers = any(getattr(one, "num_workers", 0) and not one.persistent_workers for one in loaders)
+    if has_workers and not any(hasattr(one, "load_state_dict") for one in loaders):
+        fetched = fetcher.fetched
+        iter(fetcher)
+        fetcher.fetched = fetched
+
+
 def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
     """Make the trainer call `call` at the start of each training epoch, before the hooks of callbacks."""
     loop = trainer.fit_loop
@@ -138,9 +168,9 @@ def call_callbacks_on_load(trainer: Trainer, checkpoint: dict[str, Any]) -> None
     _call_callbacks_on_load_checkpoint(trainer, checkpoint)
 
 
-def call_module(trainer: Trainer, hook: str) -> None:
+def call_module(trainer: Trainer, hook: str, *arguments: Any) -> None:
     """Call a hook of the module, which may log."""
-    _call_lightning_module_hook(trainer, hook)
+    _call_lightning_module_hook(trainer, hook, *arguments)
 
 
 def epochs_done(trainer: Trainer) -> int:

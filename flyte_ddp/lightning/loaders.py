@@ -20,7 +20,7 @@ from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.torch_compat import pytree, set_batch_order
 from flyte_ddp.errors import InputError
-from flyte_ddp.lightning.lightning_compat import epochs_done, has_cycles, set_steps_done
+from flyte_ddp.lightning.lightning_compat import begin_to_read_again, epochs_done, has_cycles, set_steps_done
 from flyte_ddp.lightning.order import Order, can_skip, check_sampler_state, list_samplers
 
 METHODS = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -51,6 +51,7 @@ class Loaders:
         self._owner = ""  # the class that has the method
         self._count = 0  # how many of these loaders have got an Order
         self._has_cycles = True
+        self._begun: list[tuple[Order, int, bool]] = []  # the orders of training, and where they begin
         self.begins_epochs_anew = ""
         self.problems: list[str] = []
 
@@ -61,7 +62,9 @@ class Loaders:
 
         The methods train_dataloader, val_dataloader and test_dataloader are replaced on the object `owner`. A wrapped
         method calls `seed`, makes the loaders, and puts the global random generators back. train_dataloader then calls
-        `begin_order`, whose effect on the generators stays. At last each loader is checked:
+        `begin_order`, whose effect on the generators stays. prepare_data, which Lightning calls on one rank of a node,
+        puts the generators back, too: otherwise that rank would draw other splits in setup. At last each loader is
+        checked:
 
         - InputError is raised for a sampler that no resume could restore. On several ranks it is also raised for a
         sampler whose choice of samples Lightning would discard.
@@ -95,6 +98,7 @@ class Loaders:
 
         for name in METHODS:
             setattr(owner, name, settled(name, getattr(owner, name)))
+        owner.prepare_data = isolate_rng()(owner.prepare_data)  # type: ignore[method-assign]
 
     def _check(self, loader: object) -> None:
         """Check one loader that the method self._method has just returned.
@@ -153,12 +157,20 @@ class Loaders:
             if can_skip(loader):
                 order = Order(loader, key, self._rank, lambda: epochs_done(trainer))
                 set_batch_order(loader, order)
+                if self._method == TRAIN:
+                    self._begun.append((order, step, self._has_cycles))
                 if self._method == TRAIN and step:
                     order.begin_at(step, self._has_cycles)
                     set_steps_done(trainer, step)
             return loader
 
         trainer.strategy.process_dataloader = processed  # type: ignore[method-assign]
+
+    def begin_again(self, trainer: Trainer) -> None:
+        """Read the training data by new workers, from where this attempt begins. Call it before the first batch."""
+        for order, step, cycles in self._begun:
+            order.begin_at(step, cycles)
+        begin_to_read_again(trainer)
 
 
 def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:

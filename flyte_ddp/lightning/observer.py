@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import distributed
 from torch.utils.data import IterableDataset
 
@@ -32,7 +31,13 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import WRITING
-from flyte_ddp.lightning.callback_state import begin_epoch_again, callback_state, check_callbacks, restore_callbacks
+from flyte_ddp.lightning.callback_state import (
+    begin_epoch_again,
+    callback_state,
+    check_callbacks,
+    has_hook,
+    restore_callbacks,
+)
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.epoch_state import EpochState
 from flyte_ddp.lightning.finite import check_finite, find_not_finite
@@ -288,9 +293,13 @@ class RankObserver(Checkpoint):
 
     def _between_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Save, and stop, if a rank asks for it; a collective. Raises StopRequested."""
-        if self._is_first_step and self.position[1]:
-            self._begin_epoch_again(trainer)
-        self._is_first_step = False
+        if self._is_first_step:
+            self._is_first_step = False
+            if self.position[1]:
+                self._begin_epoch_again(trainer)
+            # In a later epoch of an undisturbed training, workers begin after these hooks, and copy what they have set
+            if self.position[0] and has_hook(trainer, "on_train_start", "on_train_epoch_start"):
+                self._loaders.begin_again(trainer)
         self.progress.save_or_stop(self, self._asked)
         self._asked = NOTHING
 
@@ -326,6 +335,15 @@ class RankObserver(Checkpoint):
         if any(all_reduce_flags([has_changed], trainer.strategy.root_device)):
             self._files.restore_tensors(trainer)
         self.progress.clock.lap(StepPart.OTHER)
+
+    def after_train_start(self, trainer: Trainer) -> None:
+        """After a resume, restore weights, buffers and optimizers if hooks may have changed them since; a collective.
+
+        The hooks are on_fit_start and on_train_start of the module and of the user's callbacks. An undisturbed training
+        calls them once, before its first step.
+        """
+        if has_hook(trainer, "on_fit_start", "on_train_start"):
+            self._files.restore_tensors(trainer)
 
     # --- epochs ---
 
@@ -372,11 +390,7 @@ class RankObserver(Checkpoint):
         If so, a resume cannot begin with the validation. All ranks return True if, on any rank, a callback has ended
         the training in a step, a metric keeps lists, or the module or a user's callback has on_train_epoch_end.
         """
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        theirs = [one for one in callbacks if one is not self and not type(one).__module__.startswith("lightning.")]
-        owners = [trainer.lightning_module, *theirs]
-        needs = trainer.should_stop or self._epoch_state.has_lists()
-        needs = needs or any(is_overridden("on_train_epoch_end", one) for one in owners)
+        needs = trainer.should_stop or self._epoch_state.has_lists() or has_hook(trainer, "on_train_epoch_end")
         return any(all_reduce_flags([needs], self.device))
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:

@@ -28,7 +28,7 @@ from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.lightning.checkpoint import CheckpointFiles
 from flyte_ddp.lightning.finite import find_not_finite
 from flyte_ddp.lightning.job import LightningJob
-from flyte_ddp.lightning.lightning_compat import call_hooks_without_epochs, settle_strategy_buckets
+from flyte_ddp.lightning.lightning_compat import after_train_start, call_hooks_without_epochs, settle_strategy_buckets
 from flyte_ddp.lightning.loaders import Loaders
 from flyte_ddp.lightning.measures import LoggedByValidation, read_measures
 from flyte_ddp.lightning.modules import Parts, build
@@ -113,6 +113,8 @@ def _train(environment: Environment, device: torch.device, link: Link, job: Ligh
     call_hooks_without_epochs(trainer)
     seed(job)
     path = files.find()
+    if path:
+        after_train_start(trainer, lambda: observer.after_train_start(trainer))
     try:
         trainer.fit(module, datamodule=parts.data, ckpt_path=path)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -51,13 +51,40 @@ class Resumable(Numerals):
 
 
 class Drawn(Numerals):
-    """Draws its splits from torch's own generator, and so anew for the test."""
+    """Draws its splits from torch's own generator, and so anew for the test; rank 0 alone makes what they are of."""
+
+    def prepare_data(self):
+        vars(self).setdefault("made", (torch.rand(3), np.random.rand(), random.random()))
 
     def setup(self, stage):
         super().setup(stage)
         self.parts = random_split(self.parts[0].dataset, (0.7, 0.15, 0.15))
+        of_ranks = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(of_ranks, self.parts[2].indices)
+        assert of_ranks == [self.parts[2].indices] * len(of_ranks), stage
         self.tested = getattr(self, "tested", self.parts[2].indices)
         assert self.tested == self.parts[2].indices, stage
+
+
+class Weighed(Dataset):
+    """Samples times a factor that the module sets."""
+
+    def __init__(self, samples):
+        self.samples, self.factor = samples, 1.0
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        inputs, label = self.samples[index]
+        return inputs * self.factor, label
+
+
+class Paced(Numerals):
+    """A loader worker copies the Dataset when it begins."""
+
+    def train_dataloader(self):
+        return DataLoader(Weighed(self.parts[0]), self.batch_size, shuffle=True, num_workers=1)
 
 
 class Endless(IterableDataset):

@@ -147,6 +147,17 @@ def test_what_sets_up_an_epoch_is_called_again_and_weights_are_those_of_the_chec
     check_same(resumed, whole)
 
 
+def test_hooks_of_a_start_set_what_they_set_in_an_undisturbed_training(tmp_path):
+    few = settings(epochs=2, limit_train_batches=6)
+    of_it: Any = {"settings": few, "module": "numerals.variants:Started", "data": "numerals.loaders:Paced", "nproc": 1}
+    of_it["callbacks"] = "numerals.variants:beginning"
+    whole = train(tmp_path / "whole", **of_it)
+    for number, epoch in {9: 1, 6: 1, 12: 2}.items():
+        resumed = killed_and_resumed(tmp_path / str(number), number, **of_it)
+        assert of(RunStarted, resumed)[0].first_epoch == epoch
+        check_same(resumed, whole)
+
+
 @pytest.mark.parametrize("module", ["FineTuned", "Averaging"])
 def test_callbacks_of_lightnings_go_on_within_an_epoch(tmp_path, module):
     of_it: Any = {"settings": settings(epochs=3, batch_size=64), "module": f"numerals.variants:{module}", "nproc": 1}

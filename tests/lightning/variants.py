@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
@@ -270,6 +271,41 @@ class Decaying(LitNumerals):
 
     def on_train_epoch_start(self):
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+class Started(LitNumerals):
+    """Begins an average of its weights when training starts, and sets the data of an epoch when that starts."""
+
+    def __init__(self, width, learning_rate):
+        super().__init__(width, learning_rate)
+        self.average = torch.nn.Linear(64, width).requires_grad_(False)
+
+    def on_train_start(self):
+        self.average.load_state_dict(self.network[0].state_dict())
+
+    def on_train_epoch_start(self):
+        self.trainer.train_dataloader.dataset.factor = 1 / (1 + self.current_epoch)
+
+    def training_step(self, batch, batch_idx):
+        away = (self.network[0](batch[0]) - self.average(batch[0])).square().mean()
+        return super().training_step(batch, batch_idx) * self.factor + away
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for weight, average in zip(self.network[0].parameters(), self.average.parameters(), strict=True):
+            average.lerp_(weight.detach(), 0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["average"] = checkpoint["state_dict"].pop("average.bias")
+
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"]["average.bias"] = checkpoint["average"]
+
+
+def beginning():
+    def begin(trainer, module):
+        module.factor = 1 / (1 + trainer.current_epoch)
+
+    return [LambdaCallback(on_train_epoch_start=begin)]
 
 
 def averaging():
