@@ -313,8 +313,8 @@ def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> 
     if run and run.epochs:
         stand_in = " (stand-in)" if info.is_stand_in else ""
         lines.append(("Data", f"{run.dataset}, {split_sizes(run)}{stand_in}"))
-    elif record.steps:
-        lines.append(("Figures", ", ".join([f"step {record.steps[-1].step}", *script_figures(record.steps[-1])])))
+    elif record.newest:
+        lines.append(("Figures", ", ".join([f"step {record.newest.step}", *script_figures(record.newest)])))
     by = "epoch by epoch" if all(epoch.fraction == 1 for epoch in record.epochs) else "evaluation by evaluation"
     if any(epoch.evaluated for epoch in record.epochs):  # a LightningModule may evaluate nothing
         lines.append((capitalised(in_words(name)), f"{', '.join(tested)} on the {record.split} {record.samples}, {by}"))

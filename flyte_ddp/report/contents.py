@@ -34,7 +34,7 @@ def tiles(record: Record) -> list[tuple[str, str]]:
     tested = record.tested
     split = record.split
     if run and not run.epochs:
-        figures = record.steps[-1].measures if record.steps else {}
+        figures = record.newest.measures if record.newest else {}
         names = [*figures][:MOST_MEASURES]
         shown = [(record.format_measure(name, figures), f"{in_words(name)}, newest") for name in names]
         shown = shown or [("-", "figures, until the script tells some")]

@@ -65,9 +65,11 @@ class ProgressFile(events.Observer):
             except OSError:
                 self._path.unlink(missing_ok=True)  # this attempt's lines must not follow the earlier attempt's
         self._started: events.RunStarted | None = None
-        self._since = self._last = time.monotonic()
+        self._since = time.monotonic()
         self._steps = 0
-        self._left_out: events.StepLogged | None = None
+        # By the names of a step's measures: a script may tell of one in one step, and of another in the next
+        self._last: dict[tuple[str, ...], float] = {}
+        self._left_out: dict[tuple[str, ...], events.StepLogged] = {}
 
     def on_run_started(self, event: events.RunStarted) -> None:
         if self._goodput:  # it now knows what earlier attempts have lost
@@ -79,23 +81,26 @@ class ProgressFile(events.Observer):
     def on_step_logged(self, event: events.StepLogged) -> None:
         assert self._started is not None  # RunStarted is always the earlier event
         run = self._started
+        kind = tuple(event.measures)
         now = time.monotonic()
         elapsed = now - self._since
         if (
             self._steps >= WRITTEN_STEPS
-            and now - self._last < elapsed / WRITTEN_STEPS
+            and now - self._last.get(kind, 0.0) < elapsed / WRITTEN_STEPS
             and event.step < (run.steps_per_epoch or math.inf)
         ):
-            self._left_out = event
+            self._left_out[kind] = event
             return
-        self._left_out = None
+        self._left_out.pop(kind, None)
+        if event.step == run.steps_per_epoch:
+            self._left_out.clear()
         self._steps = self._steps + 1
-        self._last = now
+        self._last[kind] = now
         self._write_event(event)
 
     def on_run_finished(self, event: RunFinished) -> None:
-        if self._left_out:  # only a script has steps after which no epoch ends
-            self._write_event(self._left_out)
+        for step in sorted(self._left_out.values(), key=lambda step: step.step):
+            self._write_event(step)  # only a script has steps after which no epoch ends
         result = event.results[0]
         figures = {"total_seconds": event.total_seconds, "seconds": event.seconds}
         self._write("finished", {**figures, "test": result.tested, "digest": result.digest})

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -125,6 +126,7 @@ class Record(events.Observer):
 
     Attributes:
         doing: what the ranks are doing while they start.
+        newest: the newest step, with the newest value of each measure that any step has.
         seconds_left: the newest estimate of the time left.
     """
 
@@ -133,6 +135,7 @@ class Record(events.Observer):
     doing: str = ""
     started: events.RunStarted | None = None
     steps: list[events.StepLogged] = field(default_factory=list)
+    newest: events.StepLogged | None = None
     epochs: list[events.EpochFinished] = field(default_factory=list)
     warnings: list[events.Warned] = field(default_factory=list)
     finished: RunFinished | None = None
@@ -146,7 +149,7 @@ class Record(events.Observer):
     notes: list[str] = field(default_factory=list)
     tracking_url: str = ""
     _every: int = 1  # one in this many logged steps is kept
-    _seen: int = 0
+    _seen: Counter[tuple[str, ...]] = field(default_factory=Counter)  # steps by the names of their measures
 
     def __call__(self, event: Any) -> None:
         self.goodput(event)
@@ -172,11 +175,14 @@ class Record(events.Observer):
 
     def on_step_logged(self, event: events.StepLogged) -> None:
         self.seconds_left = event.seconds_left
-        self._seen += 1
-        if self._seen % self._every == 0:
+        known = self.newest.measures if self.newest else {}
+        self.newest = replace(event, measures={**known, **event.measures})
+        # A script may measure one thing in one step, and another in the next, so each kind of steps is thinned out
+        if _is_turn(event, self._seen, self._every):
             self.steps.append(event)
         if len(self.steps) > MOST_STEPS:
-            self.steps = self.steps[1::2]
+            seen: Counter[tuple[str, ...]] = Counter()
+            self.steps = [step for step in self.steps if _is_turn(step, seen, 2)]
             self._every = self._every * 2
 
     def on_epoch_finished(self, event: events.EpochFinished) -> None:
@@ -309,3 +315,10 @@ class Record(events.Observer):
     def _note(self, text: str) -> None:
         if len(self.notes) < MOST_NOTES:
             self.notes.append(shortened(text, MOST_CHARACTERS))
+
+
+def _is_turn(step: events.StepLogged, seen: Counter[tuple[str, ...]], every: int) -> bool:
+    """Count a step among those with the same measures, in `seen`, and return whether it is the next one of `every`."""
+    kind = tuple(step.measures)
+    seen[kind] += 1
+    return seen[kind] % every == 0

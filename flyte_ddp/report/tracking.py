@@ -44,7 +44,7 @@ class Tracking(Observer):
         self._folder = folder
         self._steps_per_epoch = 1
         self._step = 0
-        self._logged: dict[str, int] = {}  # the last step of each group
+        self._logged: dict[str, int] = {}  # the last step of each name: a script may tell a step's figures one by one
         self._has_succeeded = False
         tracker.open(run_parameters(info))
 
@@ -105,14 +105,14 @@ class Tracking(Observer):
         self._tracker.finish(self._has_succeeded, self._folder / "report.html")
 
     def _log(self, values: Mapping[str, Any]) -> None:
-        """Log the values at the newest step, without those of groups that have this step or a later one already."""
-        new = {name: value for name, value in values.items() if self._is_new(first_part(name))}
+        """Log the values at the newest step, without those that have this step or a later one already."""
+        new = {name: value for name, value in values.items() if self._is_new(name)}
         if new:
             self._tracker.log(self._step, new)
-            self._logged |= dict.fromkeys(map(first_part, new), self._step)
+            self._logged |= dict.fromkeys(new, self._step)
 
-    def _is_new(self, group: str) -> bool:
-        return self._step > self._logged.get(group, -1) and not self._tracker.has_logged(group, self._step)
+    def _is_new(self, name: str) -> bool:
+        return self._step > self._logged.get(name, -1) and not self._tracker.has_logged(first_part(name), self._step)
 
 
 def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> Background | None:

@@ -91,6 +91,21 @@ def test_a_long_run_has_some_thousand_lines_and_the_last_step_of_each_epoch(reco
     assert steps[-1]["step"] == 10_000
 
 
+def test_of_a_long_script_each_figure_is_written_to_its_end(recorded, tmp_path):
+    progress = ProgressFile(tmp_path, "run")
+    progress(dataclasses.replace(recorded.events[0], steps_per_epoch=None))
+    step = recorded.of(StepLogged)[0]
+    for number in range(1, 10_001):
+        measures = {"val_loss": 2.0} if number % 10 == 0 else {"loss": 1.0}
+        progress(dataclasses.replace(step, step=number, measures=measures))
+    progress(recorded.events[-1])
+    lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert len(steps) < 5000
+    for name, last in {"loss": 9999, "val_loss": 10_000}.items():
+        assert max(line["step"] for line in steps if name in line["measures"]) == last
+
+
 def test_what_a_newer_program_says_beside_is_passed_over(written):
     assert parse_event({"event": "tea_break", "time": ""}) is None
     assert parse_event({**written[0], "weather": "fine"}) == parse_event(written[0])

@@ -19,6 +19,7 @@ from flyte_ddp.events import (
     StepLogged,
     list_digests,
 )  # fmt: skip
+from flyte_ddp.report.contents import tiles
 from flyte_ddp.report.figures import Curves, draw, scatter, thin_out
 from flyte_ddp.report.plot import make_axis
 from flyte_ddp.report.predictions import load_predictions
@@ -211,6 +212,19 @@ def test_a_long_run_is_thinned_out(recorded):
     points = [(float(x), 0.0) for x in range(1001)]
     assert len(thin_out(points)) <= 300
     assert thin_out(points)[-1] == points[-1]
+
+
+def test_of_a_long_script_each_figure_keeps_its_curve_and_the_newest_value_is_shown(recorded):
+    record, step = Record(recorded.info), recorded.of(StepLogged)[0]
+    record(dataclasses.replace(recorded.of(RunStarted)[0], epochs=None, steps_per_epoch=None))
+    for number in range(1, 5 * MOST_STEPS):
+        measures = {"val_loss": float(number)} if number % 2 else {"loss": float(number)}
+        record(dataclasses.replace(step, step=number, measures=measures))
+    assert len(record.steps) <= MOST_STEPS
+    assert {name for one in record.steps for name in one.measures} == {"loss", "val_loss"}
+    assert record.newest
+    assert record.newest.measures == {"val_loss": 5.0 * MOST_STEPS - 1, "loss": 5.0 * MOST_STEPS - 2}
+    assert [value for value, label in tiles(record) if label.endswith("newest")] == ["5119", "5118.0000"]
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1.0, float("nan"), 3.0], [5e-324, 1e308]])

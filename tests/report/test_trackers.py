@@ -159,6 +159,18 @@ def test_another_training_into_the_same_folder_is_another_run_of_tensorboard(rec
     assert_same(in_tensorboard(logs, "00000000-2"), expected(recorded.events))
 
 
+def test_what_a_script_tells_of_one_step_in_several_lines_is_logged_once_each(recorded, tmp_path):
+    step = recorded.of(StepLogged)[0]
+    info = dataclasses.replace(recorded.info, logs=tmp_path)
+    tracking = Tracking(info, TensorBoard(info, print), tmp_path)
+    tracking(recorded.of(RunStarted)[0])
+    for measures in ({"loss": 2.0}, {"val_loss": 3.0}, {"loss": 4.0}):
+        tracking(dataclasses.replace(step, measures=measures))
+    tracking.close()
+    points = in_tensorboard(tmp_path)
+    assert (points["train/loss"], points["train/val_loss"]) == ([(step.step, 2.0)], [(step.step, 3.0)])
+
+
 def test_a_number_that_a_step_has_under_a_new_name_is_everywhere(recorded, tmp_path, capsys):
     kind: Any = dataclasses.make_dataclass("StepLogged", [("skipped_steps", int, 3)], bases=(StepLogged,), frozen=True)
     steps = [kind(**{**vars(one), "measures": {**one.measures, "brand new": 0.5}}) for one in recorded.of(StepLogged)]
