@@ -60,7 +60,9 @@ class Verdict:
         if self.current is None or not math.isfinite(self.current):
             return True
         gain = self.candidate - self.current
-        return (gain if self.higher else -gain) > self.margin
+        gain = gain if self.higher else -gain
+        # 0.991 - 0.99 is a little more than 0.001, which is a matter of rounding
+        return gain > self.margin and not math.isclose(gain, self.margin)
 
 
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
