@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from flyte_ddp import Loop
 from tests.engine.optimizer_recipes import Outer, Slow, Whole
-from tests.engine.own_loops import Drawn, changes_what_it_trains, evaluate, few, linear, plain, step
+from tests.engine.own_loops import Drawn, changes_what_it_trains, evaluate, few, linear, network, plain, step
 
 
 def never_steps_by_the_last_gradients(loop: Loop):
@@ -355,7 +355,10 @@ def skips_a_step_on_the_last_rank(loop: Loop):
 
 
 def repeats_a_closure_on_the_first_rank(loop: Loop):
-    model, batches, _, optimizer = linear(loop)
+    """The network has buffers, which the ranks exchange, too."""
+    model, batches = loop.wrap(network(0.0)), loop.batches(Drawn())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
     for _ in loop.epochs():
         for inputs, labels in batches:
             for _ in range(2 - loop.rank):

@@ -249,6 +249,28 @@ def leaves_the_steps_and_evaluates(loop: Loop):
         evaluate(loop, model, tests)
 
 
+def learns_from_what_it_predicts(loop: Loop):
+    """In each step the network first predicts in evaluation mode, by its running statistics."""
+    torch.manual_seed(0)
+    model = loop.wrap(network(0.0))
+    batches, tests = loop.batches(Drawn()), loop.evaluation(few(9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            model.eval()
+            with torch.no_grad():
+                predicted = model(inputs).softmax(1)
+            model.train()
+            outputs = model(inputs)
+            loss = F.cross_entropy(outputs, labels) + F.cross_entropy(outputs, predicted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.log(loss=loss)
+        evaluate(loop, model, tests)
+
+
 def steps_by_hand(loop: Loop):
     """Without an optimizer of torch's."""
     model, batches, tests, _ = linear(loop, is_kept=False)

@@ -114,6 +114,13 @@ def test_what_has_changed_since_the_start_is_as_it_was_in_a_resume(own, undistur
     ]
 
 
+def test_a_resume_predicts_by_the_buffers_that_an_undisturbed_training_has_after_a_step(own, undisturbed):
+    loop = "learns_from_what_it_predicts"
+    with pytest.raises(Unplugged):
+        own(2, loop, on_event=unplug_at(3), checkpoint_seconds=0, name="cut")
+    assert own(2, loop, name="cut").result.digest == undisturbed(2, loop).result.digest
+
+
 def test_an_optimizer_that_holds_another_one_is_resumed_if_both_are_kept(own, undisturbed):
     loop = "holds_an_optimizer_that_is_kept"
     with pytest.raises(Unplugged):

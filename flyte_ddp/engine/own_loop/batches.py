@@ -1,7 +1,6 @@
 """The batches of a loop of the user's own."""
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from flyte_ddp.engine import collectives
@@ -121,9 +120,9 @@ class Evaluation:
         state = self._state
         parts = self._batches.virtual_ranks
         outer = state.part
-        if buffers := [*chain.from_iterable(model.buffers() for model in state.wrapped)]:
+        if buffers := state.wrapped_buffers():
             state.agree(Call.EVALUATION)
-            collectives.broadcast_in_place(buffers)  # as before each step
+            collectives.broadcast_in_place(buffers)  # as after each step
         before = state.parts.buffer_digests() if parts else {}
         in_step = generator_states() if state.is_stepping else None
         state.is_cut = True

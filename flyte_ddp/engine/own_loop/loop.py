@@ -424,6 +424,7 @@ class _Replicated(SettledBuckets):
             find_unused_parameters: as in DistributedDataParallel.
         """
         super().__init__(model, find_unused_parameters=find_unused_parameters)
+        self.broadcast_buffers = False  # LoopState.end_step does it: here, a rank that calls forward alone would hang
         self._position, self._called_in, self._begin_backward = position, (-1, -1), begin_backward
         # DistributedDataParallel never averages their gradients, also if they are trained later
         is_alone = distributed.get_world_size() == 1

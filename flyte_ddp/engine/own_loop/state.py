@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flyte_ddp.engine import collectives
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
@@ -175,6 +177,10 @@ class LoopState:
         """Return how many of the epoch's steps are done, with one that has logged and that `break` has left."""
         return self.progress.step + (bool(self.logged) and not self.is_stepping)
 
+    def wrapped_buffers(self) -> list[Tensor]:
+        """Return the buffers of the networks that the ranks train together; rank 0's count."""
+        return [*chain.from_iterable(network.buffers() for network in self.wrapped)]
+
     def agree(self, call: Call) -> None:
         """Raise InputError if another rank does something else here; a collective."""
         agree(call, self.progress.epoch, self.progress.step, self.device)
@@ -267,6 +273,8 @@ class LoopState:
                 "loop.measured: call it where the evaluation ends"
             )
         self.agree(Call.STEP_END)
+        if not self.exact:  # otherwise loop.backward has done so
+            collectives.broadcast_in_place(self.wrapped_buffers())
         if self.trace:
             self.trace.end_part(self.logged["loss"])
             self.trace.end()
