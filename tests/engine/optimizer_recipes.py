@@ -1,5 +1,6 @@
 """Recipes whose optimizers keep something that a checkpoint lacks, or do not have all weights."""
 
+import os
 from typing import Any
 
 import torch
@@ -30,6 +31,21 @@ class Whole(Slow):
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
         self.steps, self.before = state_dict["slow"][0], [one.clone() for one in state_dict["slow"][1]]
+
+
+class Slowing(torch.optim.SGD):
+    """Counts its steps in its group, as optimizers without a learning rate do, and makes them smaller by that."""
+
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        self.param_groups[0]["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        group["steps"] += 1
+        for weight in group["params"]:
+            weight -= group["lr"] / group["steps"] * weight.grad
 
 
 class Outer(torch.optim.Optimizer):
@@ -83,6 +99,15 @@ class KeepsAGradient(Forgetful):
 
 class Remembering(Forgetful):
     kind = Whole
+
+
+class CountingInItsGroup(Forgetful):
+    kind = Slowing
+
+
+class FusedWhereItMay(Sound):
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), fused="FUSED" in os.environ)
 
 
 class Holding(Sound):

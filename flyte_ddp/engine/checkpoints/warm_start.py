@@ -1,6 +1,7 @@
 """The start of a training from earlier weights, its continuation from a checkpoint, and the freezing of layers."""
 
 import fnmatch
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from flyte_ddp.engine.checkpoints.checkpoint import compare_identities, read_checkpoint, restore
 from flyte_ddp.engine.checkpoints.resume import OTHER_BASE, copy_in_place
@@ -141,7 +143,7 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
     continued = {
         **saved,
         "average": saved["average"] or saved["model"],
-        "optimizer": _optimizer(fresh["optimizer"], saved["optimizer"], rates),
+        "optimizer": _optimizer(state.optimizer, saved["optimizer"], rates),
         "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
         "progress": progress if step else {**progress, **{name: fresh["progress"][name] for name in NEW_WITH_EPOCH}},
         "choice": saved["choice"] or fresh["choice"],
@@ -262,28 +264,35 @@ def _layers(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
-def _optimizer(fresh: dict[str, Any], saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
+def _optimizer(optimizer: Optimizer, saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
     """Merge another training's optimizer state with this training's hyperparameters and new learning rates.
 
-    The result is an optimizer's state dict. The state of each parameter, such as Adam's moments, comes from `saved`,
-    and is not copied. The groups with their hyperparameters come from `fresh`.
+    The result is an optimizer's state dict. The state, such as Adam's moments, comes from `saved`, and is not copied.
+    Hyperparameters come from `optimizer`: what its class, or one that the class is derived from, takes as an argument.
+    Other options of a group, in which some optimizers count their steps, are state.
 
     Args:
-        fresh: the state dict of this training's new optimizer.
+        optimizer: this training's new optimizer.
         saved: the optimizer's state dict from the other training's checkpoint.
         rates: the learning rate of each group.
 
     Raises:
         InputError: The two have different numbers of groups, or groups with different numbers of parameters or
-            different names of hyperparameters.
+            different names of options.
     """
 
     def shape(state: dict[str, Any]) -> list[tuple[list[str], int]]:
         return [(sorted(group), len(group["params"])) for group in state["param_groups"]]
 
+    fresh = optimizer.state_dict()
     if shape(fresh) != shape(saved):
         raise InputError(
             "init must have the same optimizer with the same parameter groups, got others: start from its model_state"
         )
-    groups = [{**group, "lr": rate} for group, rate in zip(fresh["param_groups"], rates, strict=True)]
-    return {"state": saved["state"], "param_groups": groups}
+    own = {name for kind in type(optimizer).__mro__ for name in inspect.signature(kind).parameters}
+    own.add("initial_lr")  # which a schedule of torch adds
+    groups = [
+        {**before, **{name: value for name, value in group.items() if name in own}, "lr": rate}
+        for group, before, rate in zip(fresh["param_groups"], saved["param_groups"], rates, strict=True)
+    ]
+    return {**saved, "param_groups": groups}

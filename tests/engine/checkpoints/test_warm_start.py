@@ -14,6 +14,7 @@ from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
 from tests.engine.measure_recipes import Scored
+from tests.engine.optimizer_recipes import CountingInItsGroup, Remembering
 from tests.engine.probe_recipes import Settings
 from tests.small_training import Unplugged, identical
 
@@ -115,6 +116,16 @@ def test_a_continuation_has_its_own_rates(train, tmp_path):
         match=r"init must fit the network, got .*final-checkpoint with missing keys norm1.b.*shapes conv1.w",
     ):
         train(name="other", epochs=2, init=init, model="fashion_cnn", **CONSTANT)
+
+
+@pytest.mark.parametrize("recipe", [CountingInItsGroup, Remembering])
+def test_what_an_optimizer_counts_in_its_groups_or_beside_its_state_goes_on(alone, tmp_path, recipe):
+    options = RunOptions(nproc=0, tracking="off", keep_checkpoint=True)
+    settings = Settings(epochs=2)
+    expected = train_recipe(recipe, settings, options, output=tmp_path / "whole")
+    train_recipe(recipe, replace(settings, stop_after=1), options, output=tmp_path / "first")
+    init = tmp_path / "first" / "final-checkpoint"
+    assert train_recipe(recipe, settings, options, output=tmp_path / "on", init=init).digest == expected.digest
 
 
 @pytest.mark.parametrize(
