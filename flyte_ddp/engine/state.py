@@ -526,7 +526,11 @@ class TrainingState:
         self.load_weights(self.model, saved["model"])
         if self.average:
             self.load_weights(self.average.model, saved["average"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        optimizer = saved["optimizer"]
+        if self._is_guarded:  # also if a device without fused kernels has written the checkpoint
+            groups = [{**group, "foreach": None, "fused": True} for group in optimizer["param_groups"]]
+            optimizer = {**optimizer, "param_groups": groups}
+        self.optimizer.load_state_dict(optimizer)
         self.schedule.load_state_dict(saved["schedule"])
         self.progress.load_state_dict(saved["progress"])
         if isinstance(self.parallel, ExactStep):

@@ -3,18 +3,20 @@
 import re
 
 import pytest
+from torch import distributed
 
 from flyte_ddp.engine.checks import optimizer_probe
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import Event, RunStarted
+from flyte_ddp.events import Event, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.probe_recipes import Settings
 
 
-def run(name, output, on_event=None):
-    options, recipe = RunOptions(nproc=0, loader_workers=0, tracking="off"), f"tests.engine.optimizer_recipes:{name}"
-    return train(recipe, Settings(epochs=2), options, output=output, on_event=on_event)
+def run(name, output, on_event=None, **more):
+    options = RunOptions(nproc=0, loader_workers=0, tracking="off", **more)
+    recipe = f"tests.engine.optimizer_recipes:{name}"
+    return train(recipe, Settings(epochs=2, log_interval=1), options, output=output, on_event=on_event)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,17 @@ def test_weights_that_the_optimizer_is_not_given_are_named(alone, tmp_path):
 def test_a_scheduler_that_nothing_would_step_is_refused(alone, tmp_path):
     with pytest.raises(InputError, match=r"Scheduled\.optimizer .*without a scheduler.*lr_lambda\(step, steps\)"):
         run("Scheduled", tmp_path)
+
+
+def test_a_resume_where_the_optimizer_is_fused_goes_on_from_where_it_was_not(alone, tmp_path, monkeypatch):
+    def interrupt(event):
+        if isinstance(event, StepLogged) and event.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run("FusedWhereItMay", tmp_path, interrupt, checkpoint_seconds=0)
+    distributed.destroy_process_group()
+    monkeypatch.setenv("FUSED", "1")
+    events: list[Event] = []
+    assert len(run("FusedWhereItMay", tmp_path, events.append).epochs) == 2
+    assert [event.first_step for event in events if isinstance(event, RunStarted)] == [1]
