@@ -119,6 +119,29 @@ def keeps_a_buffer_to_itself(loop: Loop):
             loop.log(loss=loss)
 
 
+class Banked(nn.Linear):
+    """Has a bank of what it has seen, which its first batch creates."""
+
+    bank: torch.Tensor | None
+
+    def __init__(self):
+        super().__init__(8, 3)
+        self.register_buffer("bank", None)
+
+    def forward(self, inputs):
+        self.bank = inputs.detach()
+        return super().forward(inputs)
+
+
+def creates_a_buffer_in_its_steps(loop: Loop):
+    model, batches = loop.wrap(Banked()), loop.batches(few(42))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop.keep(model=model, optimizer=optimizer)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+
+
 def keeps_a_schedule_alone(loop: Loop):
     model, batches, _, optimizer = linear(loop, is_kept=False)
     loop.keep(model=model, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
-from flyte_ddp.engine.own_loop.kept_parts import _fitting
+from flyte_ddp.engine.own_loop.kept_parts import KeptParts, _fitting
 from flyte_ddp.engine.own_loop.unsaved import Unsaved
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RanksTimed, RunStarted, StepLogged
@@ -293,8 +293,32 @@ def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
 
 
 def test_a_buffer_that_is_saved_under_another_name_is_saved():
-    model = nn.Sequential(checkpoint_wrapper(nn.BatchNorm1d(2)))
-    assert not Unsaved({"model": model})._unsaved_buffers()
+    parts = KeptParts(torch.device("cpu"))
+    parts["model"] = nn.Sequential(checkpoint_wrapper(nn.BatchNorm1d(2)))
+    assert not Unsaved(parts)._unsaved_buffers()
+
+
+class Observer(nn.Module):
+    """Sees how large features are, whose number it learns from the first batch, as those of quantization do."""
+
+    least: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.zeros(0))
+
+    def _load_from_state_dict(self, state, prefix, *others):
+        self.least = torch.zeros_like(state[f"{prefix}least"])
+        super()._load_from_state_dict(state, prefix, *others)
+
+
+def test_a_buffer_that_gets_its_shape_from_the_first_batch_may_stay_if_it_can_be_loaded():
+    parts = KeptParts(torch.device("cpu"))
+    parts["model"] = observer = Observer()
+    parts.first_shapes = parts.shapes()
+    observer.least = torch.ones(3)
+    Unsaved(parts)._check_shapes()
+    assert torch.equal(observer.least, torch.ones(3))
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor")  # in this process torch warns once
@@ -340,6 +364,10 @@ def test_a_buffer_that_is_saved_under_another_name_is_saved():
         (
             "keeps_a_buffer_to_itself",
             r"change the buffer model.last, which is in no state_dict, .*with persistent=T",
+        ),
+        (
+            "creates_a_buffer_in_its_steps",
+            r"the buffer model.bank the shape \(12, 8\), and the network .* could not load it in a resume: create it",
         ),
         ("forgets_a_weight_of_its_loss", r"loop.keep must have all that the SGD changes: a weight of shape \(3,\) is"),
         ("unfreezes_what_was_wrapped", r"loop.wrap was given 0.weight with requires_grad False, and it is trained now"),

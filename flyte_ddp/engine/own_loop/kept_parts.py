@@ -29,10 +29,12 @@ class KeptParts(dict[str, Any]):
     Attributes:
         optimizers: those among the parts.
         pending: the gradients that no optimizer has applied.
+        first_shapes: the shapes that loop.keep has found, as shapes() returns them.
     """
 
     def __init__(self, device: torch.device):
         super().__init__()
+        self.first_shapes: dict[str, dict[str, torch.Size]] = {}
         self._device = device
         self.optimizers = Optimizers(self)
         self.pending = PendingGradients(self.optimizers, device)
@@ -40,6 +42,20 @@ class KeptParts(dict[str, Any]):
     def networks(self) -> dict[str, nn.Module]:
         """Return the parts that are networks."""
         return {name: part for name, part in self.items() if isinstance(part, nn.Module)}
+
+    def shapes(self) -> dict[str, dict[str, torch.Size]]:
+        """Return the shape of each tensor in a network's state_dict, by the name of the part and that of the tensor.
+
+        Parameters of lazy layers that have no shape yet are left out.
+        """
+        return {
+            name: {
+                key: value.shape
+                for key, value in network.state_dict().items()
+                if isinstance(value, Tensor) and not nn.parameter.is_lazy(value)
+            }
+            for name, network in self.networks().items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has of the parts; the tensors are the training's own."""

@@ -182,6 +182,7 @@ class Loop:
             is_wrapped = isinstance(own, (DistributedDataParallel, ByParts))
             state.parts[name] = uncompiled(own.module) if is_wrapped else own
         check_readable(state.state_dict())
+        state.parts.first_shapes = state.parts.shapes()
         saved = state_on_all_ranks(self._job, self._link.emit, self.device)
         if saved is not None:
             state.load_state_dict(saved)

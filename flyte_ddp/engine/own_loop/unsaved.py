@@ -1,7 +1,7 @@
 """Refuses what a checkpoint of a loop of the user's own would lack, once an optimizer has made two steps."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp.engine.checks.optimizer_probe import numbers_outside_state
 from flyte_ddp.engine.digest import compute_sum
+from flyte_ddp.engine.own_loop.kept_parts import KeptParts
 from flyte_ddp.engine.own_loop.optimizers import list_weights
-from flyte_ddp.engine.torch_compat import pytree
+from flyte_ddp.engine.torch_compat import copy_network, pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.text import listed
 
@@ -27,8 +28,8 @@ class Unsaved:
     are looked for among what the parts save, each once.
     """
 
-    def __init__(self, parts: Mapping[str, Any]):
-        """Take the dict of what loop.keep is given, by name, which may still be empty."""
+    def __init__(self, parts: KeptParts):
+        """Take what loop.keep is given, by name, which may still be empty."""
         self._parts = parts
         self._after_first: dict[int, dict[str, list[Any]]] = {}
         self._checked: list[Optimizer] = []
@@ -47,7 +48,8 @@ class Unsaved:
         Raises:
             InputError: loop.keep was not given a schedule of this optimizer, or a network with one of its weights. Or
                 the second step has changed a buffer that no state_dict has, or an attribute that the optimizer's
-                state_dict lacks. Or that state_dict lacks the state of another optimizer that this one holds.
+                state_dict lacks. Or that state_dict lacks the state of another optimizer that this one holds. Or the
+                steps have created a buffer, or changed its shape, so that a resume could not load it.
         """
         if optimizer in self._checked:
             return
@@ -60,6 +62,34 @@ class Unsaved:
         self._check_state(optimizer)
         self._check_weights(optimizer)
         self._check_buffers()
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        """Raise InputError if a network has buffers that the network which loop.keep was given could not load.
+
+        Buffers that are new, or have another shape, are tried in a copy of the network. Some layers can load those,
+        such as torch's observers of quantization.
+        """
+        for part, now in self._parts.shapes().items():
+            network = self._parts[part]
+            first = self._parts.first_shapes[part]
+            buffers = dict(network.named_buffers(remove_duplicate=False))
+            late = [name for name, shape in now.items() if name in buffers and shape != first.get(name)]
+            if not late:
+                continue
+            copied = copy_network(network)
+            for name in late:
+                layer, _, attribute = name.rpartition(".")
+                before = buffers[name].new_empty(first[name]) if name in first else None
+                setattr(copied.get_submodule(layer), attribute, before)
+            try:
+                copied.load_state_dict(network.state_dict())
+            except RuntimeError:
+                shape = f"the shape {tuple(now[late[0]])}"
+                raise InputError(
+                    f"loop.keep: the steps give the buffer {part}.{late[0]} {shape}, and the network that it was given "
+                    "could not load it in a resume: create it in __init__ with the shape that it will have"
+                ) from None
 
     def _check_buffers(self) -> None:
         """Raise InputError if a network's buffer with persistent=False has other values than after the first step.
