@@ -107,6 +107,10 @@ def flips_a_bit(loop: Loop):
         evaluate(loop, model, tests)
 
 
+def synchronises_batch_norm(loop: Loop):
+    loop.wrap(nn.SyncBatchNorm.convert_sync_batchnorm(network(0.0)))
+
+
 def takes_turns(loop: Loop):
     """Trains on few samples, then on more."""
     model = loop.wrap(nn.Linear(8, 3))

@@ -188,6 +188,10 @@ def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
         ),
         ("trains_the_loss", r"all weights .* must be in the network that loop.wrap is given, got another one of shape"),
         ("returns_no_loss", r"loss_of must return a part's mean loss, .* depends on the network, got shape \(\)"),
+        (
+            "synchronises_batch_norm",
+            r"loop.wrap: 1 must not be nn.SyncBatchNorm with virtual_ranks, .*: leave convert_",
+        ),
         ("wraps_twice", r"loop.wrap must be called once with virtual_ranks: put both networks into one module"),
         ("accumulates", r"no_sync must not be called with virtual_ranks: a batch has parts already"),
     ],

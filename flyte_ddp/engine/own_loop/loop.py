@@ -89,7 +89,8 @@ class Loop:
 
         Raises:
             InputError: The network is already wrapped, or has no weight that is trained. A weight of a lazy layer has
-                no shape yet. Or, with virtual ranks, this is the second network, or a trained weight is not float32.
+                no shape yet. Or, with virtual ranks, this is the second network, a trained weight is not float32, or a
+                layer is nn.SyncBatchNorm.
         """
         state, parts = self._state, self.settings.virtual_ranks
         if isinstance(uncompiled(model), (DistributedDataParallel, nn.DataParallel)):
@@ -104,6 +105,13 @@ class Loop:
             )
         if parts and state.exact:
             raise InputError("loop.wrap must be called once with virtual_ranks: put both networks into one module")
+        synced = [name for name, layer in model.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+        if parts and synced:
+            name = synced[0] or "the network"
+            raise InputError(
+                f"loop.wrap: {name} must not be nn.SyncBatchNorm with virtual_ranks, since a part of a batch is "
+                "computed without the others: leave convert_sync_batchnorm out, or set virtual_ranks to 0"
+            )
         wrapped: ByParts | _Replicated
         if parts:
             wrapped = ByParts(model.to(self.device), parts, lambda: state.is_stepping)
