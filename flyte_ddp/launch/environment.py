@@ -128,11 +128,11 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size
-    expected = [count * ranks_per_node for count in range(nodes[0], nodes[1] + 1)]
-    if size not in expected or local_size != ranks_per_node:
+    is_registered = size % ranks_per_node == 0 and nodes[0] <= size // ranks_per_node <= nodes[1]
+    if not is_registered or local_size != ranks_per_node:
         raise InputError(
-            f"WORLD_SIZE must be {' or '.join(map(str, expected))} ({nodes[0]} to {nodes[1]} nodes with "
-            f"{ranks_per_node} ranks each, as registered), got {size} with {local_size} on this node: "
+            f"WORLD_SIZE must be that of {nodes[0]} to {nodes[1]} nodes with {ranks_per_node} ranks each, as "
+            f"registered, got {size} with {local_size} on this node: "
             "register again with the DDP_NNODES and DDP_NPROC_PER_NODE that the cluster can start"
         )
     return environment

@@ -117,7 +117,7 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
             return f"The trainings part in the update after {before.place}, whose gradients are equal: {named}"
         return (
             f"The trainings part between {before.place} and {one.place}: {named}. To find the step and the layer, "
-            "train both again with trace_every 1, from the start or, in a task, by resume_from from an earlier checkpoint"
+            "train both again with trace_every 1, from the start or, in a task, from a checkpoint before by resume_from"
         )
     found = _first_output(one, other)
     if found:
