@@ -52,7 +52,7 @@ from flyte_ddp.lightning.lightning_compat import (
 from flyte_ddp.lightning.loaders import Loaders, warn_of_equal_batches
 from flyte_ddp.lightning.measures import LoggedByValidation, find_unlogged_measures, read_measures
 from flyte_ddp.lightning.remedies import check_schedules, describe_rank_change
-from flyte_ddp.lightning.results import make_plan
+from flyte_ddp.lightning.results import make_plan, samples_in
 from flyte_ddp.random_numbers import Use, derive_key
 
 DRIFTED = (
@@ -228,7 +228,7 @@ class RankObserver(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        progress, samples = self.progress, _samples_in(batch)
+        progress, samples = self.progress, samples_in(batch)
         self._has_stepped = True
         progress.clock.lap(StepPart.COMPUTING)
         progress.clock.samples += samples
@@ -498,8 +498,3 @@ class Checkpoints:
 
     def close(self) -> None:
         """Do nothing, as save() has waited for the file."""
-
-
-def _samples_in(batch: Any) -> int:
-    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)

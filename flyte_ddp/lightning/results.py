@@ -1,11 +1,13 @@
 """The plan of a training under Lightning, as its start tells it."""
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lightning import __version__
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
 
 from flyte_ddp.engine.contracts import Plan
 from flyte_ddp.engine.torch_compat import pytree
@@ -52,3 +54,17 @@ def count_samples(loaders: Any) -> int:
     """
     datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
     return sum(len(dataset) for dataset in datasets if isinstance(dataset, Sized))
+
+
+def samples_in(batch: Any) -> int:
+    """Return how many samples a batch has: the length of its first tensor; 1 if no tensor is found.
+
+    Args:
+        batch: tensors in lists, tuples and dicts; or a mapping or dataclass of these.
+    """
+    parts = batch
+    if is_dataclass(batch):
+        parts = [getattr(batch, field.name) for field in fields(batch)]  # with slots it has no vars()
+    elif isinstance(batch, Mapping):
+        parts = dict(batch)
+    return next((len(leaf) for leaf in pytree.tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.ndim), 1)

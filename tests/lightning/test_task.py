@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+from collections import UserDict
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from flyte_ddp import LightningOptions, LightningSettings, LightningTraining, Ru
 from flyte_ddp.code.user_code import find_code, join_codes
 from flyte_ddp.errors import InputError
 from flyte_ddp.lightning.measures import find_unlogged_measures, read_measures
+from flyte_ddp.lightning.results import samples_in
 from flyte_ddp.lightning.task import check_lightning
 from tests.commands import ROOT
 from tests.lightning.project import write_project
@@ -125,6 +128,19 @@ def test_the_version_follows_the_code_of_the_module_of_its_data_and_of_what_trai
     model = find_code("numerals.model:LitNumerals", ranks=("flyte_ddp.lightning.rank",))
     assert model.version != find_code("numerals.model:LitNumerals").version, "the engine is not what trains it"
     assert join_codes([model]).files == model.files == (str(project / "numerals" / "model.py"),)
+
+
+@dataclass(slots=True)
+class Batch:
+    scale: torch.Tensor
+    inputs: Any
+
+
+def test_samples_are_counted_in_a_batch_of_any_kind():
+    inputs = torch.zeros(4, 2)
+    for batch in (inputs, [inputs, 1], {"inputs": (inputs,)}, UserDict(inputs=inputs), Batch(torch.ones(()), [inputs])):
+        assert samples_in(batch) == 4
+    assert samples_in("no tensor") == 1
 
 
 def test_measures_have_the_same_name_in_all_splits():
