@@ -329,6 +329,10 @@ def test_a_buffer_that_gets_its_shape_from_the_first_batch_may_stay_if_it_can_be
         ("forgets_epochs", r"iterate over loop.batches within `for epoch in loop.epochs\(\):`"),
         ("forgets_to_log", r"call loop.log\(loss=...\) once in each step"),
         ("logs_no_loss", r"loop.log must have a measure named loss, got error: give it"),
+        (
+            "keeps_an_array_from_the_first_epoch_on",
+            r"a checkpoint cannot hold state\['parts'\]\['history'\]\['rows'\]\[0\], of type ndarray",
+        ),
         ("forgets_to_evaluate", r"call loop.evaluated\(loss=...\) at the end of each epoch, on every rank"),
         (
             "names_another_headline",

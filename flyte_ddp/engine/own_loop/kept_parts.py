@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.own_loop.optimizers import Optimizers, PendingGradients
 from flyte_ddp.engine.torch_compat import pytree
@@ -58,9 +59,17 @@ class KeptParts(dict[str, Any]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has of the parts; the tensors are the training's own."""
+        """Return what a checkpoint has of the parts; the tensors are the training's own.
+
+        Raises:
+            InputError: A part of the user's own has state of a type that could not be read again.
+        """
+        states = {name: part.state_dict() for name, part in self.items()}
+        # Such a list may have got an array only now. Networks and optimizers have been checked and are large.
+        own = {name: states[name] for name, part in self.items() if not isinstance(part, (nn.Module, Optimizer))}
+        check_readable({"parts": own})
         return {
-            "parts": {name: part.state_dict() for name, part in self.items()},
+            "parts": states,
             "arrangement": arrangement(self),
             "gradients": self.pending.of_weights,
         }
