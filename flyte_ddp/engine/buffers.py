@@ -31,7 +31,7 @@ class Buffers:
         """
         return BufferCopy(self._places, self.now(), moving)
 
-    def broadcast(self, moving: Iterable[Tensor] = ()) -> None:
+    def broadcast(self, moving: Iterable[Tensor] = (), may_change_shape: bool = False) -> None:
         """Overwrite the buffers of all ranks with rank 0's; a collective.
 
         A buffer that is in no state_dict and has another shape than at first is a cache, which may have grown on one
@@ -39,13 +39,17 @@ class Buffers:
 
         Args:
             moving: frozen weights that forward passes change, too, and that are overwritten with the buffers.
+            may_change_shape: whether a buffer of the state_dict may have another shape than at first, on all ranks
+                alike, as those of torch's quantization get it from the first batch.
 
         Raises:
-            InputError: A buffer of the state_dict has another shape than at first.
+            InputError: A buffer of the state_dict has another shape than at first, and must not.
         """
         now = self.now()
         for name, (first, first_shape) in self._first.items():
             shape = now[name].shape if name in now else None
+            if shape is not None and may_change_shape and name in self._saved:
+                continue
             if shape != first_shape and name in self._saved:
                 raise InputError(
                     f"the buffer {name} must keep its shape, or no checkpoint could be loaded, got "

@@ -121,6 +121,10 @@ def test_a_resume_predicts_by_the_buffers_that_an_undisturbed_training_has_after
     assert own(2, loop, name="cut").result.digest == undisturbed(2, loop).result.digest
 
 
+def test_a_cache_grows_on_each_rank_by_itself(undisturbed):
+    assert not undisturbed(2, "grows_a_cache").result.warnings
+
+
 def test_an_optimizer_that_holds_another_one_is_resumed_if_both_are_kept(own, undisturbed):
     loop = "holds_an_optimizer_that_is_kept"
     with pytest.raises(Unplugged):

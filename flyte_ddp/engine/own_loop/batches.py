@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from flyte_ddp.engine import collectives
 from flyte_ddp.engine.batches.batches import EvaluationBatches, TrainBatches
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.garbage import collect_garbage_between
@@ -120,9 +119,9 @@ class Evaluation:
         state = self._state
         parts = self._batches.virtual_ranks
         outer = state.part
-        if buffers := state.wrapped_buffers():
+        if any(buffers.now() for buffers in state.buffers):
             state.agree(Call.EVALUATION)
-            collectives.broadcast_in_place(buffers)  # as after each step
+            state.share_buffers()  # as after each step
         before = state.parts.buffer_digests() if parts else {}
         in_step = generator_states() if state.is_stepping else None
         state.is_cut = True

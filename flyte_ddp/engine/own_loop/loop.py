@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.batches.block_split import BlockSplit
+from flyte_ddp.engine.buffers import Buffers
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checkpoints.resume import state_on_all_ranks
 from flyte_ddp.engine.checks.data_probe import find_unequal_data
@@ -124,6 +125,7 @@ class Loop:
                 find_unused_parameters=find_unused_parameters,
             )
         state.wrapped.append(wrapped.module)
+        state.buffers.append(Buffers(wrapped.module))
         return wrapped
 
     def batches(self, data: Any) -> TrainSteps:

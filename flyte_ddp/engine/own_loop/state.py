@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flyte_ddp.engine import collectives
 from flyte_ddp.engine.audit import Audit
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
+from flyte_ddp.engine.buffers import Buffers
 from flyte_ddp.engine.checkpoints.writer import make_whole_checkpoints
 from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value, gather_values
 from flyte_ddp.engine.contracts import Plan, StepFigures
@@ -91,6 +90,7 @@ class LoopState:
         self.parts = KeptParts(device)
         self.optimizers = self.parts.optimizers
         self.wrapped: list[nn.Module] = []
+        self.buffers: list[Buffers] = []  # of the wrapped networks
         self.exact: ExactGradients | None = None
         self.audit: Audit | None = None
         self.trace: Trace | None = None
@@ -177,9 +177,10 @@ class LoopState:
         """Return how many of the epoch's steps are done, with one that has logged and that `break` has left."""
         return self.progress.step + (bool(self.logged) and not self.is_stepping)
 
-    def wrapped_buffers(self) -> list[Tensor]:
-        """Return the buffers of the networks that the ranks train together; rank 0's count."""
-        return [*chain.from_iterable(network.buffers() for network in self.wrapped)]
+    def share_buffers(self) -> None:
+        """Overwrite the buffers of the wrapped networks, on all ranks, with rank 0's; a collective."""
+        for buffers in self.buffers:
+            buffers.broadcast(may_change_shape=True)
 
     def agree(self, call: Call) -> None:
         """Raise InputError if another rank does something else here; a collective."""
@@ -274,7 +275,7 @@ class LoopState:
             )
         self.agree(Call.STEP_END)
         if not self.exact:  # otherwise loop.backward has done so
-            collectives.broadcast_in_place(self.wrapped_buffers())
+            self.share_buffers()
         if self.trace:
             self.trace.end_part(self.logged["loss"])
             self.trace.end()
