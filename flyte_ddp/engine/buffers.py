@@ -48,16 +48,16 @@ class Buffers:
         now = self.now()
         for name, (first, first_shape) in self._first.items():
             shape = now[name].shape if name in now else None
-            if shape is not None and may_change_shape and name in self._saved:
+            is_saved = name in self._saved
+            if shape == first_shape or (is_saved and may_change_shape and shape is not None):
                 continue
-            if shape != first_shape and name in self._saved:
+            if is_saved:
                 raise InputError(
                     f"the buffer {name} must keep its shape, or no checkpoint could be loaded, got "
                     f"{tuple(shape or ())} after {tuple(first_shape)}: create it in __init__ with the shape that it "
                     "will have"
                 )
-            if shape != first_shape:
-                now[name] = first if first.shape == first_shape else first.new_zeros(first_shape)
+            now[name] = first if first.shape == first_shape else first.new_zeros(first_shape)
         collectives.broadcast_in_place((*now.values(), *moving))
 
 

@@ -65,7 +65,8 @@ class KeptParts(dict[str, Any]):
             InputError: A part of the user's own has state of a type that could not be read again.
         """
         states = {name: part.state_dict() for name, part in self.items()}
-        # Such a list may have got an array only now. Networks and optimizers have been checked and are large.
+        # A list of the user's may have got an array since loop.keep checked it. Networks and optimizers, which are
+        # large, keep their types.
         own = {name: states[name] for name, part in self.items() if not isinstance(part, (nn.Module, Optimizer))}
         check_readable({"parts": own})
         return {
