@@ -27,6 +27,9 @@ def flyte_run(*arguments: str, status: int = 0, file: str = "flyte2/mnist.py", t
     with pytest.MonkeyPatch.context() as here:
         here.chdir(cwd)
         here.setenv("DO_NOT_TRACK", "1")  # the SDK reports its own failures to its makers
+        # The SDK imports flyte2/sweep.py as `sweep`: another test's sweep.py would not be read after it
+        here.setattr(sys, "path", [*sys.path])
+        here.setitem(sys.modules, Path(file).stem, None)
         done = CliRunner().invoke(main, ["run", "--local", file, task, *arguments], terminal_width=200)
     assert done.exit_code == status, done.output
     return words(done.output)
