@@ -38,6 +38,7 @@ class RunSummary:
         peak_gpu_memory: peak memory of each rank's tensors on its GPU, in bytes, by rank; 0 on a CPU.
         skipped_updates: how many updates were left out, see the setting skip_spikes.
         digest: digest of the returned weights, 16 hex digits: equal bits have equal digests.
+        lower_is_better: names of the measures besides the loss of which the recipe says so.
         mfu: model FLOPs utilization, from 0 to 1; None if flyte_ddp.launch.peaks does not know the GPUs' peak.
     """
 
@@ -64,6 +65,7 @@ class RunSummary:
     peak_gpu_memory: list[int] = field(repr=False)
     skipped_updates: int = field(repr=False)
     digest: str
+    lower_is_better: list[str] = field(repr=False)
     mfu: float | None = field(repr=False)
 
 
@@ -128,5 +130,6 @@ def summarise(world: World, finished: RunFinished, tracking_url: str) -> RunSumm
         peak_gpu_memory=[one.peak_gpu_bytes for one in finished.results],
         skipped_updates=result.skipped_updates,
         digest=result.digest,
+        lower_is_better=result.lower_is_better,
         mfu=model_flops_utilization(result.sample_flops * rate, result.hardware, result.precision, world),
     )

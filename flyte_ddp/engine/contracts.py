@@ -87,6 +87,7 @@ class Plan:
     Attributes:
         headline: the name of its main measure.
         percent: the names of measures from 0 to 1 that are shown in per cent.
+        lower_is_better: the names of measures besides the loss of which the recipe says so.
         precision: the type that networks compute in.
         epochs: how many there are in all.
         steps_per_epoch, samples_per_epoch: of the training.
@@ -110,6 +111,7 @@ class Plan:
     train_samples: int
     validation_samples: int = 0
     test_samples: int = 0
+    lower_is_better: Sequence[str] = ()
     samples: str = "samples"
     may_end_early: bool = False
     sample_flops: float = 0.0

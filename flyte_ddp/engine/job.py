@@ -289,6 +289,7 @@ class TrainingResult:
         hardware: name of the GPU, or the CPU's instruction set.
         kept: the best evaluations that options.keep_best asked for, the best first; on rank 0.
         digest: the digest of the weights at model_path, 16 hex digits.
+        lower_is_better: the names of measures besides the loss of which the recipe says so.
     """
 
     epochs: list[EpochFinished]
@@ -309,3 +310,4 @@ class TrainingResult:
     hardware: str = ""
     kept: list[KeptModel] = field(default_factory=list)
     digest: str = ""
+    lower_is_better: list[str] = field(default_factory=list)

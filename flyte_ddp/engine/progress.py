@@ -470,6 +470,7 @@ class Progress:
             hardware=hardware(self._device),
             kept=list(kept),
             digest=digest,
+            lower_is_better=list(plan.lower_is_better),
         )
 
     # --- the state ---

@@ -158,6 +158,7 @@ def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
     return Plan(
         headline=setup.probed.headline,
         percent=recipe.percent,
+        lower_is_better=recipe.lower_is_better,
         precision=setup.precision,
         epochs=settings.last_epoch,
         steps_per_epoch=len(setup.train),

@@ -63,6 +63,7 @@ class TrialResult:
         failure: why there are no measures; empty if there are.
         checkpoint: path or address of the checkpoint to continue from; empty if training is complete.
         stop_after: the number of epochs, in total, after which the trial was stopped; 0 if it was not.
+        lower_is_better: names of the measures besides the loss of which the recipe says so.
     """
 
     measures: dict[str, float] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class TrialResult:
     failure: str = ""
     checkpoint: str = ""
     stop_after: int = 0
+    lower_is_better: list[str] = field(default_factory=list)
 
 
 AllTrials = Sequence[Mapping[str, Any]]  # the settings of each trial, by name
@@ -213,6 +215,7 @@ def make_result(
         report=report,
         failure="" if math.isfinite(loss) else "diverged: the loss after the last epoch is not finite",
         checkpoint=checkpoint,
+        lower_is_better=figures.lower_is_better,
     )
 
 
@@ -315,7 +318,8 @@ def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
     those without a finite measure come after the others. Ties keep their order.
 
     Raises:
-        InputError: the trials have measures, but none has the sweep's measure.
+        InputError: the trials have measures, but none has the sweep's measure, or the recipe says that lower values of
+            the measure are better, and the sweep looks for the largest.
     """
 
     def order(trial: Ranked) -> tuple[bool, float, float]:
@@ -327,6 +331,11 @@ def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
     measures = dict.fromkeys(itertools.chain.from_iterable(trial.result.measures for trial in latest))
     if measures and sweep.measure not in measures:
         raise InputError(f"Sweep.measure must be one of {', '.join(measures)}, got {sweep.measure!r}")
+    if sweep.largest and any(sweep.measure in trial.result.lower_is_better for trial in latest):
+        raise InputError(
+            f"Sweep.largest must be false for {sweep.measure}, got true: the recipe's lower_is_better names it, so the "
+            "largest is that of the worst trial"
+        )
     return sorted(latest, key=order)
 
 

@@ -136,6 +136,14 @@ def test_any_measure_decides_and_one_that_is_no_number_loses(largest, winner):
         run_rungs(BY_TWO, EIGHT, run)
 
 
+def test_the_largest_of_a_measure_that_is_better_lower_is_refused():
+    results = [TrialResult({"perplexity": 2.0 + number}, lower_is_better=["perplexity"]) for number in range(8)]
+    with pytest.raises(InputError, match=r"^Sweep\.largest must be false for perplexity, got true: the recipe's"):
+        choose_entrants(replace(BY_TWO, measure="perplexity"), EIGHT, [results])
+    chosen = choose_entrants(replace(BY_TWO, measure="perplexity", largest=False), EIGHT, [results])
+    assert list(chosen) == [1, 2, 3, 4]
+
+
 def test_a_trial_whose_settings_its_recipe_refuses_ends_no_other():
     def run(entrant: Entrant) -> TrialResult:
         if (rate := json.loads(entrant.settings)["learning_rate"]) == 0.3:
