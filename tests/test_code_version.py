@@ -1,6 +1,7 @@
 """What a cache key and a checkpoint follow: the code that decides the result, found by its imports."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from flytekit.core.cache import VersionParameters
 
 from flyte_ddp.attempt.pod import check_code
 from flyte_ddp.attempt.requested import training_environment
-from flyte_ddp.code.code_version import _imports, _imports_of_library, find_sources
+from flyte_ddp.code.code_version import _imports, _imports_of_library, find_sources, hash_of_body
 from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.errors import ReportedError
 from flyte_ddp.flyte1.caching import CodeVersion
@@ -141,19 +142,44 @@ def test_what_decides_imports_nothing_by_a_computed_name_that_is_not_stated():
     assert {str(file.relative_to(library)) for file in files if _strings_and_imports(file)[1]} == COMPUTED
 
 
-def test_a_cache_version_follows_code_distributions_and_the_types_of_outputs():
+def test_a_cache_version_follows_code_distributions_and_the_tasks_body_and_types():
     def task(x: int) -> int:
         return x
 
     def other(x: int) -> float:
         return x
 
+    def changed(x: int) -> int:
+        return x + 1
+
     def version(code: str, distributions: "list[str]", function: object) -> str:
         return CodeVersion(code, distributions).get_version("", VersionParameters(function))
 
-    versions = [version("a", [], task), version("b", [], task), version("a", ["torch"], task), version("a", [], other)]
-    assert len(set(versions)) == 4
+    others = [version("b", [], task), version("a", ["torch"], task), version("a", [], other), version("a", [], changed)]
+    versions = [version("a", [], task), *others]
+    assert len(set(versions)) == 5
     assert version("a", [], task) == versions[0]
+
+
+def test_a_body_counts_without_decorators_defaults_docstring_and_comments():
+    def one(x: int, y: int = 1) -> str:
+        text = """
+a"""
+        return text * x
+
+    @functools.cache
+    def two(x: int, y: int = 2) -> str:
+        """Return it."""
+        text = """
+a"""
+        return text * x  # times
+
+    def three(x: int) -> str:
+        text = "a"
+        return text * x
+
+    assert hash_of_body(one) == hash_of_body(two) != hash_of_body(three)
+    assert hash_of_body(len) == "", "it has no source"
 
 
 def test_a_pod_with_other_code_than_registered_is_refused(monkeypatch):

@@ -7,10 +7,11 @@ as it is, because each process that knows a task hashes all of it, and only a re
 
 import ast
 import hashlib
+import inspect
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
 from pathlib import Path
+from typing import Any
 
 import flyte_ddp
 from flyte_ddp.errors import InputError, ReportedError
@@ -233,6 +235,22 @@ def hash_of_file(file: str) -> str:
     """Return the hash of a user's file: of its code if the file is Python, else of its bytes."""
     content = Path(file).read_bytes()
     return hash_of_code(ast.parse(content, file))[0] if file.endswith(".py") else hashlib.sha256(content).hexdigest()
+
+
+def hash_of_body(function: Callable[..., Any]) -> str:
+    """Return the hash of a task's function: of its body, without decorators, signature and docstring.
+
+    What the body calls does not count. Returns "" if the function's source cannot be read.
+    """
+    try:
+        source = inspect.getsource(function)
+        # A multi-line string in an indented function may keep textwrap.dedent from finding the indent
+        tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = next((node for node in ast.walk(tree) if isinstance(node, functions)), None)
+    return hash_of_code(ast.Module(found.body, []))[0] if found else ""
 
 
 def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:

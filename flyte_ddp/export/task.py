@@ -1,6 +1,6 @@
 """Verified export, as Flyte tasks for the built-in classifiers and as a function for a task of your own recipe.
 
-@task(**training.arguments(ignored_inputs=()))
+@task(**training.arguments(cache=False))
 def export_model(model_state: FlyteFile, settings: Settings, reported: Dict[str, float]) -> ExportOutputs:
     return export_recipe(training, model_state, settings, reported=reported)
 """

@@ -10,14 +10,14 @@ from flytekit.core.interface import extract_return_annotation
 from flytekit.core.type_engine import TypeEngine
 from flytekit.extend import TaskPlugins
 
-from flyte_ddp.code.code_version import with_installed
+from flyte_ddp.code.code_version import hash_of_body, with_installed
 from flyte_ddp.flyte1.flytekit_compat import replaced_metadata
 
 
 class CodeVersion(CachePolicy):
     """The cache version of a task whose result is decided by this code and these distributions.
 
-    It also follows the types of the task's outputs, which a cached result must have.
+    It also follows the body of the task's function, and the types of its outputs, which a cached result must have.
 
     Args:
         code: the version of the code, as of code_version.
@@ -31,7 +31,7 @@ class CodeVersion(CachePolicy):
     def get_version(self, salt: str, params: VersionParameters) -> str:
         outputs = extract_return_annotation(get_type_hints(params.func, include_extras=True).get("return"))
         types = {name: TypeEngine.to_literal_type(kind).to_flyte_idl() for name, kind in outputs.items()}
-        return f"{salt}{self.version}{types}"
+        return f"{salt}{self.version}{hash_of_body(params.func)}{types}"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.avoided import exclude_nodes, set_node_variable
 from flyte_ddp.attempt.registration import SECRETS, registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
-from flyte_ddp.code.code_version import is_installed, with_installed
+from flyte_ddp.code.code_version import hash_of_body, hash_parts, is_installed, with_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte
 from flyte_ddp.launch.grace import POD_VARIABLE, USUAL_SECONDS
@@ -297,8 +297,16 @@ def shipped() -> tuple[str, ...]:
     return tuple(map(str, sorted(root.rglob("*.py"))))
 
 
+class CodeCache(flyte.Cache):
+    """A cache whose version also follows the body of the task's function."""
+
+    def get_version(self, params: Any = None) -> str:
+        version = super().get_version(params)
+        return hash_parts({"": version, "body": hash_of_body(params.func)}) if params and params.func else version
+
+
 def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] = ()) -> flyte.Cache:
-    """Return a flyte.Cache for a task whose result is decided by this code and by these distributions' versions.
+    """Return the cache of a task whose result is decided by this code, these distributions' versions and its own body.
 
     The versions are those installed where this function runs: in the image of the calling task's pod, if one task calls
     another. The types of inputs and outputs are part of Flyte's own key. Equal calls at the same time run once.
@@ -309,7 +317,7 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
         distributions: names of installed packages, whose versions count.
     """
     version = with_installed(code, distributions)
-    return flyte.Cache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
+    return CodeCache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
 
 
 def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 import asyncio
 import pickle
+import secrets
 import shutil
 import subprocess
 import sys
 from typing import Any
 
+import flyte
 import pytest
 from flyte.extend import get_proto_extended_resources, get_proto_resources
 from flyte.io import Dir
@@ -20,7 +22,7 @@ from flyte2 import mnist
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.code.code_version import with_installed
-from flyte_ddp.flyte2.environment import resources, training_environment
+from flyte_ddp.flyte2.environment import cached, resources, training_environment
 from flyte_ddp.flyte2.flyte_compat import local_cache
 from flyte_ddp.flyte2.inputs import forget_lost_results
 from flyte_ddp.flyte2.recipe import RecipeTraining
@@ -60,6 +62,28 @@ def test_a_training_is_cached_by_all_that_the_library_imports_for_it_and_not_by_
     assert cache.get_ignored_inputs() == ("options",)
     assert cache.serialize
     assert cache.get_version() == with_installed(f"{IMAGE_CLASSIFIER.name} {IMAGE_CLASSIFIER.version}", ["torch"])
+
+
+def test_a_task_whose_body_has_changed_is_computed_again():
+    environment = flyte.TaskEnvironment("edited")
+    number = secrets.randbelow(2**60)  # which no earlier test has cached
+
+    def define(factor):
+        if factor == 2:
+
+            @environment.task(cache=cached("1"))
+            async def multiply(number: int) -> int:
+                return 2 * number
+        else:
+
+            @environment.task(cache=cached("1"))
+            async def multiply(number: int) -> int:
+                return 3 * number
+
+        return multiply
+
+    for factor in (2, 3):
+        assert flyte.with_runcontext("local").run(define(factor), number=number).outputs()[0] == number * factor
 
 
 def test_a_pod_gets_what_is_registered(monkeypatch):
